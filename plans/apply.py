@@ -1,0 +1,136 @@
+"""`apply_plan`: a plan onto a model, strictly, in place; `check_plan`: the same refusals without a mesh.
+
+Everything that can be refused is refused before a weight moves. Afterwards every parameter is a
+DTensor on the TP mesh, and tied weights are one.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from plans.checks import check_coverage, check_degree, check_keys, check_regions, sizes
+from plans.custom import PlanSource, resolve_plan
+from plans.errors import PlanError
+from plans.local import ParameterMemo
+from plans.plan import Plan, TPOptions
+from plans.styles import Style
+
+
+def check_plan(
+    model: nn.Module,
+    tp_degree: int,
+    *,
+    loss_parallel: bool = True,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 1,
+    seq_len: int | None = None,
+    plan: PlanSource = None,
+) -> Plan:
+    """Resolve the plan of `model` and check it, moving nothing and needing no process group.
+
+    Args:
+        model: a causal language model, on any device, meta included.
+        tp_degree: number of ranks over which each layer is to be split.
+        loss_parallel: keep the logits sharded over the vocabulary.
+        sequence_parallel: shard the sequence between the regions.
+        sequence_dim: the dimension of the hidden states that is the sequence.
+        seq_len: length of the training sequences, to be checked too, in tokens.
+        plan: a plan of the user's own (a TPPlan class, its "module:Class", or a dict of module
+            names and styles); None looks up the one registered for `model.config.model_type`.
+
+    Returns:
+        The styles by fully qualified module name.
+
+    Raises:
+        PlanError: there is no such plan; a key matches no module; a parameter is covered by no key;
+            a split module stands outside a region; the degree does not divide a size.
+    """
+    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim)
+    source = resolve_plan(plan, model, options)
+    name = type(source).__name__
+    styles = source.full_plan(model)
+    check_keys(styles, model, name)
+    check_coverage(styles, model, name)
+    check_regions(styles)
+    check_degree(list(sizes(styles, source, model, seq_len)), options)
+    return styles
+
+
+def apply_plan(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    *,
+    loss_parallel: bool = True,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 1,
+    plan: PlanSource = None,
+) -> Plan:
+    """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile and FSDP.
+
+    The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a
+    DTensor, `Shard(-1)`, if `loss_parallel`). Its parameters may lie on meta; real ones are taken
+    from the mesh's first rank.
+
+    Args and errors: see `check_plan`. Returns the styles by fully qualified module name.
+    """
+    if tp_mesh.ndim != 1:
+        raise PlanError(
+            f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
+        )
+    styles = check_plan(
+        model,
+        tp_mesh.size(),
+        loss_parallel=loss_parallel,
+        sequence_parallel=sequence_parallel,
+        sequence_dim=sequence_dim,
+        plan=plan,
+    )
+    tied = _tied_groups(model)
+    memo = ParameterMemo()
+    for key, style in styles.items():
+        module = model.get_submodule(key)
+        if isinstance(style, Style):
+            style.apply(module, tp_mesh, memo, key)
+        elif style._apply(module, tp_mesh) is not module:
+            raise PlanError(
+                f"plan key '{key}': {type(style).__name__} replaced the module; a style works in place"
+            )
+    _check_distributed(model, styles)
+    _check_tied(model, tied)
+    if loss_parallel or getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False):
+        model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+    return styles
+
+
+def _check_distributed(model: nn.Module, styles: Plan) -> None:
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            key = name.rpartition(".")[0]
+            raise PlanError(
+                f"plan key '{key}': {type(styles[key]).__name__} left parameter '{name}' a plain tensor"
+            )
+
+
+def _tied_groups(model: nn.Module) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(param), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _check_tied(model: nn.Module, groups: list[list[str]]) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for names in groups:
+        if len({id(parameters[name]) for name in names}) > 1:
+            raise PlanError(
+                f"parameters {' and '.join(names)} were tied and no longer are: give both a style of this plan"
+            )
+
+
+def _refuse_labels(model: nn.Module, args, kwargs) -> None:
+    if kwargs.get("labels") is not None:
+        raise PlanError(
+            f"{type(model).__name__} was called with labels, but its logits or its head are sharded over the vocabulary, "
+            "where its own loss is wrong: compute the loss from the logits, or set loss_parallel = False "
+            "and fuse_linear_cross_entropy = False"
+        )

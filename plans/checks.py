@@ -1,0 +1,132 @@
+"""What strict application refuses before anything moves: the plan against the model and the degree.
+
+Each check raises a PlanError that names the plan key, the module, its class and the value, and
+says what would work. They read shapes only, so they hold on meta and need no process group.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from plans.errors import PlanError
+from plans.plan import Plan, TPOptions, TPPlan
+from plans.structure import join
+from plans.styles import Style
+
+
+class Size(NamedTuple):
+    """Something that the degree has to divide."""
+
+    what: str
+    value: int
+    where: str
+
+
+def check_keys(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_name: str) -> None:
+    """Refuse a key that names no module, with the names that stand there."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for key in plan:
+        if key in modules:
+            continue
+        parent = key
+        while parent not in modules:
+            parent = parent.rpartition(".")[0]
+        children = [name for name, _ in modules[parent].named_children()]
+        raise PlanError(
+            f"plan key '{key}' ({plan_name}) matches no module: "
+            f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'no modules'}"
+        )
+
+
+def check_coverage(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_name: str) -> None:
+    """Refuse a parameter that no key covers: it would stay a plain tensor beside DTensors."""
+    for name, module in model.named_modules():
+        for param_name, param in module._parameters.items():
+            if param is None:
+                continue
+            if isinstance(param, DTensor):
+                raise PlanError(
+                    f"parameter '{join(name, param_name)}' is a DTensor already: apply a plan once, before FSDP"
+                )
+            if not _covered(plan, name, module, param_name):
+                raise PlanError(
+                    f"parameter '{join(name, param_name)}' {tuple(param.shape)} of {type(module).__name__} is covered by "
+                    f"no key of {plan_name}: add '{name}' with a style; replicated() or sequence_parallel() keep it whole"
+                )
+
+
+def _covered(plan: Mapping[str, ParallelStyle], name: str, module: nn.Module, param_name: str) -> bool:
+    style = plan.get(name)
+    if style is None:
+        return False
+    # A style that is not ours says nothing before it acts; what it left out is found afterwards.
+    return param_name in style.layouts(module) if isinstance(style, Style) else True
+
+
+def check_regions(plan: Mapping[str, ParallelStyle]) -> None:
+    """Refuse a split module outside a region, and a region that nothing leaves."""
+    opened = [key for key, style in plan.items() if isinstance(style, Style) and style.opens]
+    for key, style in plan.items():
+        if isinstance(style, Style) and style.inside and not any(_within(key, region) for region in opened):
+            raise PlanError(
+                f"plan key '{key}' ({style}) stands in no region, so its input is not the whole sequence and its "
+                "input's gradient is not summed: add **self.attn_input() or **self.mlp_input() to its plan"
+            )
+    for region in opened:
+        closers = [
+            k
+            for k, s in plan.items()
+            if isinstance(s, Style) and s.closes and (k == region or _within(k, region))
+        ]
+        if not closers:
+            raise PlanError(
+                f"plan key '{region}' ({plan[region]}) opens a region that nothing leaves, so its partial output is not "
+                "summed: give its last projection rowwise(), or use attn_region() or mlp_region()"
+            )
+        if region in closers and len(closers) > 1:
+            raise PlanError(
+                f"plan keys '{closers[1]}' and '{region}' both sum the output of the same region, which would count it "
+                "once per rank: give the projection rowwise(reduce_output=False), or use attn_input() / mlp_input()"
+            )
+
+
+def _within(key: str, region: str) -> bool:
+    return key != region and (key.startswith(region + ".") or region == "")
+
+
+def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
+    """Refuse a degree that does not divide every size, with the degrees that do."""
+    for size in sizes:
+        if size.value % options.degree:
+            largest = min(s.value for s in sizes)
+            works = [str(d) for d in range(1, largest + 1) if all(s.value % d == 0 for s in sizes)]
+            raise PlanError(
+                f"tensor_parallel_degree = {options.degree} does not divide {size.what} = {size.value} ({size.where}): "
+                f"{_either(works)} would work"
+            )
+
+
+def sizes(plan: Plan, source: TPPlan, model: nn.Module, seq_len: int | None) -> Iterator[Size]:
+    """Yield what the degree has to divide: heads first, since they say most, then every sharded dimension."""
+    for name, counts in source.head_counts(model).items():
+        where = f"{name}, {type(model.get_submodule(name)).__name__}"
+        yield from (Size(what, value, where) for what, value in counts.items())
+    if seq_len is not None and source.options.sequence_parallel:
+        yield Size("seq_len", seq_len, "sequence_parallel shards the sequence")
+    for key, style in plan.items():
+        if not isinstance(style, Style):
+            continue
+        module = model.get_submodule(key)
+        for name, layout in style.layouts(module).items():
+            if isinstance(layout.placement, Shard):
+                param = module._parameters[name]
+                assert param is not None
+                dim = layout.placement.dim
+                yield Size(f"dimension {dim} of {name}", param.shape[dim], f"{key}, {type(module).__name__}")
+
+
+def _either(values: list[str]) -> str:
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -1,0 +1,114 @@
+"""A plan of the user's own, in each form in which a job can name one.
+
+[model]
+plan = "gla"                          a registered name
+plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
+[model.plan]                          patterns of module names, each with a style's name
+"model.embeddings" = "vocab_embedding"
+"model.layers.*.attn" = "attn_input"
+"""
+
+import importlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from plans.errors import PlanError
+from plans.plan import Plan, TPOptions, TPPlan
+from plans.registry import plan_for_model, registered_plans
+
+PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
+
+STYLES = {
+    "attn_input": lambda plan: plan.attn_input()[""],
+    "attn_region": lambda plan: plan.attn_region()[""],
+    "mlp_input": lambda plan: plan.mlp_input()[""],
+    "mlp_region": lambda plan: plan.mlp_region()[""],
+    "colwise": TPPlan.colwise,
+    "rowwise": TPPlan.rowwise,
+    "rowwise_partial": lambda plan: plan.rowwise(reduce_output=False),
+    "replicated": TPPlan.replicated,
+    "sequence_parallel": TPPlan.sequence_parallel,
+    "vocab_embedding": TPPlan.vocab_embedding,
+    "vocab_head": TPPlan.vocab_head,
+}
+"""Names of styles in a plan that is given as a dict, and the TPPlan method behind each."""
+
+
+class DictPlan(TPPlan):
+    """A plan given as a dict: `*` stands for one part of a module name, and each pattern must match."""
+
+    def __init__(self, options: TPOptions, patterns: Mapping[str, str | ParallelStyle]):
+        super().__init__(options)
+        self.patterns = patterns
+
+    def full_plan(self, model: nn.Module) -> Plan:
+        plan: Plan = {}
+        origin: dict[str, str] = {}
+        names = [name for name, _ in model.named_modules()]
+        for pattern, style in self.patterns.items():
+            matched = [name for name in names if _matches(name, pattern)]
+            if not matched:
+                plan[pattern] = self._style(pattern, style)  # strict application refuses it by this name
+            for name in matched:
+                if name in plan:
+                    raise PlanError(
+                        f"plan keys '{origin[name]}' and '{pattern}' both match {name}: make them disjoint"
+                    )
+                plan[name], origin[name] = self._style(pattern, style), pattern
+        return plan
+
+    def _style(self, pattern: str, style: str | ParallelStyle) -> ParallelStyle:
+        if isinstance(style, ParallelStyle):
+            return style
+        if style not in STYLES:
+            raise PlanError(
+                f"plan key '{pattern}' = {style!r}: no such style; there are {', '.join(sorted(STYLES))}"
+            )
+        return STYLES[style](self)
+
+
+def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TPPlan:
+    """Return the plan that `source` names for `model`; None looks the registered one up.
+
+    Raises:
+        PlanError: nothing is registered under that name, the module or its attribute does not
+            exist, or it is neither a TPPlan class nor a dict.
+    """
+    if source is None:
+        return plan_for_model(model)(options)
+    if isinstance(source, str):
+        source = _load(source)
+    if isinstance(source, Mapping):
+        return DictPlan(options, source)
+    if isinstance(source, type) and issubclass(source, TPPlan):
+        return source(options)
+    raise PlanError(f"plan = {source!r}: neither a TPPlan class nor a dict of module names and styles")
+
+
+def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        registered = registered_plans()
+        if name not in registered:
+            raise PlanError(
+                f"plan = '{name}': not registered (there are {', '.join(registered)}); "
+                "a plan of your own is named 'module:Class'"
+            )
+        return registered[name]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            f"plan = '{name}': no module named '{error.name}'; is the package installed, or its folder in PYTHONPATH?"
+        ) from error
+    if not hasattr(module, attribute):
+        raise PlanError(f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'")
+    return getattr(module, attribute)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))

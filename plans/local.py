@@ -1,0 +1,99 @@
+"""Parameters that are DTensors to the optimizer and plain local tensors to the forward.
+
+A DTensor that enters an `autograd.Function` stays one, and its `data_ptr()` is null: no Triton
+kernel survives that. So a parallelised module is given a subclass of its own class in which each
+sharded or replicated parameter is a property: reading `module.weight` gives the rank's local
+tensor, whoever reads it (the module's forward, or a fused kernel of its parent), and its gradient
+returns to the DTensor with the placement that the plan declares. `named_parameters`, state dicts,
+FSDP2 and optimizers go through `module._parameters` and see the DTensor; names do not change.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from plans.errors import PlanError
+
+
+class Layout(NamedTuple):
+    """How one parameter lies on the TP mesh, and how its local gradient does."""
+
+    placement: Placement
+    gradient: Placement
+
+
+class ParameterMemo(dict[int, nn.Parameter]):
+    """Parameters already distributed, by the `id` of the original: what keeps tied weights tied.
+
+    Holds the originals too, so that no `id` is reused while a plan is being applied.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._originals: list[nn.Parameter] = []
+
+    def remember(self, original: nn.Parameter, distributed: nn.Parameter) -> None:
+        """Record that `original` has become `distributed`."""
+        self._originals.append(original)
+        self[id(original)] = distributed
+
+
+def localize(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    layouts: Mapping[str, Layout],
+    memo: ParameterMemo,
+    key: str,
+) -> None:
+    """Distribute the parameters of `module` named in `layouts`; let attribute reads give local tensors.
+
+    Real values are taken from the mesh's first rank, so that replicas agree whatever the seeds
+    were; parameters on meta move nothing. Raises PlanError where tied parameters are given
+    different placements.
+    """
+    for name, layout in layouts.items():
+        param = module._parameters[name]
+        assert param is not None, f"{key}: {name} is None"
+        known = memo.get(id(param))
+        if known is None:
+            tensor = distribute_tensor(param.detach(), mesh, [layout.placement])
+            known = nn.Parameter(tensor, requires_grad=param.requires_grad)
+            known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
+            memo.remember(param, known)
+        elif (tied := known.data.placements) != (layout.placement,):  # type: ignore[attr-defined]
+            raise PlanError(
+                f"plan key '{key}' ({type(module).__name__}) lays {name} out as {layout.placement}, but it is "
+                f"tied to a parameter laid out as {tied[0]}: give both the same style, or untie them in the config"
+            )
+        module._parameters[name] = known
+    gradients = {name: (layout.gradient,) for name, layout in layouts.items()}
+    if gradients:
+        module.__dict__["_gradient_placements"] = module.__dict__.get("_gradient_placements", {}) | gradients
+        module.__class__ = _with_local_parameters(type(module), tuple(sorted(gradients)))
+
+
+@cache
+def _with_local_parameters(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls`, under the same name, with `names` as properties that give local tensors.
+
+    One subclass per class and set of names, so that repeated blocks share one compiled artefact.
+    """
+    namespace = {name: property(_local_reader(name)) for name in names}
+    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), namespace)
+
+
+def _local_reader(name: str):
+    def read(module: nn.Module) -> torch.Tensor | None:
+        param = module._parameters[name]
+        if isinstance(param, DTensor):
+            return param.to_local(grad_placements=module._gradient_placements[name])  # type: ignore[index]
+        return param
+
+    return read

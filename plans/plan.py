@@ -1,0 +1,183 @@
+"""`TPPlan`: what a model-parallel plan is, and the parts that most architectures share.
+
+A plan maps module names to styles, part by part: the model's ends (`model_plan`), a block
+(`layer_plan`), its token mixer (`attn_plan`), its MLP (`mlp_plan`). A subclass overrides only what
+differs. Which module may be split how is checked in plans/apply.py, not here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from plans.collectives import stream_placement
+from plans.errors import PlanError
+from plans.registry import mixer_plan_of, plan_for_mixer
+from plans.structure import find_decoder, find_mixer, find_mlp, is_norm, join
+from plans.styles import Colwise, Region, Replicated, Rowwise, SequenceParallel, VocabHead
+from plans.vocab import VocabEmbedding
+
+Plan = dict[str, ParallelStyle]
+
+
+@dataclass(frozen=True)
+class TPOptions:
+    """What a plan has to honour or refuse."""
+
+    degree: int
+    """Number of ranks over which a layer is split."""
+
+    loss_parallel: bool = True
+    """The logits stay sharded over the vocabulary, for a loss that works on shards."""
+
+    sequence_parallel: bool = True
+    """Between regions, each rank holds its shard of the sequence."""
+
+    sequence_dim: int = 1
+    """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
+
+
+class TPPlan:
+    """The tensor-parallel plan of an architecture. Subclass it, and register the subclass.
+
+    Each `*_plan` method gets the module that it plans and returns `{name relative to it: style}`,
+    where "" is the module itself.
+    """
+
+    def __init__(self, options: TPOptions):
+        self.options = options
+
+    # The parts of a model.
+
+    def model_plan(self, model: nn.Module) -> Plan:
+        """Plan what stands outside the blocks: embedding, final norm, head."""
+        decoder = find_decoder(model)
+        plan: Plan = {}
+        if decoder.embedding is not None:
+            plan[decoder.embedding] = self.vocab_embedding()
+        if decoder.norm is not None:
+            plan[decoder.norm] = self.sequence_parallel()
+        if decoder.head is not None:
+            plan[decoder.head] = self.vocab_head()
+        return plan
+
+    def layer_plan(self, layer: nn.Module) -> Plan:
+        """Plan a block: its norms, and by `attn_plan` and `mlp_plan` its mixer and its MLP.
+
+        A mixer whose class belongs to another registered plan is planned by that one.
+        """
+        plan: Plan = {
+            name: self.sequence_parallel() for name, child in layer.named_children() if is_norm(child)
+        }
+        if (name := find_mixer(layer)) is not None:
+            mixer = layer.get_submodule(name)
+            plan |= prefixed(name, self.plan_of(mixer).attn_plan(mixer))
+        if (name := find_mlp(layer)) is not None:
+            plan |= prefixed(name, self.mlp_plan(layer.get_submodule(name)))
+        return plan
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        """Plan a token mixer."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must say how {type(attn).__name__} is split: attn_plan"
+        )
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        """Plan a gated MLP of gate_proj, up_proj and down_proj."""
+        return {
+            **self.mlp_input(),
+            "gate_proj": self.colwise(),
+            "up_proj": self.colwise(),
+            "down_proj": self.rowwise(),
+        }
+
+    def heads(self, attn: nn.Module) -> dict[str, int]:
+        """Return the head counts of a mixer by name; the degree must divide each."""
+        return {
+            name: value
+            for name in ("num_heads", "num_kv_heads")
+            if isinstance(value := getattr(attn, name, None), int)
+        }
+
+    # What a plan is made of.
+
+    @property
+    def stream(self) -> Placement:
+        """The placement of the residual stream."""
+        return stream_placement(self.options.sequence_parallel, self.options.sequence_dim)
+
+    def attn_input(self, input_name: str = "hidden_states") -> Plan:
+        """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces."""
+        return {"": Region(stream=self.stream, reduce_output=False, input_name=input_name)}
+
+    def attn_region(self, input_name: str = "hidden_states") -> Plan:
+        """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`."""
+        return {"": Region(stream=self.stream, reduce_output=True, input_name=input_name)}
+
+    def mlp_input(self, input_name: str = "x") -> Plan:
+        """Gather the sequence once, before gate and up."""
+        return self.attn_input(input_name)
+
+    def mlp_region(self, input_name: str = "x") -> Plan:
+        """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
+        return self.attn_region(input_name)
+
+    def colwise(self) -> ParallelStyle:
+        """Shard a module's outputs or channels: the first dimension of its parameters."""
+        return Colwise()
+
+    def rowwise(self, *, reduce_output: bool = True) -> ParallelStyle:
+        """Shard a Linear's inputs, and sum its output over the ranks."""
+        return Rowwise(stream=self.stream, reduce_output=reduce_output)
+
+    def replicated(self) -> ParallelStyle:
+        """Replicate a module inside a region, such as a norm over each head."""
+        return Replicated()
+
+    def sequence_parallel(self) -> ParallelStyle:
+        """Replicate a module on the residual stream, such as a block's norm."""
+        return SequenceParallel(stream=self.stream)
+
+    def vocab_embedding(self) -> ParallelStyle:
+        """Shard the rows of the embedding."""
+        return VocabEmbedding(stream=self.stream)
+
+    def vocab_head(self) -> ParallelStyle:
+        """Shard the vocabulary of the head; `loss_parallel` decides what becomes of the logits."""
+        return VocabHead(stream=self.stream, loss_parallel=self.options.loss_parallel)
+
+    # Putting the parts together.
+
+    def plan_of(self, mixer: nn.Module) -> "TPPlan":
+        """Return the plan that splits `mixer`: this one, unless its class belongs to another."""
+        owner = plan_for_mixer(mixer)
+        if owner is None or owner is mixer_plan_of(type(self)):
+            return self
+        return owner(self.options)
+
+    def full_plan(self, model: nn.Module) -> Plan:
+        """Return the whole plan, by fully qualified module name."""
+        plan = self.model_plan(model)
+        for name in find_decoder(model).layers:
+            for key, style in prefixed(name, self.layer_plan(model.get_submodule(name))).items():
+                if key in plan:
+                    raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
+                plan[key] = style
+        return plan
+
+    def head_counts(self, model: nn.Module) -> dict[str, dict[str, int]]:
+        """Return, by the fully qualified name of each mixer, the head counts that the degree must divide."""
+        counts = {}
+        for name in find_decoder(model).layers:
+            layer = model.get_submodule(name)
+            if (mixer_name := find_mixer(layer)) is not None:
+                mixer = layer.get_submodule(mixer_name)
+                counts[join(name, mixer_name)] = self.plan_of(mixer).heads(mixer)
+        return counts
+
+
+def prefixed(name: str, plan: Mapping[str, ParallelStyle]) -> Plan:
+    """Return `plan` with its keys relative to the parent of the module `name`."""
+    return {join(name, key): style for key, style in plan.items()}

@@ -1,0 +1,81 @@
+"""Where the parts of a decoder stand, found by structure: no model library is imported.
+
+A causal language model here is an embedding, a `ModuleList` of blocks, a final norm and a head,
+under whatever names. What is not found is None; who needs it says so.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from plans.errors import PlanError
+
+_LAYER_LISTS = ("layers", "blocks", "h")
+_MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention")
+_MLPS = ("mlp", "ffn", "feed_forward")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Fully qualified names of a decoder's parts."""
+
+    layers: tuple[str, ...]
+    embedding: str | None
+    norm: str | None
+    head: str | None
+
+
+def find_decoder(model: nn.Module) -> Decoder:
+    """Return the names of `model`'s blocks, embedding, final norm and head.
+
+    Raises:
+        PlanError: `model` has no ModuleList of blocks under one of the usual names.
+    """
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _LAYER_LISTS
+    ]
+    if not lists:
+        raise PlanError(
+            f"{type(model).__name__} has no ModuleList of blocks named {', '.join(_LAYER_LISTS)}: "
+            "give the plan as a dict of module names, or override TPPlan.full_plan"
+        )
+    blocks = min(lists, key=lambda name: name.count("."))
+    base_name = blocks.rpartition(".")[0]
+    base = model.get_submodule(base_name)
+    head = next(
+        (n for n, m in model.named_children() if isinstance(m, nn.Linear) and n in ("lm_head", "output")),
+        None,
+    )
+    return Decoder(
+        layers=tuple(join(blocks, name) for name, _ in model.get_submodule(blocks).named_children()),
+        embedding=_only(base_name, base, lambda m: isinstance(m, nn.Embedding)),
+        norm=_only(base_name, base, is_norm),
+        head=head,
+    )
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether `module` is a norm, by the name of its class."""
+    return "Norm" in type(module).__name__
+
+
+def find_mixer(layer: nn.Module) -> str | None:
+    """Return the name of a block's token mixer."""
+    return next((name for name in _MIXERS if name in layer._modules), None)
+
+
+def find_mlp(layer: nn.Module) -> str | None:
+    """Return the name of a block's MLP."""
+    return next((name for name in _MLPS if name in layer._modules), None)
+
+
+def join(*names: str) -> str:
+    """Join module names with dots, leaving empty ones out."""
+    return ".".join(name for name in names if name)
+
+
+def _only(base_name: str, base: nn.Module, wanted) -> str | None:
+    names = [name for name, child in base.named_children() if wanted(child)]
+    return join(base_name, names[0]) if len(names) == 1 else None

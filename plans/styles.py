@@ -1,0 +1,216 @@
+"""The parallel styles of which plans are made: what each does to parameters, input and output.
+
+    style             parameters           gradient   input             output
+    Region            -                    -          enter             leave, if asked
+    Colwise           Shard(0)             Shard(0)   -                 -
+    Rowwise           weight Shard(1)      Shard(1)   -                 leave, if asked; then the bias
+    Replicated        Replicate            Partial    -                 -
+    SequenceParallel  Replicate            of stream  -                 -
+    VocabEmbedding    Shard(0)             Shard(0)   whole token ids   leave
+    VocabHead         Shard(0)             Shard(0)   enter             vocabulary-sharded DTensor, or gathered
+
+`enter` and `leave` are the borders of plans/collectives.py. Inside a region everything is local, so
+one rule gives every gradient: what is sharded has a sharded gradient, and what is replicated has a
+Partial one, because each rank has followed only its own share of the paths to the loss.
+On the residual stream a replicated parameter's gradient is Partial if the sequence is sharded, and
+whole on every rank if not.
+
+All are torch `ParallelStyle`s; a plan may hold any other ParallelStyle too.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from plans.collectives import enter, leave
+from plans.errors import PlanError
+from plans.local import Layout, ParameterMemo, localize
+
+
+class Style(ParallelStyle):
+    """A parallel style that leaves tensors local and says what it does before it does it.
+
+    `opens` and `closes` mark the borders of a region, `inside` a style that is right only within
+    one; strict application checks that they match.
+    """
+
+    opens = False
+    closes = False
+    inside = False
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        """Return the layout of each parameter that `module` itself holds."""
+        return {}
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Put the hooks in that transform `module`'s input and output."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.apply(module, device_mesh, ParameterMemo(), type(module).__name__)
+        return module
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo, key: str) -> None:
+        """Distribute the parameters of `module` over the 1-D TP `mesh` and install the hooks."""
+        localize(module, mesh, self.layouts(module), memo, key)
+        self.install(module, mesh)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+
+def _held(module: nn.Module) -> list[str]:
+    return [name for name, param in module._parameters.items() if param is not None]
+
+
+class Region(Style):
+    """The border of a tensor-parallel region: the sequence is gathered once, before all projections.
+
+    Args:
+        stream: placement of the residual stream (`Shard(sequence_dim)` or `Replicate()`).
+        reduce_output: also reduce at the module's exit (its output, or the first of a tuple);
+            otherwise a `Rowwise` inside has to.
+        input_name: keyword under which the input comes if it is not the first positional argument.
+    """
+
+    opens = True
+
+    def __init__(self, *, stream: Placement, reduce_output: bool, input_name: str = "hidden_states"):
+        self.stream, self.reduce_output, self.input_name = stream, reduce_output, input_name
+
+    @property
+    def closes(self) -> bool:  # type: ignore[override]
+        return self.reduce_output
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.register_forward_pre_hook(partial(self._enter, mesh), with_kwargs=True)
+        if self.reduce_output:
+            module.register_forward_hook(partial(self._leave, mesh))
+
+    def _enter(self, mesh, module, args, kwargs):
+        if args:
+            return (enter(args[0], mesh, self.stream), *args[1:]), kwargs
+        if self.input_name not in kwargs:
+            raise PlanError(
+                f"{type(module).__name__} was called without a positional input and without "
+                f"'{self.input_name}' (got {', '.join(kwargs) or 'nothing'}): give the plan's region input_name="
+            )
+        return args, {**kwargs, self.input_name: enter(kwargs[self.input_name], mesh, self.stream)}
+
+    def _leave(self, mesh, module, args, output):
+        if isinstance(output, tuple):
+            return (leave(output[0], mesh, self.stream), *output[1:])
+        return leave(output, mesh, self.stream)
+
+
+class Colwise(Style):
+    """Shard every parameter's first dimension: a Linear's outputs, a depthwise convolution's channels."""
+
+    inside = True
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
+
+
+class Rowwise(Style):
+    """Shard a Linear's inputs; its output is a partial sum.
+
+    Args:
+        stream: placement of the residual stream.
+        reduce_output: leave the region here. False where a parent does, because it calls a fused
+            kernel on this weight or works on the output before it returns.
+
+    A bias is replicated and added after the sum, as the unsharded Linear does.
+    """
+
+    inside = True
+
+    def __init__(self, *, stream: Placement, reduce_output: bool):
+        self.stream, self.reduce_output = stream, reduce_output
+
+    @property
+    def closes(self) -> bool:  # type: ignore[override]
+        return self.reduce_output
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        layouts = {"weight": Layout(Shard(1), Shard(1))}
+        if module._parameters.get("bias") is not None:
+            layouts["bias"] = Layout(Replicate(), _stream_gradient(self.stream))
+        return layouts
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if not self.reduce_output:
+            return
+        if module._parameters.get("bias") is not None:
+            # Hidden from the local product, which is a partial sum, and added by the hook.
+            module.__class__ = _without_bias(type(module))
+        module.register_forward_hook(partial(self._leave, mesh))
+
+    def _leave(self, mesh, module, args, output):
+        output = leave(output, mesh, self.stream)
+        bias = module._parameters.get("bias")
+        if bias is None:
+            return output
+        if isinstance(bias, DTensor):
+            bias = bias.to_local(grad_placements=(_stream_gradient(self.stream),))
+        return output + bias
+
+
+class Replicated(Style):
+    """Replicate a module's parameters inside a region: their gradient is a sum over the ranks."""
+
+    inside = True
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        return {name: Layout(Replicate(), Partial()) for name in _held(module)}
+
+
+class SequenceParallel(Style):
+    """Replicate a module's parameters on the residual stream, where it works token by token."""
+
+    def __init__(self, *, stream: Placement):
+        self.stream = stream
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        return {name: Layout(Replicate(), _stream_gradient(self.stream)) for name in _held(module)}
+
+
+class VocabHead(Style):
+    """Shard the head's vocabulary.
+
+    The logits are a DTensor, `Shard(-1)`, for a loss that works on vocabulary shards
+    (`loss_parallel`), or else gathered to a plain tensor that is whole on every rank.
+    """
+
+    def __init__(self, *, stream: Placement, loss_parallel: bool):
+        self.stream, self.loss_parallel = stream, loss_parallel
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.register_forward_pre_hook(
+            lambda module, args: (enter(args[0], mesh, self.stream), *args[1:]),
+        )
+        module.register_forward_hook(partial(self._logits, mesh))
+
+    def _logits(self, mesh, module, args, output: torch.Tensor) -> torch.Tensor:
+        logits = DTensor.from_local(output, mesh, (Shard(output.ndim - 1),), run_check=False)
+        if self.loss_parallel:
+            return logits
+        return logits.redistribute(placements=(Replicate(),)).to_local()
+
+
+def _stream_gradient(stream: Placement) -> Placement:
+    return Replicate() if stream.is_replicate() else Partial()
+
+
+def _without_bias(cls: type[nn.Module]) -> type[nn.Module]:
+    namespace = {"bias": None, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), namespace)
