@@ -92,7 +92,8 @@ def _with_local_parameters(cls: type[nn.Module], names: tuple[str, ...]) -> type
 def _local_reader(name: str):
     def read(module: nn.Module) -> torch.Tensor | None:
         param = module._parameters[name]
-        if isinstance(param, DTensor):
+        # On more than the TP mesh it is FSDP's shard, between forwards: FSDP itself reads it here.
+        if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
             return param.to_local(grad_placements=module._gradient_placements[name])  # type: ignore[index]
         return param
 

@@ -11,6 +11,8 @@ from torch import nn
 from plans.errors import PlanError
 
 _LAYER_LISTS = ("layers", "blocks", "h")
+_FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_norm")
+_HEADS = ("lm_head", "output")
 _MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention")
 _MLPS = ("mlp", "ffn", "feed_forward")
 
@@ -44,15 +46,13 @@ def find_decoder(model: nn.Module) -> Decoder:
     blocks = min(lists, key=lambda name: name.count("."))
     base_name = blocks.rpartition(".")[0]
     base = model.get_submodule(base_name)
-    head = next(
-        (n for n, m in model.named_children() if isinstance(m, nn.Linear) and n in ("lm_head", "output")),
-        None,
-    )
     return Decoder(
         layers=tuple(join(blocks, name) for name, _ in model.get_submodule(blocks).named_children()),
-        embedding=_only(base_name, base, lambda m: isinstance(m, nn.Embedding)),
-        norm=_only(base_name, base, is_norm),
-        head=head,
+        embedding=next(
+            (join(base_name, n) for n, m in base.named_children() if isinstance(m, nn.Embedding)), None
+        ),
+        norm=next((join(base_name, n) for n in _FINAL_NORMS if n in base._modules), None),
+        head=next((n for n in _HEADS if n in model._modules), None),
     )
 
 
@@ -74,8 +74,3 @@ def find_mlp(layer: nn.Module) -> str | None:
 def join(*names: str) -> str:
     """Join module names with dots, leaving empty ones out."""
     return ".".join(name for name in names if name)
-
-
-def _only(base_name: str, base: nn.Module, wanted) -> str | None:
-    names = [name for name, child in base.named_children() if wanted(child)]
-    return join(base_name, names[0]) if len(names) == 1 else None

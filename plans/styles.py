@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from plans.collectives import enter, leave
+from plans.collectives import Border, gather_shards
 from plans.errors import PlanError
 from plans.local import Layout, ParameterMemo, localize
 
@@ -89,24 +89,25 @@ class Region(Style):
         return self.reduce_output
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.register_forward_pre_hook(partial(self._enter, mesh), with_kwargs=True)
+        border = Border(mesh, self.stream)
+        module.register_forward_pre_hook(partial(self._enter, border), with_kwargs=True)
         if self.reduce_output:
-            module.register_forward_hook(partial(self._leave, mesh))
+            module.register_forward_hook(partial(self._leave, border))
 
-    def _enter(self, mesh, module, args, kwargs):
+    def _enter(self, border: Border, module, args, kwargs):
         if args:
-            return (enter(args[0], mesh, self.stream), *args[1:]), kwargs
+            return (border.enter(args[0]), *args[1:]), kwargs
         if self.input_name not in kwargs:
             raise PlanError(
                 f"{type(module).__name__} was called without a positional input and without "
                 f"'{self.input_name}' (got {', '.join(kwargs) or 'nothing'}): give the plan's region input_name="
             )
-        return args, {**kwargs, self.input_name: enter(kwargs[self.input_name], mesh, self.stream)}
+        return args, {**kwargs, self.input_name: border.enter(kwargs[self.input_name])}
 
-    def _leave(self, mesh, module, args, output):
+    def _leave(self, border: Border, module, args, output):
         if isinstance(output, tuple):
-            return (leave(output[0], mesh, self.stream), *output[1:])
-        return leave(output, mesh, self.stream)
+            return (border.leave(output[0]), *output[1:])
+        return border.leave(output)
 
 
 class Colwise(Style):
@@ -150,10 +151,10 @@ class Rowwise(Style):
         if module._parameters.get("bias") is not None:
             # Hidden from the local product, which is a partial sum, and added by the hook.
             module.__class__ = _without_bias(type(module))
-        module.register_forward_hook(partial(self._leave, mesh))
+        module.register_forward_hook(partial(self._leave, Border(mesh, self.stream)))
 
-    def _leave(self, mesh, module, args, output):
-        output = leave(output, mesh, self.stream)
+    def _leave(self, border: Border, module, args, output):
+        output = border.leave(output)
         bias = module._parameters.get("bias")
         if bias is None:
             return output
@@ -195,16 +196,15 @@ class VocabHead(Style):
         return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.register_forward_pre_hook(
-            lambda module, args: (enter(args[0], mesh, self.stream), *args[1:]),
-        )
+        border = Border(mesh, self.stream)
+        module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
         module.register_forward_hook(partial(self._logits, mesh))
 
     def _logits(self, mesh, module, args, output: torch.Tensor) -> torch.Tensor:
-        logits = DTensor.from_local(output, mesh, (Shard(output.ndim - 1),), run_check=False)
+        vocabulary = output.ndim - 1
         if self.loss_parallel:
-            return logits
-        return logits.redistribute(placements=(Replicate(),)).to_local()
+            return DTensor.from_local(output, mesh, (Shard(vocabulary),), run_check=False)
+        return gather_shards(output, mesh, vocabulary)
 
 
 def _stream_gradient(stream: Placement) -> Placement:

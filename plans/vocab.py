@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from plans.collectives import leave
+from plans.collectives import Border
 from plans.errors import PlanError
 from plans.local import Layout
 from plans.styles import Style
@@ -31,7 +31,7 @@ class VocabEmbedding(Style):
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         module.__class__ = _on_rows(type(module))
-        module.__dict__["_tp_rows"] = (mesh, self.stream)
+        module.__dict__["_tp_rows"] = (mesh, self.stream, Border(mesh, self.stream))
 
 
 @cache
@@ -39,7 +39,7 @@ def _on_rows(cls: type[nn.Embedding]) -> type[nn.Embedding]:
     """Subclass an embedding class with a forward that works on this rank's rows."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        mesh, stream = self._tp_rows
+        mesh, stream, border = self._tp_rows
         _check_sequence(input, mesh, stream)
         rows = self.weight.shape[0]
         local_ids = input - _rank(mesh, input.device) * rows
@@ -54,7 +54,7 @@ def _on_rows(cls: type[nn.Embedding]) -> type[nn.Embedding]:
         out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
-        return leave(out, mesh, stream)
+        return border.leave(out)
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), namespace)

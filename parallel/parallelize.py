@@ -1,0 +1,93 @@
+"""The entry: a model on meta becomes a parallel one, step by step, in the order that the steps need.
+
+Each step is a named function in a file of its own; this one only says in which order, and why.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.compile import apply_compile
+from parallel.data_parallel import apply_fsdp
+from parallel.errors import ParallelError
+from plans import apply_plan
+from plans.custom import PlanSource
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    loss_parallel: bool = True,
+    plan: PlanSource = None,
+) -> nn.Module:
+    """Parallelise `model` in place and return it; torchtitan's `parallelize_fn` convention.
+
+    Args:
+        model: a causal language model, normally on meta (token ids [batch, sequence] in, logits out).
+        parallel_dims: torchtitan's ParallelDims: the degrees, and the meshes "tp" and "fsdp" (with
+            "dp_replicate").
+        training: `mixed_precision_param`, `mixed_precision_reduce` (names of dtypes) and
+            `enable_cpu_offload`.
+        parallelism: `enable_sequence_parallel`, `fsdp_reshard_after_forward`, `enable_fsdp_symm_mem`.
+        compile_config: `enable`, `components`, `backend`, `enable_async_tensor_parallel`.
+        ac_config: what to recompute: a torchtitan ActivationCheckpointing.Config, an
+            `EveryNthLayer`, or None for nothing.
+        dump_folder: folder for what a step writes.
+        loss_parallel: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
+        plan: a plan of the user's own; None for the registered one. See `plans.apply_plan`.
+
+    Raises:
+        PlanError: the plan does not fit the model or the degree.
+        ParallelError: an option can't be honoured. Both before any weight moves.
+    """
+    _refuse(parallel_dims, compile_config)
+
+    # First: a plan names modules as the model has them, and shards whole parameters.
+    if parallel_dims.tp_enabled:
+        apply_plan(
+            model,
+            parallel_dims.get_mesh("tp"),
+            loss_parallel=loss_parallel,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            plan=plan,
+        )
+
+    # Before compile, so that the compiler sees what is recomputed.
+    if ac_config is not None:
+        apply_activation_checkpointing(model, ac_config, dump_folder)
+
+    # Before FSDP, whose hooks on each block stay outside the compiled graph.
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config, parallel_dims)
+
+    # Last, and always: at degree 1 it shards nothing but still gives mixed precision.
+    apply_fsdp(model, parallel_dims, training, parallelism)
+    return model
+
+
+def _refuse(parallel_dims: Any, compile_config: Any) -> None:
+    for name, degree in (
+        ("context", parallel_dims.cp),
+        ("pipeline", parallel_dims.pp),
+        ("expert", parallel_dims.ep),
+    ):
+        if degree > 1:
+            raise ParallelError(
+                f"{name}_parallel_degree = {degree}: this entry parallelises by tensor and data; set it to 1"
+            )
+    if compile_config.enable_async_tensor_parallel:
+        if not parallel_dims.tp_enabled:
+            raise ParallelError("enable_async_tensor_parallel needs tensor_parallel_degree above 1")
+        device = parallel_dims.get_mesh("tp").device_type
+        if device != "cuda":
+            raise ParallelError(
+                f"enable_async_tensor_parallel needs CUDA with NCCL and symmetric memory, and the mesh is on {device}: "
+                "switch it off"
+            )
