@@ -1,1 +1,12 @@
-"""x."""
+"""Text in, batches out: corpora, the committed tokenizer, packing, and a loader that resumes exactly.
+
+What is exported here imports no torchtitan, so that a job can be checked before its device is chosen
+(`training/device.py` comes before the first torchtitan import). The loader is
+`training.data.loader.TextDataLoader`.
+"""
+
+from training.data.checks import check_checkpoint, check_dataset
+from training.data.errors import DataError
+from training.data.vocabulary import check_tokenizer, default_tokenizer_path
+
+__all__ = ["DataError", "check_checkpoint", "check_dataset", "check_tokenizer", "default_tokenizer_path"]

@@ -18,7 +18,9 @@ VALIDATION_EVERY = 20
 def check_split(split: str) -> None:
     """Raises DataError unless `split` is one that a corpus without splits of its own can serve."""
     if split not in SPLITS:
-        raise DataError(f"split = {split!r}: a local corpus has the splits {', '.join(map(repr, SPLITS))}")
+        raise DataError(
+            f"dataset_split = {split!r}: a local corpus has the splits {', '.join(map(repr, SPLITS))}"
+        )
 
 
 def split_names(names: Sequence[str], split: str) -> list[int]:
@@ -48,3 +50,8 @@ def split_index(i: int, split: str) -> int:
     if split == "validation":
         return i * VALIDATION_EVERY
     return i + i // (VALIDATION_EVERY - 1) + 1
+
+
+def in_split(number: int, split: str) -> bool:
+    """Whether document `number` of all documents belongs to `split`; the inverse of `split_index`."""
+    return split == "all" or (number % VALIDATION_EVERY == 0) == (split == "validation")

@@ -13,7 +13,15 @@ from training.data.errors import DataError
 
 # Third-party packages, tests (half of the bytes, much of it tables of expected values), and what is
 # generated: character tables, and the build's own settings with paths of the machine that made it.
-_LEFT_OUT_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+_LEFT_OUT_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "__pycache__",
+}
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
 _FEWEST_FILES = 100
 

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from training.data.sources import open_source
+from training.data.local import TextFiles
+from training.data.stdlib import stdlib_files, stdlib_root
 from training.data.vocabulary import default_tokenizer_path
 
 VOCAB_SIZE = 4096
@@ -53,8 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(default_tokenizer_path()), help="folder to write to")
     out = parser.parse_args().out
-    source = open_source("stdlib", split="train")
-    texts = [source.text(i) for i in range(len(source))]
+    root = stdlib_root()
+    corpus = TextFiles(root, stdlib_files(root), "train")
+    texts = [corpus.text(i) for i in range(len(corpus))]
     save(train(texts), out)
     print(f"{out}: {VOCAB_SIZE} tokens from {len(texts)} documents, {sum(map(len, texts)):,} characters")
 

@@ -3,7 +3,6 @@
 Nothing here imports torchtitan, so a job is checked before a process group or a device exists.
 """
 
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -12,7 +11,7 @@ from training.data.errors import DataError
 
 
 def default_tokenizer_path() -> str:
-    """The folder of the committed tokenizer, for `[model] tokenizer_path` (4096 tokens, see docs/data.md)."""
+    """The folder of the committed tokenizer, for `[model] hf_assets_path` (4096 tokens, see docs/data.md)."""
     return str(Path(__file__).parent / "tokenizer")
 
 
@@ -25,18 +24,19 @@ def load_tokenizer(path: str) -> Tokenizer:
     folder, file = Path(path), Path(path) / "tokenizer.json"
     remedy = f"give a folder with a tokenizer.json; the project's own is {default_tokenizer_path()!r}"
     if not folder.exists():
-        raise DataError(f"tokenizer_path = {path!r}: no such folder; {remedy}")
+        raise DataError(f"hf_assets_path = {path!r}: no such folder; {remedy}")
     if not folder.is_dir():
-        raise DataError(f"tokenizer_path = {path!r}: is a file, not a folder; {remedy}")
+        raise DataError(f"hf_assets_path = {path!r}: is a file, not a folder; {remedy}")
     if not file.is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
-        raise DataError(f"tokenizer_path = {path!r}: no tokenizer.json in it (it holds {found}); {remedy}")
+        raise DataError(f"hf_assets_path = {path!r}: no tokenizer.json in it (it holds {found}); {remedy}")
     try:
-        json.loads(file.read_text(encoding="utf-8"))
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare Exception for a file that it can't use
+    except Exception as error:  # `tokenizers` raises nothing narrower for a file that it can't use
         reason = " ".join(str(error).split())
-        raise DataError(f"tokenizer_path = {path!r}: {file.name} is no tokenizer ({reason}); {remedy}") from error
+        raise DataError(
+            f"hf_assets_path = {path!r}: {file.name} is no tokenizer ({reason}); {remedy}"
+        ) from error
 
 
 def check_tokenizer(path: str) -> int:

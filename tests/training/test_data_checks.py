@@ -1,0 +1,150 @@
+"""What is refused before a job starts: one line each, that names the key, the value and the remedy."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from plans.errors import UserError
+from training.data import DataError, check_checkpoint, check_dataset, check_tokenizer, default_tokenizer_path
+
+
+@pytest.fixture
+def refused():
+    def refused(call, *args, **kwargs) -> str:
+        with pytest.raises(DataError) as error:
+            call(*args, **kwargs)
+        message = str(error.value)
+        assert isinstance(error.value, UserError)
+        assert "\n" not in message
+        return message
+
+    return refused
+
+
+def write_jsonl(file, *rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_usable_data_sets_pass(tmp_path):
+    check_dataset("stdlib")
+    check_dataset("stdlib", split="validation", tokenizer_path=default_tokenizer_path(), seq_len=2048)
+    rows = write_jsonl(tmp_path / "train.jsonl", *({"body": f"text {i} " * 9} for i in range(40)))
+    for split in ("train", "validation", "all"):
+        check_dataset(
+            "json", rows, split=split, text_column="body", tokenizer_path=default_tokenizer_path(), seq_len=16
+        )
+    check_dataset(str(tmp_path), text_column="body")
+    check_dataset("owner/name", str(tmp_path), text_column="body")
+
+
+def test_missing_and_empty_paths(refused, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    nowhere = str(tmp_path / "nowhere")
+    assert f"dataset_path = {nowhere!r}: no such file or folder" in refused(check_dataset, "local", nowhere)
+    assert f"dataset_path = {nowhere!r}" in refused(check_dataset, "stdlib", nowhere)
+    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "**" / "*.txt"):
+        assert f"dataset_path = {str(path)!r}: there is no file" in refused(check_dataset, "local", str(path))
+    assert "dataset = 'parquet': needs a dataset_path" in refused(check_dataset, "parquet")
+
+
+def test_unsupported_extension(refused, tmp_path):
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    message = refused(check_dataset, "local", str(tmp_path))
+    assert "holds .csv" in message
+    assert ".txt, .md, .py, .jsonl, .json, .parquet" in message
+
+
+def test_columns(refused, tmp_path):
+    rows = write_jsonl(tmp_path / "a.jsonl", {"body": "x", "id": "1"})
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    assert "has the columns 'body', 'id'" in refused(check_dataset, "local", rows, split="all")
+    assert "has the columns 'content', 'id'" in refused(check_dataset, "parquet", str(tmp_path), split="all")
+    message = refused(check_dataset, "local", str(tmp_path / "a.parquet"), split="all", text_column="id")
+    assert "text_column = 'id'" in message
+    assert "type int" in message
+
+
+def test_unreadable_rows(refused, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "bad.parquet").write_text("not parquet")
+    for name, kind in (("bad.jsonl", "json"), ("bad.parquet", "parquet")):
+        assert f"{name} can't be read as {kind} (" in refused(
+            check_dataset, "local", str(tmp_path / name), split="all"
+        )
+
+
+def test_splits(refused, tmp_path):
+    message = refused(check_dataset, "stdlib", split="test")
+    assert message == "dataset_split = 'test': a local corpus has the splits 'train', 'validation', 'all'"
+    one = write_jsonl(tmp_path / "train.jsonl", {"text": "alone"})
+    assert "dataset_split = 'dev'" in refused(check_dataset, "local", one, split="dev")
+    assert "holds no document for dataset_split = 'train'" in refused(check_dataset, "local", one)
+    (tmp_path / "one.txt").write_text("alone")
+    assert "holds no document" in refused(check_dataset, "local", str(tmp_path / "one.txt"))
+    assert "can't be opened (ValueError" in refused(check_dataset, str(tmp_path), split="dev")
+
+
+def test_too_few_tokens_for_one_sequence(refused, tmp_path):
+    (tmp_path / "short.txt").write_text("import os\n")
+    path, tokens = str(tmp_path / "short.txt"), {"tokenizer_path": default_tokenizer_path(), "split": "all"}
+    message = refused(check_dataset, "local", path, seq_len=128, **tokens)
+    assert message.startswith("seq_len = 128: dataset = ")
+    assert "too few for one sequence" in message
+    check_dataset("local", path, seq_len=2, **tokens)
+
+
+def test_a_name_that_the_hub_cannot_give_says_why():
+    # In a process of its own: the libraries read HF_HUB_OFFLINE when they are imported.
+    code = "from training.data import check_dataset; check_dataset('nobody/nothing')"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert "DataError: dataset = 'nobody/nothing': can't be opened (" in last
+    assert "offline" in last.lower()
+    assert "give 'stdlib', a data set of the hub ('owner/name' or 'owner/name:config')" in last
+
+
+def test_checking_imports_no_torchtitan():
+    code = "import sys, training.data; sys.exit('torchtitan' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tokenizers(refused, tmp_path):
+    assert check_tokenizer(default_tokenizer_path()) == 4096
+    remedy = f"the project's own is {default_tokenizer_path()!r}"
+    for path, reason in {
+        tmp_path / "nowhere": "no such folder",
+        tmp_path: "no tokenizer.json in it (it holds nothing)",
+        default_tokenizer_path() + "/tokenizer.json": "is a file, not a folder",
+    }.items():
+        message = refused(check_tokenizer, str(path))
+        assert message.startswith(f"hf_assets_path = {str(path)!r}: {reason}")
+        assert remedy in message
+    (tmp_path / "vocab.json").write_text("{}")
+    assert "(it holds vocab.json)" in refused(check_tokenizer, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    assert "tokenizer.json is no tokenizer (" in refused(check_tokenizer, str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_of_another_data_parallel_degree(refused, tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    ranks = {f"dp_rank_{rank}": b"state" for rank in range(2)}
+    loaders = ranks | {"world_size": 2}
+    dcp.save({"dataloader": loaders, "w": torch.ones(1)}, checkpoint_id=tmp_path / "step-1")
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "weights")
+    check_checkpoint(tmp_path / "step-1", 2)
+    check_checkpoint(tmp_path / "weights", 2)
+    message = refused(check_checkpoint, tmp_path / "step-1", 4)
+    assert message.startswith("data-parallel degree 4: the checkpoint's data loader had 2")
+    assert "exclude_from_loading" in message

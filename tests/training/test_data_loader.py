@@ -1,0 +1,336 @@
+"""The loader: its batches, its ranks, and that it goes on exactly where it stopped."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import chain, islice
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from training.data import check_checkpoint
+from training.data.errors import DataError
+from training.data.loader import TextDataLoader
+from training.data.sources import open_source
+from training.data.vocabulary import default_tokenizer_path
+
+# Short documents and short windows: an epoch ends every few batches, and most batches begin and end
+# inside a document.
+TEXTS = [f"def f{i}(x):\n" + f"    return x + {i}\n" * (1 + 7 * i % 5) for i in range(30)]
+SEQ_LEN, BATCH = 16, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return HuggingFaceTokenizer.Config().build(tokenizer_path=default_tokenizer_path())
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """The same 30 documents as text files, as rows, and as a streamed data set of four files."""
+    import datasets
+
+    root = tmp_path_factory.mktemp("corpora")
+    for folder in ("text", "stream"):
+        (root / folder).mkdir()
+    rows = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    for i, text in enumerate(TEXTS):
+        (root / "text" / f"{i}.txt").write_text(text)
+    (root / "rows.jsonl").write_text("".join(rows))
+    for i in range(4):
+        (root / "stream" / f"train-{i}.jsonl").write_text("".join(rows[i::4]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "cache")
+        yield {
+            "text": TextDataLoader.Config(dataset="local", dataset_path=str(root / "text"), split="all"),
+            "rows": TextDataLoader.Config(
+                dataset="local", dataset_path=str(root / "rows.jsonl"), split="all"
+            ),
+            "stream": TextDataLoader.Config(dataset=str(root / "stream")),
+            "stdlib": TextDataLoader.Config(),
+        }
+
+
+@pytest.fixture
+def build(tokenizer):
+    def build(config, *, dp_rank=0, dp_world_size=1, snapshot=1, **sizes):
+        sizes = {"seq_len": SEQ_LEN, "local_batch_size": BATCH} | sizes
+        return config.build(
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            tokenizer=tokenizer,
+            snapshot_every_n_steps=snapshot,
+            **sizes,
+        )
+
+    return build
+
+
+def flat(batches):
+    """Batches as nested lists, which compare exactly."""
+    return [(b["input"].tolist(), b["positions"].tolist(), labels.tolist()) for b, labels in batches]
+
+
+# --- batches
+
+
+def test_a_batch_is_what_torchtitan_expects(build, corpora):
+    inputs, labels = next(iter(build(corpora["stdlib"])))
+    assert sorted(inputs) == ["input", "positions"]
+    for tensor in (*inputs.values(), labels):
+        assert tensor.shape == (BATCH, SEQ_LEN)
+        assert tensor.dtype == torch.int64
+    assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib"])
+def test_the_first_epoch_is_the_tokenised_documents_in_their_order(build, corpora, tokenizer, name):
+    config = corpora[name]
+    source = open_source(config.dataset, config.dataset_path, split=config.split)
+    documents = (
+        tokenizer.encode(text, add_bos=True, add_eos=True) for _, text in source.documents(0, 0, 1, None)
+    )
+    expected = list(chain.from_iterable(islice(documents, 25)))
+    batches = list(islice(build(config), len(expected) // (SEQ_LEN * BATCH)))
+    inputs = torch.cat([b["input"].flatten() for b, _ in batches])
+    labels = torch.cat([labels.flatten() for _, labels in batches])
+    assert len(inputs) > 300
+    assert inputs.tolist() == expected[: len(inputs)]
+    assert labels[:-1].tolist() == expected[1 : len(labels)]
+    assert expected[0] == tokenizer.bos_id
+    assert tokenizer.eos_id in expected
+
+
+def test_one_pass_over_any_number_of_ranks_predicts_every_token_once(build, corpora):
+    def predictions(batches):
+        """Windows, by what they ask for; filled-up places and windows left out."""
+        windows = Counter()
+        for inputs, labels in batches:
+            for x, y in zip(inputs["input"], labels, strict=True):
+                kept = y != IGNORE_INDEX
+                if kept.any():
+                    windows[tuple(x[kept].tolist()), tuple(y[kept].tolist())] += 1
+        return windows
+
+    whole = predictions(build(replace(corpora["text"], infinite=False)))
+    assert whole.total() > 20
+    for ranks, workers in ((2, 0), (3, 0), (2, 2)):
+        config = replace(corpora["text"], infinite=False, num_workers=workers)
+        by_rank = [list(build(config, dp_rank=rank, dp_world_size=ranks)) for rank in range(ranks)]
+        assert len({len(batches) for batches in by_rank}) == 1, "a rank would wait for another for ever"
+        assert sum(map(predictions, by_rank), Counter()) == whole
+        for step in zip(*by_rank, strict=True):  # the mean over tokens of a step is never 0 / 0
+            assert any((labels != IGNORE_INDEX).any() for _, labels in step)
+
+
+def test_one_pass_is_the_same_for_any_number_of_workers_and_can_be_repeated(build, corpora):
+    config = replace(corpora["text"], infinite=False)
+    loader = build(config)
+    expected = flat(loader)
+    assert flat(loader) == expected
+    assert flat(build(replace(config, num_workers=2))) == expected
+
+
+def test_ranks_and_workers_read_different_documents(build, corpora, tokenizer):
+    def names(config, rank):
+        # 10 documents to a rank: three batches lie within the first epoch of each.
+        text = "".join(
+            tokenizer.decode(row.tolist())
+            for b, _ in islice(build(config, dp_rank=rank, dp_world_size=3), 3)
+            for row in b["input"]
+        )
+        return {f"f{i}" for i in range(30) if f"def f{i}(" in text}
+
+    for name in ("text", "rows", "stream"):
+        for workers in (0, 2):
+            seen = [names(replace(corpora[name], num_workers=workers), rank) for rank in range(3)]
+            assert all(seen)
+            assert sum(map(len, seen)) == len(set.union(*seen))
+
+
+def test_no_rank_starves_where_there_are_more_ranks_than_documents(build, corpora):
+    config = replace(corpora["text"], split="validation")  # 2 documents
+    ranks = [flat(islice(build(config, dp_rank=rank, dp_world_size=5), 12)) for rank in range(5)]
+    windows = [[w for inputs, _, _ in rank for w in inputs] for rank in ranks]
+    assert all(len(rank) == 24 for rank in windows)
+    single = [w for inputs, _, _ in flat(islice(build(config), 60)) for w in inputs]
+    assert sorted(chain.from_iterable(windows)) == sorted(single)
+
+
+def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(build, corpora, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "only one"}\n')
+    config = TextDataLoader.Config(dataset=str(tmp_path))
+    with pytest.raises(DataError, match="holds no text for shard 1 of 2"):
+        next(iter(build(config, dp_rank=1, dp_world_size=2)))
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib"])
+def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
+    config = replace(corpora[name], num_workers=workers)
+    place = {"dp_rank": 1, "dp_world_size": 2}
+    # The tiny corpora give about 12 batches an epoch to each rank: 40 cross its end more than twice.
+    expected = flat(islice(build(config, **place), 46))
+    if name != "stdlib":
+        assert len({json.dumps(batch) for batch in expected}) == 46, "the epochs differ in order"
+    for k in (0, 1, 7, 12, 23, 40) if workers == 0 else (0, 13, 40):
+        first = build(config, **place)
+        batches = iter(first)
+        assert flat(islice(batches, k)) == expected[:k]
+        state = first.state_dict()
+        assert len(str(state)) < 4_000, "a state is a place, not a buffer"
+        second = build(config, **place)
+        second.load_state_dict(state)
+        assert second.state_dict() == state or workers
+        assert flat(islice(second, 6)) == expected[k : k + 6]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_state_survives_a_checkpoint_file(build, corpora, tmp_path):
+    first = build(corpora["stream"])
+    expected = flat(islice(first, 9))[5:]
+    first = build(corpora["stream"])
+    flat(islice(first, 5))
+    dcp.save({"dataloader": first}, checkpoint_id=tmp_path)
+    check_checkpoint(tmp_path, 1)
+    second = build(corpora["stream"])
+    dcp.load({"dataloader": second}, checkpoint_id=tmp_path)
+    assert flat(islice(second, 4)) == expected
+    with pytest.raises(DataError, match=r"^data-parallel degree 2: the checkpoint's data loader had 1"):
+        dcp.load({"dataloader": build(corpora["stream"], dp_world_size=2)}, checkpoint_id=tmp_path)
+    with pytest.raises(DataError, match=r"^data-parallel degree 2: the checkpoint's data loader had 1"):
+        check_checkpoint(tmp_path, 2)
+
+
+def test_resuming_from_an_older_snapshot_replays_up_to_the_place(build, corpora):
+    config = replace(corpora["text"], num_workers=2)
+    expected = flat(islice(build(config), 20))
+    first = build(config, snapshot=10)
+    batches = iter(first)
+    flat(islice(batches, 13))
+    second = build(config, snapshot=10)
+    second.load_state_dict(first.state_dict())
+    assert flat(islice(second, 7)) == expected[13:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_pass_ends_where_the_first_would_have(build, corpora, workers):
+    config = replace(corpora["text"], infinite=False, num_workers=workers)
+    place = {"dp_rank": 2, "dp_world_size": 3}
+    expected = flat(build(config, **place))
+    assert IGNORE_INDEX in chain.from_iterable(expected[-1][2]), "this rank's last batch is filled up"
+    for k in range(len(expected) + 1) if workers == 0 else (3, len(expected)):
+        first = build(config, **place)
+        batches = iter(first)
+        flat(islice(batches, k))
+        second = build(config, **place)
+        second.load_state_dict(first.state_dict())
+        assert flat(second) == expected[k:]
+        assert flat(second) == expected, "the pass after a resumed one is a whole one"
+
+
+def test_epochs_follow_each_other_in_new_orders(build, corpora, tokenizer):
+    text = "".join(
+        tokenizer.decode(row.tolist()) for b, _ in islice(build(corpora["rows"]), 70) for row in b["input"]
+    )
+    names = re.findall(r"def (f\d+)\(", text)
+    first, second = names[:30], names[30:60]
+    assert sorted(first) == sorted(second) == sorted(f"f{i}" for i in range(30))
+    assert first != second
+
+
+def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corpora, tokenizer):
+    class Counting:
+        bos_id, eos_id, encoded = tokenizer.bos_id, tokenizer.eos_id, 0
+
+        def encode(self, text, **kwargs):
+            self.encoded += 1
+            return tokenizer.encode(text, **kwargs)
+
+        def get_vocab_size(self):
+            return tokenizer.get_vocab_size()
+
+    def counted(counting):
+        return corpora["stdlib"].build(
+            dp_rank=0,
+            dp_world_size=1,
+            tokenizer=counting,
+            seq_len=512,
+            local_batch_size=4,
+            snapshot_every_n_steps=1,
+        )
+
+    first, second = Counting(), Counting()
+    loader = counted(first)
+    for _ in islice(loader, 100):
+        pass
+    resumed = counted(second)
+    resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
+    assert first.encoded > 30
+    assert second.encoded < 10
+
+
+# --- what is not resumed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"^seed = 1: the checkpoint's data loader had 0"),
+        ({"split": "train"}, r"^split = 'train': the checkpoint's data loader had 'all'"),
+        ({"num_workers": 1}, r"^num_workers = 1: the checkpoint's data loader had 0"),
+        (
+            {"dataset": "stdlib", "dataset_path": None, "split": "all"},
+            r"^dataset = 'stdlib': the checkpoint's .*text",
+        ),
+    ],
+)
+def test_a_state_of_other_data_is_refused(build, corpora, change, message):
+    state = build(corpora["text"]).state_dict()
+    with pytest.raises(DataError, match=message) as refused:
+        build(replace(corpora["text"], **change)).load_state_dict(state)
+    assert "exclude_from_loading" in str(refused.value)
+
+
+def test_a_corpus_that_changed_is_refused(build, tmp_path):
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    config = TextDataLoader.Config(dataset="local", dataset_path=str(tmp_path))
+    state = build(config).state_dict()
+    build(config).load_state_dict(state)
+    for i in range(len(TEXTS)):  # whichever of them are for training
+        (tmp_path / f"{i}.txt").write_text(TEXTS[i] + "# and more\n")
+    with pytest.raises(DataError, match=r"^fingerprint = "):
+        build(config).load_state_dict(state)
+
+
+def test_another_data_parallel_degree_is_refused_with_both(build, corpora):
+    state = build(corpora["text"], dp_rank=0, dp_world_size=2).state_dict()
+    with pytest.raises(DataError, match=r"^data-parallel degree 3: the checkpoint's data loader had 2"):
+        build(corpora["text"], dp_rank=0, dp_world_size=3).load_state_dict(state)
+    with pytest.raises(DataError, match="no data loader state for dp_rank_1"):
+        build(corpora["text"], dp_rank=1, dp_world_size=2).load_state_dict(state)
+
+
+def test_no_state_at_all_is_a_fresh_start(build, corpora):
+    loader = build(corpora["text"])
+    loader.load_state_dict({})
+    assert flat(islice(loader, 2)) == flat(islice(build(corpora["text"]), 2))
+
+
+def test_sequence_length_and_batch_size_may_change_between_runs(build, corpora):
+    first = build(corpora["text"])
+    inputs = torch.cat([b["input"].flatten() for b, _ in islice(first, 10)])
+    second = build(corpora["text"], seq_len=24, local_batch_size=1)
+    second.load_state_dict(first.state_dict())
+    more = torch.cat([b["input"].flatten() for b, _ in islice(second, 10)])
+    whole = torch.cat([b["input"].flatten() for b, _ in islice(build(corpora["text"]), 30)])
+    assert torch.equal(torch.cat([inputs, more]), whole[: len(inputs) + len(more)])

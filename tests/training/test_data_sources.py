@@ -1,0 +1,238 @@
+"""Corpora: what is read, how it is split, in which order, and to which shard."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.data.errors import DataError
+from training.data.local import PIECE_BYTES, TextFiles, find_files
+from training.data.sources import open_source
+from training.data.split import in_split, split_index, split_names, split_size
+from training.data.stdlib import stdlib_files, stdlib_root
+
+TEXTS = [f"Document {i}. " + f"word{i} " * (3 + 7 * i % 11) for i in range(45)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    return folder
+
+
+def write_jsonl(file: Path, texts: list[str], column: str = "text") -> Path:
+    file.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    return file
+
+
+def read(source, **kwargs) -> list[str]:
+    where = {"epoch": 0, "shard": 0, "shards": 1, "start": None} | kwargs
+    return [text for _, text in source.documents(**where)]
+
+
+# --- splits
+
+
+@given(st.lists(st.text(min_size=1), unique=True, max_size=200))
+def test_files_are_split_into_two_disjoint_parts(names):
+    train, validation = split_names(names, "train"), split_names(names, "validation")
+    assert sorted(train + validation) == list(range(len(names))) == split_names(names, "all")
+    assert len(validation) == -(-len(names) // 20)
+
+
+@given(st.integers(0, 500))
+def test_documents_are_split_into_two_disjoint_parts(n):
+    parts = {s: [split_index(i, s) for i in range(split_size(n, s))] for s in ("train", "validation", "all")}
+    assert sorted(parts["train"] + parts["validation"]) == list(range(n)) == parts["all"]
+    assert all(in_split(number, split) for split in parts for number in parts[split])
+    assert not any(in_split(number, "train") for number in parts["validation"])
+
+
+# --- stdlib
+
+
+def test_stdlib_is_megabytes_of_utf8_split_by_file():
+    source = {split: open_source("stdlib", split=split) for split in ("train", "validation", "all")}
+    train, validation = set(read(source["train"])), set(read(source["validation"]))
+    assert sum(map(len, train)) > 5_000_000
+    assert 100_000 < sum(map(len, validation)) < 0.15 * sum(map(len, train))
+    assert not train & validation
+    assert train | validation == set(read(source["all"]))
+
+
+def test_stdlib_holds_neither_packages_nor_tests_nor_the_builds_own_settings():
+    names = [file.relative_to(stdlib_root()).as_posix() for file in stdlib_files()]
+    assert names == sorted(names)
+    assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
+    assert not [n for n in names if "site-packages" in n or "/test" in n or "_sysconfigdata" in n]
+
+
+def test_a_python_without_sources_is_refused(tmp_path):
+    (tmp_path / "os.py").write_text("pass\n")
+    with pytest.raises(DataError, match=r"dataset = 'stdlib': .* holds 1 Python sources .*dataset_path"):
+        stdlib_files(tmp_path)
+    with pytest.raises(DataError, match="holds 0 Python sources"):
+        stdlib_files(tmp_path / "python311.zip")
+
+
+# --- text files
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "é", "\n", "\r\n", "line of text\n", "\nxx日本語x" * 9, "日xxx" * 30]),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_pieces_of_a_file_put_together_are_the_file(tmp_path_factory, parts):
+    text = "".join(parts)
+    file = tmp_path_factory.mktemp("pieces") / "a.txt"
+    file.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.data.local.PIECE_BYTES", 32)
+        pieces = TextFiles(file.parent, [file], "all")
+        texts = [pieces.text(i) for i in range(len(pieces))]
+    assert "".join(texts) == text
+    assert all(len(piece.encode()) <= 2 * 32 for piece in texts)
+    if max(map(len, text.encode().split(b"\n"))) < 32:  # no line is longer than a piece
+        assert all(piece.endswith("\n") for piece in [piece for piece in texts if piece][:-1])
+
+
+def test_few_files_are_split_by_piece_and_many_by_file(corpus):
+    line = "a line of sixteen\n"
+    (corpus / "one.txt").write_text(line * (3 * PIECE_BYTES // len(line)))
+    held_out = read(open_source("local", str(corpus), split="validation"))
+    assert len(held_out) == 1
+    assert len(read(open_source("local", str(corpus), split="train"))) == 2
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text(TEXTS[i])
+    (corpus / "one.txt").unlink()
+    held_out = read(open_source("local", str(corpus), split="validation"))
+    assert len(held_out) == 2
+    assert set(held_out) | set(read(open_source("local", str(corpus)))) == set(TEXTS[:40])
+
+
+def test_a_file_that_is_not_utf8_is_named(corpus):
+    (corpus / "latin.txt").write_bytes(b"abc\nna\xefve\n")
+    with pytest.raises(DataError, match=r"latin\.txt: byte 6 is not UTF-8"):
+        read(open_source("local", str(corpus), split="all"))
+
+
+# --- which files
+
+
+def test_a_path_is_a_file_a_folder_or_a_glob(corpus):
+    (corpus / "deep").mkdir()
+    for name in ("a.jsonl", "deep/b.jsonl", ".hidden.txt"):
+        write_jsonl(corpus / name, ["x"])
+    (corpus / "empty.txt").touch()
+    for path, names in {
+        corpus: ["a.jsonl", "deep/b.jsonl"],
+        corpus / "a.jsonl": ["a.jsonl"],
+        corpus / "*.jsonl": ["a.jsonl"],
+        corpus / "**" / "*.jsonl": ["a.jsonl", "deep/b.jsonl"],
+    }.items():
+        root, files, file_format = find_files(str(path))
+        assert file_format == "json"
+        assert [file.relative_to(root).as_posix() for file in files] == names
+
+
+def test_a_format_by_name_chooses_among_the_files_and_overrides_the_extension(corpus):
+    write_jsonl(corpus / "a.jsonl", ["x"])
+    (corpus / "README.md").write_text("about")
+    (corpus / "b.data").write_text("text")
+    with pytest.raises(DataError, match=r"holds 1 text and 1 json files; name one format"):
+        find_files(str(corpus))
+    assert [file.name for file in find_files(str(corpus), "json")[1]] == ["a.jsonl"]
+    assert find_files(str(corpus / "b.data"), "text")[2] == "text"
+    with pytest.raises(DataError, match=r"holds \.data; the extensions read are \.txt, \.md"):
+        find_files(str(corpus / "b.data"))
+
+
+# --- rows
+
+
+def test_rows_of_jsonl_and_parquet_are_the_same_documents(corpus):
+    write_jsonl(corpus / "rows.jsonl", TEXTS, column="body")
+    pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS, "n": range(45)}), corpus / "rows.parquet")
+    for split, expected in {
+        "validation": [TEXTS[0], TEXTS[20], TEXTS[40]],
+        "train": [text for i, text in enumerate(TEXTS) if i % 20],
+        "all": TEXTS,
+    }.items():
+        for name in ("rows.jsonl", "rows.parquet"):
+            source = open_source("local", str(corpus / name), split=split, text_column="body")
+            assert sorted(read(source)) == sorted(expected)
+
+
+def test_rows_that_are_no_text_are_refused_when_opened(corpus):
+    (corpus / "null.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
+    with pytest.raises(
+        DataError, match=r"text_column = 'text': .*null\.jsonl holds 1 of 2 rows without a value"
+    ):
+        open_source("local", str(corpus / "null.jsonl"), split="all")
+    (corpus / "number.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
+    with pytest.raises(DataError, match=r"holds values of type int64"):
+        open_source("local", str(corpus / "number.jsonl"), split="all")
+
+
+# --- order and shards
+
+
+@pytest.fixture(params=["text", "rows", "stream", "uneven stream"])
+def source(request, corpus):
+    """45 documents: as files, as rows, and streamed from 6 files, or from 5, which 6 shards can't divide evenly."""
+    if request.param == "text":
+        for i, text in enumerate(TEXTS):
+            (corpus / f"{i}.txt").write_text(text)
+        return open_source("text", str(corpus), split="all")
+    if request.param == "rows":
+        return open_source("json", str(write_jsonl(corpus / "a.jsonl", TEXTS)), split="all")
+    files = 6 if request.param == "stream" else 5
+    for i in range(files):
+        write_jsonl(corpus / f"train-{i}.jsonl", TEXTS[i::files])
+    return open_source(str(corpus))
+
+
+@pytest.mark.parametrize("shards", [1, 3, 6])
+def test_shards_of_an_epoch_are_disjoint_and_together_the_corpus(source, shards):
+    for epoch in (0, 1):
+        parts = [read(source, epoch=epoch, shard=shard, shards=shards) for shard in range(shards)]
+        assert sorted(chain.from_iterable(parts)) == sorted(TEXTS)
+        assert all(parts)
+
+
+def test_epochs_differ_in_order_and_repeat_it_when_asked_again(source):
+    first, second = read(source), read(source, epoch=1)
+    assert first != second
+    assert read(source) == first
+    assert read(source, epoch=1) == second
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_position_leads_back_to_its_document(source, epoch):
+    documents = list(source.documents(epoch, 1, 3, None))
+    for position, text in documents:
+        position = json.loads(json.dumps(position))  # as a checkpoint would hold it
+        assert next(source.documents(epoch, 1, 3, position)) == (position, text)
+    position, _ = documents[len(documents) // 2]
+    assert list(source.documents(epoch, 1, 3, position)) == documents[len(documents) // 2 :]
+
+
+def test_another_seed_is_another_order(corpus):
+    file = str(write_jsonl(corpus / "a.jsonl", TEXTS))
+    assert read(open_source("json", file, seed=0)) != read(open_source("json", file, seed=1))
