@@ -8,7 +8,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from plans.checks import check_coverage, check_degree, check_keys, check_regions, sizes
+from plans.checks import (
+    check_coverage,
+    check_degree,
+    check_keys,
+    check_regions,
+    check_tied,
+    sizes,
+    tied_parameters,
+)
 from plans.custom import PlanSource, resolve_plan
 from plans.errors import PlanError
 from plans.local import ParameterMemo
@@ -52,6 +60,7 @@ def check_plan(
     check_keys(styles, model, name)
     check_coverage(styles, model, name)
     check_regions(styles)
+    check_tied(styles, model)
     check_degree(list(sizes(styles, source, model, seq_len)), options)
     return styles
 
@@ -85,18 +94,18 @@ def apply_plan(
         sequence_dim=sequence_dim,
         plan=plan,
     )
-    tied = _tied_groups(model)
+    tied = tied_parameters(model)
     memo = ParameterMemo()
     for key, style in styles.items():
         module = model.get_submodule(key)
         if isinstance(style, Style):
-            style.apply(module, tp_mesh, memo, key)
+            style.apply(module, tp_mesh, memo)
         elif style._apply(module, tp_mesh) is not module:
             raise PlanError(
                 f"plan key '{key}': {type(style).__name__} replaced the module; a style works in place"
             )
     _check_distributed(model, styles)
-    _check_tied(model, tied)
+    _check_still_tied(model, tied)
     if loss_parallel or getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False):
         model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
     return styles
@@ -111,14 +120,7 @@ def _check_distributed(model: nn.Module, styles: Plan) -> None:
             )
 
 
-def _tied_groups(model: nn.Module) -> list[list[str]]:
-    groups: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(param), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
-def _check_tied(model: nn.Module, groups: list[list[str]]) -> None:
+def _check_still_tied(model: nn.Module, groups: list[list[str]]) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for names in groups:
         if len({id(parameters[name]) for name in names}) > 1:

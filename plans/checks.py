@@ -97,6 +97,29 @@ def _within(key: str, region: str) -> bool:
     return key != region and (key.startswith(region + ".") or region == "")
 
 
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of parameters that are one tensor, group by group."""
+    groups: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(param), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def check_tied(plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
+    """Refuse to lay one tensor out in two ways."""
+    for names in tied_parameters(model):
+        layouts = {}
+        for name in names:
+            key, _, param_name = name.rpartition(".")
+            if isinstance(style := plan[key], Style):
+                layouts[name] = style.layouts(model.get_submodule(key))[param_name].placement
+        if len(set(layouts.values())) > 1:
+            raise PlanError(
+                f"{' and '.join(f'{name} ({placement!r})' for name, placement in layouts.items())} are tied, so one "
+                "tensor: give both keys styles of the same placement, or untie them in the model's config"
+            )
+
+
 def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
     """Refuse a degree that does not divide every size, with the degrees that do."""
     for size in sizes:

@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_group_size_by_name as _group_size
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+Group = tuple[str, int]
+"""A process group's name and size: a compiled graph can hold these, but not a mesh."""
 
 
 def stream_placement(sequence_parallel: bool, sequence_dim: int) -> Placement:
@@ -39,8 +41,7 @@ class Border:
     """
 
     def __init__(self, mesh: DeviceMesh, stream: Placement):
-        # By name: a compiled graph keeps a string, but would have to save a mesh for its backward.
-        self.group = mesh.get_group().group_name
+        self.group: Group = (mesh.get_group().group_name, mesh.size())
         self.dim = stream.dim if isinstance(stream, Shard) else None
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,17 +125,17 @@ class _GatherShards(torch.autograd.Function):
 _c10d = torch.ops._c10d_functional
 
 
-def _all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    ranks = _group_size(group)
-    stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, group))
+def _all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    name, ranks = group
+    stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, name))
     return stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
 
 
-def _reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    ranks = _group_size(group)
+def _reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    name, ranks = group
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, group))
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, name))
 
 
-def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group))
+def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group[0]))

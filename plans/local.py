@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from plans.errors import PlanError
-
 
 class Layout(NamedTuple):
     """How one parameter lies on the TP mesh, and how its local gradient does."""
@@ -49,28 +47,21 @@ def localize(
     mesh: DeviceMesh,
     layouts: Mapping[str, Layout],
     memo: ParameterMemo,
-    key: str,
 ) -> None:
     """Distribute the parameters of `module` named in `layouts`; let attribute reads give local tensors.
 
     Real values are taken from the mesh's first rank, so that replicas agree whatever the seeds
-    were; parameters on meta move nothing. Raises PlanError where tied parameters are given
-    different placements.
+    were; parameters on meta move nothing.
     """
     for name, layout in layouts.items():
         param = module._parameters[name]
-        assert param is not None, f"{key}: {name} is None"
+        assert param is not None, name
         known = memo.get(id(param))
         if known is None:
             tensor = distribute_tensor(param.detach(), mesh, [layout.placement])
             known = nn.Parameter(tensor, requires_grad=param.requires_grad)
             known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
             memo.remember(param, known)
-        elif (tied := known.data.placements) != (layout.placement,):  # type: ignore[attr-defined]
-            raise PlanError(
-                f"plan key '{key}' ({type(module).__name__}) lays {name} out as {layout.placement}, but it is "
-                f"tied to a parameter laid out as {tied[0]}: give both the same style, or untie them in the config"
-            )
         module._parameters[name] = known
     gradients = {name: (layout.gradient,) for name, layout in layouts.items()}
     if gradients:

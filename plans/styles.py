@@ -52,12 +52,12 @@ class Style(ParallelStyle):
         """Put the hooks in that transform `module`'s input and output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.apply(module, device_mesh, ParameterMemo(), type(module).__name__)
+        self.apply(module, device_mesh, ParameterMemo())
         return module
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo, key: str) -> None:
+    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
         """Distribute the parameters of `module` over the 1-D TP `mesh` and install the hooks."""
-        localize(module, mesh, self.layouts(module), memo, key)
+        localize(module, mesh, self.layouts(module), memo)
         self.install(module, mesh)
 
     def __repr__(self) -> str:

@@ -47,15 +47,8 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of the tokens themselves: enough for every parameter to matter."""
     logits = model(input_ids=tokens, use_cache=False).logits
     if isinstance(logits, DTensor):
-        # logsumexp over shards, in DTensor's own arithmetic: independent of any loss of ours
-        picked = whole_logits(logits)
-    else:
-        picked = logits
-    return nn.functional.cross_entropy(picked.flatten(0, 1), tokens.flatten())
-
-
-def whole_logits(logits: DTensor) -> torch.Tensor:
-    return logits.full_tensor()
+        logits = logits.full_tensor()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def compare(

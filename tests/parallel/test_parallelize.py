@@ -1,0 +1,168 @@
+"""The entry over real process groups: every mesh shape and step gives the single process's training step."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import worlds
+from torch.distributed.tensor import DTensor
+
+SMALL = dict(
+    hidden_size=64, num_heads=4, num_hidden_layers=4, vocab_size=96, intermediate_size=48, use_cache=False
+)
+BATCH, LENGTH = 4, 32
+
+CASES = {
+    "tp 2 x fsdp 2": dict(tp=2),
+    "tp 4": dict(tp=4, loss_parallel=False),
+    "tp 2 x fsdp 2, full checkpointing": dict(tp=2, ac="full"),
+    "tp 2 x replicate 2, every 2nd layer": dict(tp=2, replicate=2, ac=2, sequence_parallel=False),
+    "fsdp 4, selective checkpointing": dict(tp=1, ac="selective"),
+    "hsdp 2 x 2": dict(tp=1, replicate=2),
+    "replicate 4": dict(tp=1, replicate=4),
+    "tp 2 x fsdp 2, never resharded": dict(tp=2, reshard="never"),
+    "tp 2 x fsdp 2, compiled": dict(tp=2, compile=True),
+    "tied, tp 2 x fsdp 2": dict(tp=2, tied=True),
+    "tied, fsdp 4, always resharded": dict(tp=1, tied=True, reshard="always"),
+    "gla, tp 2 x fsdp 2": dict(tp=2, kind="gla"),
+    "gla, tp 4, full checkpointing": dict(tp=4, kind="gla", ac="full"),
+}
+
+
+def build(kind="transformer", tied=False):
+    from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
+
+    config, model = {
+        "transformer": (TransformerConfig, TransformerForCausalLM),
+        "gla": (GLAConfig, GLAForCausalLM),
+    }[kind]
+    torch.manual_seed(0)
+    return model(config(**SMALL, tie_word_embeddings=tied))
+
+
+def logits_of(model, tokens):
+    return model(input_ids=tokens, use_cache=False).logits
+
+
+def loss_of(logits, tokens):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum") / (
+        BATCH * LENGTH
+    )
+
+
+def step(model):
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # SGD: AdamW's first step is the gradient's sign, which hides a wrong length and magnifies a rounding.
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def reference(kind="transformer", tied=False):
+    model = build(kind, tied)
+    tokens = all_tokens()
+    loss = loss_of(logits_of(model, tokens), tokens)
+    loss.backward()
+    norm = step(model)
+    return loss.item(), norm.item(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def all_tokens():
+    return torch.randint(0, 96, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default", kind="transformer", tied=False,
+                  loss_parallel=True, sequence_parallel=True):  # fmt: skip
+    import torch.distributed as dist
+    from torch.distributed.tensor.parallel import loss_parallel as on_shards
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    from parallel import EveryNthLayer, parallelize
+
+    dims = ParallelDims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
+    model = build(kind, tied)
+    checkpointing = {
+        None: None,
+        "full": FullAC.Config(),
+        "selective": SelectiveAC.Config(),
+        2: EveryNthLayer(2),
+    }
+    names = [name for name, _ in model.named_parameters()]
+    parallelize(
+        model,
+        parallel_dims=dims,
+        training=SimpleNamespace(
+            mixed_precision_param="float32", mixed_precision_reduce="float32", enable_cpu_offload=False
+        ),
+        parallelism=SimpleNamespace(
+            enable_sequence_parallel=sequence_parallel,
+            fsdp_reshard_after_forward=reshard,
+            enable_fsdp_symm_mem=False,
+        ),
+        compile_config=SimpleNamespace(
+            enable=compile, components=["model"], backend="aot_eager", enable_async_tensor_parallel=False
+        ),
+        ac_config=checkpointing[ac],
+        dump_folder="",
+        loss_parallel=loss_parallel,
+    )
+    batch = dims.get_optional_mesh("batch")
+    part, parts = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
+    tokens = all_tokens().chunk(parts)[part]
+    logits = logits_of(model, tokens)
+    assert isinstance(logits, DTensor) == (loss_parallel and tp > 1)
+    with on_shards() if isinstance(logits, DTensor) else contextlib.nullcontext():
+        loss = loss_of(logits, tokens)
+        loss.backward()
+    loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach().clone()
+    if batch:
+        dist.all_reduce(loss, group=batch.get_group())
+    norm = step(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    weights = {
+        name.replace("_checkpoint_wrapped_module.", ""): p.full_tensor()
+        for name, p in model.named_parameters()
+    }
+    assert list(weights) == names
+    compiled = sum(m._compiled_call_impl is not None for m in model.modules())
+    return loss.item(), norm.item(), weights, compiled
+
+
+def all_cases(rank):
+    import models.kernels
+    from training.device import prepare_device
+
+    prepare_device()
+    models.kernels.install("cpu")
+    return {name: parallel_step(**case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return worlds.run(all_cases, 4)
+
+
+@pytest.fixture(scope="module")
+def references():
+    import models.kernels
+
+    models.kernels.install("cpu")
+    return {key: reference(*key) for key in (("transformer", False), ("transformer", True), ("gla", False))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_equals_single_process(name, results, references):
+    case = CASES[name]
+    expected_loss, expected_norm, expected = references[
+        case.get("kind", "transformer"), case.get("tied", False)
+    ]
+    loss, norm, weights, compiled = results[name]
+    # float32, sums of a few hundred terms in another order: some tens of epsilons (1.2e-7).
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert norm == pytest.approx(expected_norm, rel=1e-5)
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            weights[key], value, rtol=1e-4, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}"
+        )
+    assert compiled == (SMALL["num_hidden_layers"] if case.get("compile") else 0)

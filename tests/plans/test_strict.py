@@ -1,0 +1,302 @@
+"""Strict application: what a plan refuses, before anything moves, in one line that says what would work."""
+
+import pytest
+import torch
+from simulate import ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from plans import PlanError, TPPlan, TransformerPlan, apply_plan, check_plan, register_plan, registered_plans
+
+
+class Config:
+    model_type = "tiny"
+    fuse_linear_cross_entropy = False
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=4):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = heads, heads
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.o_proj = nn.Linear(16, 16)
+        self.q_norm = nn.RMSNorm(16 // heads)
+
+    def forward(self, hidden_states):
+        q, k, v = (
+            p(hidden_states).unflatten(-1, (-1, 16 // self.num_heads))
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        o = nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (self.q_norm(q), k, v)), is_causal=True
+        )
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24)
+        self.down_proj = nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(16), nn.RMSNorm(16)
+        self.attn, self.mlp = Attention(), MLP()
+
+    def forward(self, x):
+        x = x + self.attn(hidden_states=self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Tiny(nn.Module):
+    """A language model of nobody's library: plans know it by structure."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.config = Config()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.RMSNorm(16)
+        self.lm_head = nn.Linear(16, 32, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+class TinyPlan(TPPlan):
+    def attn_plan(self, attn):
+        return {
+            **self.attn_input(),
+            "q_proj": self.colwise(),
+            "k_proj": self.colwise(),
+            "v_proj": self.colwise(),
+            "q_norm": self.replicated(),
+            "o_proj": self.rowwise(),
+        }
+
+
+def edited(**edits):
+    """TinyPlan with keys of its attn_plan replaced (None: left out)."""
+
+    class Edited(TinyPlan):
+        def attn_plan(self, attn):
+            plan = super().attn_plan(attn) | {
+                k.replace("self", ""): getattr(self, v)() for k, v in edits.items() if v
+            }
+            return {k: v for k, v in plan.items() if edits.get(k, "") is not None}
+
+    return Edited
+
+
+def refused(plan, degree=2, model=None, **options) -> str:
+    model = model or Tiny()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    with pytest.raises(PlanError) as error:
+        check_plan(model, degree, plan=plan, **options)
+    assert "\n" not in str(error.value)
+    with ranks(degree) as mesh, pytest.raises(PlanError):
+        apply_plan(model, mesh, plan=plan, **options)
+    assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}, "something moved"
+    return str(error.value)
+
+
+def test_right_plan_is_accepted_and_complete():
+    model = Tiny()
+    names = list(model.state_dict())
+    with ranks(2) as mesh:
+        styles = apply_plan(model, mesh, plan=TinyPlan)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert list(model.state_dict()) == names
+        assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "reading gives the local tensor"
+        assert type(model.layers[0].attn).__name__ == "Attention"
+        assert isinstance(model.layers[0].attn.q_proj, nn.Linear)
+    assert set(styles) >= {"embed", "layers.1.attn.q_norm", "layers.0.mlp", "norm", "lm_head"}
+
+
+def test_unmatched_key():
+    message = refused(edited(qq_proj="colwise"))
+    assert "'layers.0.attn.qq_proj'" in message
+    assert "Edited" in message
+    assert "q_proj, k_proj, v_proj, o_proj, q_norm" in message
+
+
+def test_uncovered_parameter():
+    message = refused(edited(q_norm=None))
+    assert "'layers.0.attn.q_norm.weight' (4,) of RMSNorm" in message
+    assert "replicated()" in message
+
+
+def test_split_module_outside_a_region():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            plan = super().attn_plan(attn)
+            del plan[""]
+            return plan
+
+    message = refused(Plan)
+    assert "'layers.0.attn.q_proj' (Colwise())" in message
+    assert "attn_input()" in message
+
+
+def test_region_that_nothing_leaves():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {"o_proj": self.rowwise(reduce_output=False)}
+
+    assert "opens a region that nothing leaves" in refused(Plan)
+
+
+def test_region_left_twice():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | self.attn_region()
+
+    assert "once per rank" in refused(Plan)
+
+
+def test_indivisible_heads_name_the_degrees_that_work():
+    message = refused(TinyPlan, degree=3)
+    assert message.startswith(
+        "tensor_parallel_degree = 3 does not divide num_heads = 4 (layers.0.attn, Attention)"
+    )
+    assert message.endswith("1, 2 or 4 would work")
+
+
+def test_indivisible_vocabulary():
+    model = Tiny()
+    model.embed, model.lm_head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+    message = refused(TinyPlan, degree=4, model=model)
+    assert "dimension 0 of weight = 30 (embed, Embedding)" in message
+    assert message.endswith("1 or 2 would work")
+
+
+def test_indivisible_sequence():
+    assert "seq_len = 15" in refused_sequence(15)
+    check_plan(Tiny(), 2, plan=TinyPlan, seq_len=15, sequence_parallel=False)
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="sequence length 15"):
+            model(torch.zeros(1, 15, dtype=torch.long))
+
+
+def refused_sequence(length):
+    with pytest.raises(PlanError) as error:
+        check_plan(Tiny(), 2, plan=TinyPlan, seq_len=length)
+    return str(error.value)
+
+
+def test_unregistered_architecture():
+    message = refused(None)
+    assert "config.model_type = 'tiny'" in message
+    assert ", ".join(sorted(registered_plans())) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nope", "not registered"),
+        ("no_such_module:Plan", "no module named 'no_such_module'"),
+        ("plans:Nope", "has no attribute 'Nope'"),
+        ("plans:apply_plan", "neither a TPPlan class nor a dict"),
+    ],
+)
+def test_custom_plans_that_cannot_be_had(name, words):
+    assert words in refused(name)
+
+
+def test_dict_plan():
+    patterns = {
+        "embed": "vocab_embedding",
+        "layers.*.*_norm": "sequence_parallel",
+        "layers.*.attn": "attn_input",
+        "layers.*.attn.[qkv]_proj": "colwise",
+        "layers.*.attn.q_norm": "replicated",
+        "layers.*.attn.o_proj": "rowwise",
+        "layers.*.mlp": "mlp_input",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "norm": "sequence_parallel",
+        "lm_head": "vocab_head",
+    }
+    by_class = check_plan(Tiny(), 2, plan=TinyPlan)
+    by_dict = check_plan(Tiny(), 2, plan=patterns)
+    assert {k: repr(v) for k, v in by_class.items()} == {k: repr(v) for k, v in by_dict.items()}
+    assert "plan key 'layers.*.attn.w_proj'" in refused(patterns | {"layers.*.attn.w_proj": "colwise"})
+    assert "both match layers.0.attn.q_proj" in refused(patterns | {"layers.0.attn.q_proj": "colwise"})
+    assert "no such style" in refused(patterns | {"norm": "columnwise"})
+
+
+def test_tied_weights_stay_one():
+    model = Tiny(tied=True)
+    with ranks(2) as mesh:
+        apply_plan(model, mesh, plan=TinyPlan)
+        assert model.lm_head._parameters["weight"] is model.embed._parameters["weight"]
+
+
+def test_tied_weights_with_two_layouts():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"lm_head": self.sequence_parallel()}
+
+    message = refused(Plan, model=Tiny(tied=True))
+    assert "embed.weight (Shard(dim=0)) and lm_head.weight (Replicate()) are tied" in message
+
+
+def test_foreign_style_works_and_is_held_to_completeness():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {
+                "lm_head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+            }
+
+    class Idle(ColwiseParallel):
+        def _apply(self, module, device_mesh):
+            return module
+
+    class Broken(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"lm_head": Idle()}
+
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=Plan)
+        assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 32)
+        with pytest.raises(PlanError, match=r"Idle left parameter 'lm_head.weight' a plain tensor"):
+            apply_plan(Tiny(), mesh, plan=Broken)
+
+
+def test_applied_twice():
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="DTensor already"):
+            apply_plan(model, mesh, plan=TinyPlan)
+
+
+def test_labels_are_refused_where_the_models_own_loss_is_wrong():
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="loss_parallel = False"):
+            model(tokens, labels=tokens)
+
+
+def test_names_are_taken_once():
+    with pytest.raises(PlanError, match=r"taken by plans.transformer.TransformerPlan"):
+        register_plan("transformer")(TinyPlan)
+    assert registered_plans()["transformer"] is TransformerPlan
