@@ -1,0 +1,11 @@
+"""PyTorch functions in place of FLA's Triton kernels, for CPU tensors: `install("cpu")` before a model is built.
+
+Importing this package imports no part of FLA and changes nothing; `install` does both. What is replaced, and how exact
+and fast it is, stands in docs/cpu-kernels.md. Another mixer's CPU function is added as a module here and a line
+in `install.py`.
+"""
+
+from models.kernels.errors import KernelError
+from models.kernels.install import install
+
+__all__ = ["KernelError", "install"]

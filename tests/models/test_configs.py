@@ -1,0 +1,171 @@
+"""Names, flavors, published sizes, config files, and building on meta."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, ViTConfig
+
+import models
+from models import ModelError
+from models.kernels import install
+
+REPOSITORY = Path(__file__).parents[2]
+
+# (transformer, gla) x flavor -> parameters: those of the table in docs/models.md.
+PARAMETERS = {
+    ("transformer", "debug"): 2_098_304,
+    ("transformer", "340M"): 373_867_520,
+    ("transformer", "1.3B"): 1_364_297_728,
+    ("transformer", "7B"): 7_241_732_096,
+    ("gla", "debug"): 2_180_800,
+    ("gla", "340M"): 374_475_776,
+    ("gla", "1.3B"): 1_365_514_240,
+    ("gla", "7B"): 6_741_635_072,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_attention():
+    install("cpu")
+
+
+def test_every_flavor_has_a_count():
+    assert {(name, flavor) for name, flavors in models.available().items() for flavor in flavors} == set(
+        PARAMETERS
+    )
+
+
+@pytest.mark.parametrize(("name", "flavor"), PARAMETERS)
+def test_flavor_has_its_published_size_and_no_memory(name, flavor):
+    start = time.perf_counter()
+    model = models.build(models.load_config(name, flavor))
+    seconds = time.perf_counter() - start
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name, flavor]
+    assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    assert seconds < 3  # 0.05 s alone on one core; the limit is the contract's
+
+
+@pytest.mark.parametrize("name", ["transformer", "gla"])
+def test_debug_splits_at_every_small_degree(name):
+    config = models.load_config(name, "debug")
+    for degree in (2, 4, 8):
+        assert config.num_heads % degree == 0
+        assert config.vocab_size % degree == 0
+
+
+def test_overrides_reach_the_model():
+    model = models.build(models.load_config("gla", "debug", vocab_size=512, num_hidden_layers=1))
+    assert model.get_input_embeddings().weight.shape == (512, 128)
+    assert len(model.model.layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "words"),
+    [
+        (("gal", "debug"), {}, ["'gal'", "transformer, gla", "'gla'?"]),
+        (("gla", "350M"), {}, ["'350M'", "debug, 340M, 1.3B, 7B", "'340M'?"]),
+        (("gla", "debug"), {"hiden_size": 64}, ["hiden_size", "'hidden_size'?"]),
+        (("gla", "debug"), {"attn": {"layers": [9], "num_heads": 4}}, ["out-of-range layer 9"]),
+    ],
+)
+def test_a_wrong_name_is_refused_in_one_line_with_what_would_work(arguments, overrides, words):
+    with pytest.raises(ModelError) as refusal:
+        models.load_config(*arguments, **overrides)
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in words)
+
+
+@pytest.mark.parametrize("model_type", ["gla", "transformer", "llama", "gated_deltanet"])
+def test_any_config_file_or_its_folder_loads(tmp_path, model_type):
+    import fla.models  # noqa: F401  # its model types
+
+    CONFIG_MAPPING[model_type](hidden_size=64, vocab_size=96).save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        config = models.load_config_file(path)
+        assert (config.model_type, config.hidden_size, config.vocab_size) == (model_type, 64, 96)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["config.json", "No such file"]),
+        ('{"model_type": "gla",\n oops}', ["not JSON", "line 2"]),
+        ("[1]", ["JSON object", "list"]),
+        ('{"hidden_size": 3}', ["no 'model_type'"]),
+        ('{"model_type": "lama"}', ["'lama'", "'llama'?"]),
+        ('{"model_type": 3}', ["model_type 3"]),
+        ('{"model_type": "llama", "hidden_size": "wide"}', ["hidden_size", "wide"]),
+    ],
+)
+def test_a_bad_config_file_is_refused_in_one_line(tmp_path, text, words):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ModelError) as refusal:
+        models.load_config_file(path)
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_code_from_a_config_file_never_runs(tmp_path):
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit('ran')")
+    values = {
+        "model_type": "x",
+        "auto_map": {"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.X"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="never run"):
+        models.load_config_file(tmp_path)
+
+
+def test_parameters_take_the_default_dtype_not_the_configs():
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=64, dtype="float16"
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = models.build(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert config.dtype == torch.float16, "the caller's config was changed"
+    assert config.use_cache
+    assert not model.config.use_cache
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ViTConfig(), ["'vit'", "no causal language model"]),
+        ({"num_heads": 8, "num_kv_heads": 3}, ["'transformer'", "num_heads must be divisible"]),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(config, words):
+    if isinstance(config, dict):
+        config = models.load_config("transformer", "debug", **config)
+    with pytest.raises(ModelError) as refusal:
+        models.build(config)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_an_encoder_with_a_language_model_head_builds():
+    assert models.build(BertConfig(num_hidden_layers=1)).get_output_embeddings() is not None
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_softmax_attention_without_flash_attn_says_what_to_do():
+    # A process of its own: in this one the CPU attention is installed.
+    code = "import models; models.build(models.load_config('transformer', 'debug'))"
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert "ModelError" in ran.stderr
+    assert "models.kernels.install('cpu')" in ran.stderr
