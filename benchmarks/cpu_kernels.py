@@ -1,0 +1,106 @@
+"""python -m benchmarks.cpu_kernels [--threads 1] [--repeats 9]
+
+Gated linear attention on a CPU: the chunked kernel of `models.kernels` against FLA's naive recurrence (a loop over time),
+forward and backward in float32, milliseconds a step and their ratio, both measured in this one run, alternating. Peak
+memory is that of the tensors kept for the backward pass. Needs no GPU; about a minute.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from fla.ops.gla.naive import naive_recurrent_gla
+
+from models.kernels import gla
+
+# batch, tokens, heads, key and value size of a head. The last is one layer of the 340M flavor.
+SHAPES = [(2, 64, 4, 16, 32), (2, 512, 4, 64, 128), (1, 2048, 4, 64, 128), (1, 512, 4, 128, 256)]
+CHUNK_SIZES = (16, 32, 64, 128)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch's operators (default: 1)")
+    parser.add_argument("--repeats", type=int, default=9, help="the median of so many steps (default: 9)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    print(f"torch {torch.__version__}, {options.threads} thread(s), median of {options.repeats} steps\n")
+    print(
+        "|   B |     T |   H |   K |   V |  naive ms | chunked ms | ratio | naive saves MB | chunked saves MB |"
+    )
+    print(
+        "|----:|------:|----:|----:|----:|----------:|-----------:|------:|---------------:|-----------------:|"
+    )
+    for shape in SHAPES:
+        naive, chunked = times([naive_step(shape), chunked_step(shape)], options.repeats)
+        saved = [saved_megabytes(step) for step in (naive_step(shape), chunked_step(shape))]
+        sizes = " | ".join(f"{size:{width}d}" for size, width in zip(shape, (3, 5, 3, 3, 3), strict=True))
+        figures = (
+            f"{naive:9.1f} | {chunked:10.2f} | {naive / chunked:5.1f} | {saved[0]:14.1f} | {saved[1]:16.1f}"
+        )
+        print(f"| {sizes} | {figures} |")
+
+    print("\n| chunk size | " + " | ".join(f"{size:4d}" for size in CHUNK_SIZES) + " |")
+    print("|" + "-" * 12 + "|" + "|".join(["-----:"] * len(CHUNK_SIZES)) + "|")
+    step = chunked_step(SHAPES[1])
+    default, columns = gla.CHUNK_SIZE, []
+    for gla.CHUNK_SIZE in CHUNK_SIZES:
+        columns.append(times([step], options.repeats)[0])
+    gla.CHUNK_SIZE = default
+    print(
+        "| ms         | " + " | ".join(f"{x:4.1f}" for x in columns) + f" |   (B, T, H, K, V = {SHAPES[1]})"
+    )
+
+
+def naive_step(shape: tuple[int, ...]) -> Callable[[], None]:
+    return step_of(lambda q, k, v, g: naive_recurrent_gla(q, k, v, g)[0], shape)
+
+
+def chunked_step(shape: tuple[int, ...]) -> Callable[[], None]:
+    return step_of(lambda q, k, v, g: gla.chunk_gla(q, k, v, g)[0], shape)
+
+
+def step_of(function: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Callable[[], None]:
+    """A forward and a backward pass with gradients to q, k, v and g."""
+    torch.manual_seed(0)
+    batch, seq_len, heads, key, value = shape
+    q, k, g = torch.randn(3, batch, seq_len, heads, key).unbind()
+    v, do = torch.randn(2, batch, seq_len, heads, value).unbind()
+    leaves = [x.requires_grad_() for x in (q, k, v, F.logsigmoid(g) / 16)]
+    return lambda: torch.autograd.grad(function(*leaves), leaves, do) and None
+
+
+def times(steps: list[Callable[[], None]], repeats: int) -> list[float]:
+    """Median milliseconds of each step, taken in turns so that a busy machine slows all of them."""
+    for step in steps:
+        step()
+    taken: list[list[float]] = [[] for _ in steps]
+    for _ in range(repeats):
+        for step, series in zip(steps, taken, strict=True):
+            begin = time.perf_counter()
+            step()
+            series.append((time.perf_counter() - begin) * 1e3)
+    return [statistics.median(series) for series in taken]
+
+
+def saved_megabytes(step: Callable[[], None]) -> float:
+    """Memory that autograd keeps between the forward and the backward pass, each storage counted once."""
+    storages: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        step()
+    return sum(storages.values()) / 2**20
+
+
+if __name__ == "__main__":
+    main()

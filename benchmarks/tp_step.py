@@ -1,0 +1,172 @@
+"""A training step with TP=2 over gloo against one process with two threads, the same batch.
+
+    python benchmarks/tp_step.py [--rounds 5]
+
+A transformer of 60 million parameters, 2 sequences of 512 tokens, float32. Three variants take
+turns in one run, so that a slow minute of the machine hits all of them: the unsplit model in one
+process, `plans.apply_plan` over two, and torch's own styles (`parallelize_module`) over two. The
+table gives the median of each phase in seconds, and the step's speed as a ratio to the first.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+THREADS = 2
+BATCH, LENGTH = 2, 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after two that are not")
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, args=(rounds, folder), nprocs=2)
+        parameters, times = torch.load(Path(folder) / "times.pt")
+    report(parameters, times)
+
+
+def report(parameters: int, times: dict[str, list[list[float]]]) -> None:
+    print(
+        f"\n{parameters / 1e6:.1f} M parameters, {BATCH} x {LENGTH} tokens, float32, torch {torch.__version__}\n"
+    )
+    print(f"{'':34}" + "".join(f"{phase:>11}" for phase in (*PHASES, "step", "speed")))
+    whole = None
+    for name, rounds in times.items():
+        phases = [statistics.median(r[i] for r in rounds) for i in range(len(PHASES))]
+        step = statistics.median(sum(r) for r in rounds)
+        whole = whole or step
+        print(f"{name:34}" + "".join(f"{t:11.3f}" for t in (*phases, step)) + f"{whole / step:11.2f}")
+
+
+def work(rank: int, rounds: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+    # Only now: torchtitan picks its device when it is imported.
+    import models.kernels
+    from training.device import prepare_device
+
+    prepare_device()
+    models.kernels.install("cpu")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    single, ours, torchs = (build() for _ in range(3))
+    parameters = sum(p.numel() for p in single.parameters())
+    split(ours, mesh)
+    split_by_torch(torchs, mesh)
+    variants = {
+        "one process, two threads": (single, THREADS),
+        "TP=2, plans.apply_plan": (ours, 1),
+        "TP=2, torch.parallelize_module": (torchs, 1),
+    }
+    optimizers = {
+        name: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for name, (m, _) in variants.items()
+    }
+    tokens = torch.randint(0, 32768, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    times: dict[str, list[list[float]]] = {name: [] for name in variants}
+    for turn in range(rounds + 2):
+        for name, (model, threads) in variants.items():
+            dist.barrier()
+            if threads == 1 or rank == 0:
+                torch.set_num_threads(threads)
+                phases = step(model, optimizers[name], tokens)
+                if turn >= 2:
+                    times[name].append(phases)
+    if rank == 0:
+        torch.save((parameters, times), Path(folder) / "times.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def build() -> torch.nn.Module:
+    from fla.models import TransformerConfig, TransformerForCausalLM
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        hidden_size=768, num_heads=12, num_hidden_layers=6, intermediate_size=1536, vocab_size=32768,
+        tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return TransformerForCausalLM(config)
+
+
+def split(model: torch.nn.Module, mesh) -> None:
+    from plans import apply_plan
+
+    apply_plan(model, mesh, loss_parallel=True, sequence_parallel=True)
+
+
+def split_by_torch(model: torch.nn.Module, mesh) -> None:
+    """The usual plan of torch's own styles: DTensors between embedding, regions and head."""
+    block = {
+        "attn_norm": tp.SequenceParallel(use_local_output=True),
+        "attn": tp.PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "attn.q_proj": tp.ColwiseParallel(),
+        "attn.k_proj": tp.ColwiseParallel(),
+        "attn.v_proj": tp.ColwiseParallel(),
+        "attn.o_proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+        "mlp": tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": tp.ColwiseParallel(),
+        "mlp.up_proj": tp.ColwiseParallel(),
+        "mlp.down_proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for layer in model.model.layers:
+        # torch's styles can't reach a weight that a fused kernel reads, nor a norm called with a residual.
+        layer.mlp.fuse_swiglu = False
+        layer.config.fuse_norm = False
+        replace_norms(layer)
+        tp.parallelize_module(layer, mesh, block | {"mlp_norm": tp.SequenceParallel(use_local_output=True)})
+    replace_norms(model.model)
+    ends = {
+        "model.embeddings": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": tp.SequenceParallel(use_local_output=True),
+        "lm_head": tp.ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    tp.parallelize_module(model, mesh, ends)
+    model.lm_head.weight = model.model.embeddings.weight
+
+
+def replace_norms(module: torch.nn.Module) -> None:
+    """FLA's norms don't take DTensors."""
+    for name, child in list(module.named_children()):
+        if type(child).__name__ == "RMSNorm":
+            norm = torch.nn.RMSNorm(child.weight.shape[0], eps=child.eps)
+            module.register_module(name, norm)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> list[float]:
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("partial_dtensor")
+    marks = [time.perf_counter()]
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    marks.append(time.perf_counter())
+    loss = cross_entropy_loss(logits, tokens[:, 1:]) / (BATCH * LENGTH)
+    marks.append(time.perf_counter())
+    loss.backward()
+    marks.append(time.perf_counter())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    marks.append(time.perf_counter())
+    return [b - a for a, b in itertools.pairwise(marks)]
+
+
+if __name__ == "__main__":
+    main()

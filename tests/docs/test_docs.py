@@ -1,0 +1,45 @@
+"""Every Python block of the docs runs, and every TOML block is a job that loads."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for kind, body in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def pages_with(language: str):
+    return pytest.mark.parametrize(
+        "page", [p for p in PAGES if blocks(p, language)], ids=lambda p: str(p.relative_to(ROOT))
+    )
+
+
+@pages_with("python")
+def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "docs"}
+    for number, block in enumerate(blocks(page, "python"), 1):
+        exec(compile(block, f"{page.name}, Python block {number}", "exec"), namespace)
+
+
+@pages_with("toml")
+def test_toml_blocks_load(page, tmp_path):
+    from training.config import load_job
+
+    for number, block in enumerate(blocks(page, "toml"), 1):
+        job = tmp_path / f"{number}.toml"
+        job.write_text(block)
+        load_job([str(job)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

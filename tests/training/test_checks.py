@@ -1,0 +1,292 @@
+"""What is refused before a process group exists: each error, and that what should run is let through."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import save
+
+import models
+from plans.errors import UserError
+from training.checkpoint_card import CARD, check_model_card, find_checkpoint, write_model_card
+from training.checks import check_job
+from training.config import ConfigError, JobConfig, load_job
+from training.device import prepare_device
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Return a function that makes a job from dotted options, on a tiny data set of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text("all work and no play makes jack a dull boy\n" * 40)
+    (tmp_path / "job.toml").write_text(
+        "[training]\ndataset_path = 'text'\nseq_len = 64\n[activation_checkpoint]\nmode = 'none'\n"
+    )
+
+    def job(**options: object) -> JobConfig:
+        words = [f"--{key.replace('__', '.')}={value}" for key, value in options.items()]
+        return load_job(["job.toml", *words])
+
+    return job
+
+
+def refusal(job: JobConfig, world_size: int = 1) -> str:
+    with pytest.raises(UserError) as caught:
+        check_job(job, world_size)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (2, {"parallelism__tensor_parallel_degree": 2}),
+        (4, {"parallelism__tensor_parallel_degree": 2, "training__global_batch_size": 32}),
+        (
+            8,
+            {
+                "model__name": "transformer",
+                "parallelism__tensor_parallel_degree": 8,
+                "validation__enable": "true",
+            },
+        ),
+        (2, {"parallelism__tensor_parallel_degree": 2, "parallelism__disable_loss_parallel": "true"}),
+    ],
+)
+def test_what_should_run_is_let_through(job, world_size, options):
+    check_job(job(**options), world_size)
+
+
+def test_a_check_of_a_debug_flavor_takes_seconds(job):
+    wanted = job(parallelism__tensor_parallel_degree=2)
+    check_job(wanted, 2)  # imports
+    begin = time.perf_counter()
+    check_job(wanted, 2)
+    assert time.perf_counter() - begin < 5
+
+
+PARALLEL = [
+    (
+        2,
+        {"tensor_parallel_degree": 3},
+        "parallelism.tensor_parallel_degree = 3 does not divide the 2 processes; 1 or 2 would",
+    ),
+    (1, {"tensor_parallel_degree": 2}, "does not divide the 1 process; 1 would, or start 2 processes"),
+    (
+        4,
+        {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 4},
+        "tensor_parallel_degree x data_parallel_replicate_degree = 2 x 4 = 8 does not divide the 4 processes; "
+        "a product of 1, 2 or 4 would",
+    ),
+    (
+        4,
+        {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 4},
+        "data_parallel_shard_degree x tensor_parallel_degree = 4 x 2 = 8 is not the number of processes, 4; start 8",
+    ),
+    (16, {"tensor_parallel_degree": 16}, "tensor_parallel_degree = 16 does not divide"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "options", "message"), PARALLEL)
+def test_degrees_have_to_fit_the_processes_and_the_model(job, world_size, options, message):
+    assert message in refusal(
+        job(**{f"parallelism__{key}": value for key, value in options.items()}), world_size
+    )
+
+
+def test_the_batch_has_to_fit_the_data_parallel_degree(job):
+    wanted = job(training__global_batch_size=24, parallelism__tensor_parallel_degree=2)
+    assert refusal(wanted, 4) == (
+        "training.global_batch_size = 24 is not a multiple of local_batch_size x data-parallel degree = 8 x 2 = 16; "
+        "16 or 32 would work"
+    )
+
+
+def test_the_sequence_has_to_divide_under_sequence_parallel(job):
+    wanted = {"parallelism__tensor_parallel_degree": 2, "training__seq_len": 63}
+    assert "seq_len = 63" in refusal(job(**wanted), 2)
+    check_job(job(**wanted, parallelism__enable_sequence_parallel="false"), 2)
+
+
+def test_the_validation_sequence_has_to_divide_too(job):
+    wanted = {"parallelism__tensor_parallel_degree": 2, "validation__seq_len": 31}
+    check_job(job(**wanted), 2)
+    assert "seq_len = 31" in refusal(job(**wanted, validation__enable="true"), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model__name": "lama"}, "lama"),
+        ({"model__flavor": "2B"}, "debug, 340M, 1.3B, 7B"),
+        ({"model__config": "nowhere.json"}, "nowhere.json"),
+        ({"model__hf_assets_path": "nowhere"}, "nowhere"),
+        ({"training__dataset_path": "nowhere"}, "nowhere"),
+        ({"validation__enable": "true", "validation__dataset_path": "nowhere"}, "nowhere"),
+        (
+            {"experimental__custom_import": "no_such_module"},
+            'no module named "no_such_module"; install its package',
+        ),
+        (
+            {
+                "activation_checkpoint__mode": "selective",
+                "activation_checkpoint__selective_ac_option": "op",
+                "activation_checkpoint__per_op_sac_force_recompute_mm_shapes_by_fqns": "moe.router",
+            },
+            '"moe.router" is in no name of a Linear module',
+        ),
+    ],
+)
+def test_what_is_not_there(job, options, message):
+    assert message in refusal(job(**options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profiling__enable_memory_snapshot": "true"},
+        {"training__enable_cpu_offload": "true"},
+        {"checkpoint__async_mode": "async_with_pinned_mem"},
+        {"optimizer__implementation": "fused_opt_states_bf16"},
+        {"parallelism__enable_fsdp_symm_mem": "true"},
+        {
+            "parallelism__tensor_parallel_degree": 2,
+            "parallelism__enable_async_tensor_parallel": "true",
+            "compile__enable": "true",
+        },
+    ],
+    ids=lambda options: list(options)[-1],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA can do it")
+def test_what_needs_cuda(job, options):
+    assert "needs CUDA, and this machine trains on cpu; leave it out" in refusal(job(**options), 2)
+
+
+def test_wandb_has_to_be_installed(job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks a module that can't be imported
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "wandb is not installed; pip install 'titanplans[wandb]'" in refusal(
+        job(metrics__enable_wandb="true")
+    )
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(job, tmp_path):
+    config = models.load_config("gla", "debug", vocab_size=1024)
+    config.save_pretrained(tmp_path)
+    said = refusal(job(model__config=str(tmp_path / "config.json")))
+    assert "has 4096 tokens" in said
+    assert "vocab_size = 1024" in said
+
+
+def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_plans_for_a_test.py").write_text("")
+    check_job(job(experimental__custom_import="my_plans_for_a_test"), 1)
+    assert "my_plans_for_a_test" in sys.modules
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_a_card_tells_models_apart_and_not_kernels(tmp_path):
+    config = models.load_config("gla", "debug")
+    check_model_card(tmp_path, config)  # no card: nothing to compare
+    write_model_card(tmp_path, config)
+    check_model_card(tmp_path, models.load_config("gla", "debug", fuse_norm=not config.fuse_norm))
+    with pytest.raises(ConfigError) as caught:
+        check_model_card(tmp_path, models.load_config("gla", "debug", num_heads=4, use_short_conv=True))
+    assert "num_heads = 8, now 4; use_short_conv = false, now true" in str(caught.value)
+    assert list(tmp_path.iterdir()) == [tmp_path / CARD]
+
+
+def test_a_card_of_another_architecture_names_both(tmp_path):
+    write_model_card(tmp_path, models.load_config("gla", "debug"))
+    with pytest.raises(ConfigError, match=r"and \d+ more keys"):
+        check_model_card(tmp_path, models.load_config("transformer", "debug"))
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    """Return the weights of the debug GLA, empty, by name."""
+    prepare_device()
+    model = models.build(models.load_config("gla", "debug"))
+    return {name: torch.empty(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: torch.Tensor) -> None:
+    save(weights | more, checkpoint_id=folder, no_dist=True)
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path):
+    assert find_checkpoint(tmp_path / "nowhere") is None
+    for name in ("step-9", "step-10", "step-11", "step-x"):
+        (tmp_path / name).mkdir()
+        if name != "step-11":  # half written
+            (tmp_path / name / ".metadata").touch()
+    assert find_checkpoint(tmp_path) == tmp_path / "step-10"
+    assert find_checkpoint(tmp_path, 9) == tmp_path / "step-9"
+    assert find_checkpoint(tmp_path, 11) is None
+
+
+def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
+    folder = tmp_path / "outputs" / "checkpoint"
+    wanted = job(checkpoint__enable="true")
+    check_job(wanted, 1)
+    write_checkpoint(folder / "step-5", weights, **{"train_state.step": torch.tensor(5)})
+    check_job(wanted, 1)
+    said = refusal(job(checkpoint__enable="true", model__name="transformer"))
+    assert "step-5 is of another model" in said
+    write_model_card(folder, models.load_config("gla", "debug", num_heads=4))
+    assert "num_heads = 4, now 8" in refusal(wanted)
+
+
+def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tmp_path, weights):
+    write_checkpoint(tmp_path / "outputs" / "checkpoint" / "step-5", weights)
+    assert "holds only the weights" in refusal(job(checkpoint__enable="true"))
+    initial = str(tmp_path / "outputs" / "checkpoint" / "step-5")
+    elsewhere = {
+        "checkpoint__enable": "true",
+        "checkpoint__folder": "other",
+        "checkpoint__initial_load_path": initial,
+    }
+    check_job(job(**elsewhere), 1)
+    assert "holds only the weights" in refusal(job(**elsewhere, checkpoint__initial_load_model_only="false"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checkpoint__load_step": 7}, "checkpoint.load_step = 7: there is no outputs/checkpoint/step-7"),
+        ({"checkpoint__initial_load_path": "nowhere"}, '"nowhere" is no checkpoint'),
+    ],
+)
+def test_checkpoints_that_are_not_there(job, options, message):
+    assert message in refusal(job(checkpoint__enable="true", **options))
+
+
+def test_a_seed_checkpoint_is_saved_by_one_process(job):
+    wanted = job(checkpoint__enable="true", checkpoint__create_seed_checkpoint="true")
+    check_job(wanted, 1)
+    assert "from 1 process, not 2; start one" in refusal(wanted, 2)
+
+
+def test_checking_imports_no_torchtitan():
+    """The device has to be chosen before torchtitan is imported, and checks come before the device."""
+    code = """
+        import sys
+        import training.checks
+        assert not any(name.startswith("torchtitan") for name in sys.modules)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,190 @@
+"""A job becomes torchtitan's configuration, and no key of it gets lost on the way."""
+
+from pathlib import Path
+
+import pytest
+
+from training.config import ConfigError, JobConfig
+from training.config.schema import build_job, keys
+from training.device import prepare_device
+
+prepare_device()  # before torchtitan, which the next lines import
+
+from training.job import trainer_config  # noqa: E402
+from training.trainer import Trainer  # noqa: E402
+
+
+def configure(world_size: int = 1, **options: object) -> Trainer.Config:
+    return trainer_config(
+        build_job({key.replace("__", "."): value for key, value in options.items()}), world_size
+    )
+
+
+# A value other than the default for keys whose type does not suggest one.
+ANOTHER = {
+    "model.name": "transformer",
+    "model.flavor": "340M",
+    "training.mixed_precision_param": "float32",
+    "training.dtype": "bfloat16",
+    "training.global_batch_size": 16,
+    "parallelism.tensor_parallel_degree": 2,
+    "parallelism.data_parallel_replicate_degree": 2,
+    "parallelism.data_parallel_shard_degree": 4,
+    "parallelism.fsdp_reshard_after_forward": "never",
+    "optimizer.name": "Adam",
+    "optimizer.implementation": "foreach",
+    "lr_scheduler.decay_type": "cosine",
+    "lr_scheduler.total_steps": 20000,
+    "lr_scheduler.decay_ratio": 0.5,
+    "activation_checkpoint.mode": "full",
+    "activation_checkpoint.selective_ac_option": "3",
+    "activation_checkpoint.determinism_check": "none",
+    "compile.components": ["loss"],
+    "checkpoint.export_dtype": "bfloat16",
+    "checkpoint.async_mode": "async",
+    "checkpoint.exclude_from_loading": ["dataloader"],
+    "checkpoint.keep_latest_k": 2,
+}
+
+# What a key needs beside it to mean anything.
+BESIDE = {
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": {
+        "activation_checkpoint.selective_ac_option": "op"
+    },
+    "activation_checkpoint.memory_budget": {
+        "activation_checkpoint.mode": "memory_budget",
+        "compile.enable": True,
+    },
+    "activation_checkpoint.visualize_memory_budget_pareto": {
+        "activation_checkpoint.mode": "memory_budget",
+        "compile.enable": True,
+    },
+    "activation_checkpoint.determinism_check": {"activation_checkpoint.mode": "full"},
+    "activation_checkpoint.debug": {"activation_checkpoint.mode": "full"},
+    "parallelism.enable_async_tensor_parallel": {"compile.enable": True},
+    "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": "/somewhere"},
+    **{
+        f"{section}.dataloader.{key}": {f"{section}.dataloader.num_workers": 2}
+        for section in ("training", "validation")
+        for key in ("persistent_workers", "prefetch_factor")
+    },
+}
+
+# Keys that act elsewhere, and where that is tested.
+ELSEWHERE = {
+    "job.description": "test_config_load",
+    "model.config": "below",
+    "model.plan": "below",
+    "parallelism.disable_loss_parallel": "below",
+    "parallelism.pipeline_parallel_degree": "refused above 1",
+    "parallelism.context_parallel_degree": "refused above 1",
+    "parallelism.enable_fsdp_symm_mem": "torchtitan asks for a GPU of compute capability 9",
+    "experimental.custom_import": "test_checks",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in keys() if name not in ELSEWHERE])
+def test_every_key_reaches_torchtitan(name):
+    key = keys()[name]
+    match key.default:
+        case _ if name in ANOTHER:
+            value = ANOTHER[name]
+        case bool():
+            value = not key.default
+        case int() | float():
+            value = type(key.default)(key.default + 1) if key.default >= 1 else 0.25
+        case str():
+            value = "other"
+        case list():
+            value = ["other"]
+        case _:
+            value = "other" if str in getattr(key.hint, "__args__", ()) else 3
+    world_size = 4 if name.startswith("parallelism.") else 1
+    beside = {other.replace(".", "__"): given for other, given in BESIDE.get(name, {}).items()}
+    before = configure(world_size, **beside)
+    after = configure(world_size, **beside | {name.replace(".", "__"): value})
+    assert after.to_dict() != before.to_dict()
+
+
+def test_what_every_job_needs_of_torchtitan():
+    config = trainer_config(JobConfig(), 1)
+    assert config.parallelism.spmd_backend == "partial_dtensor"
+    assert config.training.disable_cuda_graphs
+
+
+def test_the_plan_and_loss_parallel_reach_the_parallelisation(monkeypatch):
+    given = {}
+    monkeypatch.setattr("parallel.parallelize", lambda model, **kwargs: given.update(kwargs))
+    plan = {"model.layers.*.attn": "attn_input"}
+    config = configure(model__plan=plan, parallelism__disable_loss_parallel=True)
+    assert config.model_spec is not None
+
+    class Model:
+        lm = None
+
+    config.model_spec.parallelize_fn(Model())
+    assert given == {"loss_parallel": False, "plan": plan}
+
+
+def test_a_model_from_a_file():
+    path = str(Path(__file__).parents[2] / "configs" / "gla_debug.json")
+    spec = configure(model__config=path).model_spec
+    assert spec is not None
+    assert (spec.name, spec.model.hf_config.model_type) == (path, "gla")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [
+        (1, {}, 8),
+        (4, {"parallelism__tensor_parallel_degree": 2}, 16),
+        (4, {"parallelism__tensor_parallel_degree": 2, "training__gradient_accumulation_steps": 3}, 48),
+        (4, {"parallelism__tensor_parallel_degree": 4, "training__global_batch_size": 64}, 64),
+    ],
+)
+def test_the_global_batch(world_size, options, expected):
+    assert configure(world_size, **options).training.global_batch_size == expected
+
+
+def test_the_number_of_processes_is_torchruns(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert trainer_config(JobConfig()).training.global_batch_size == 32
+    with pytest.raises(ConfigError, match="does not divide the 4 processes"):
+        trainer_config(build_job({"parallelism.tensor_parallel_degree": 3}))
+
+
+def test_validation_is_as_training_where_nothing_else_is_said():
+    config = configure(training__seq_len=64, training__dataset="local", training__dataset_path="here")
+    validator = config.validator
+    assert (validator.own_seq_len, validator.own_batch_size) == (64, 8)
+    assert (validator.dataloader.dataset_path, validator.dataloader.split) == ("here", "validation")
+
+
+def test_a_validation_set_of_its_own_does_not_take_the_training_path():
+    config = configure(training__dataset_path="here", validation__dataset="stdlib")
+    assert config.validator.dataloader.dataset_path is None
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(5, 200), (500, 500)])
+def test_a_run_shorter_than_its_warm_up_stays_in_it(steps, expected):
+    assert configure(training__steps=steps).lr_scheduler.total_steps == expected
+
+
+def test_a_relative_checkpoint_is_taken_from_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = configure(checkpoint__enable=True, checkpoint__initial_load_path="a/step-3")
+    assert config.checkpoint.initial_load_path == str(tmp_path / "a" / "step-3")
+
+
+def test_recomputation_by_mode():
+    def policy(**options: object) -> str:
+        config = configure(
+            **{f"activation_checkpoint__{key}": value for key, value in options.items()}, compile__enable=True
+        )
+        return type(config.activation_checkpoint).__qualname__
+
+    assert policy() == "EveryNthLayer"
+    assert policy(mode="none") == "NoneType"
+    assert policy(mode="full") == "FullAC.Config"
+    assert policy(mode="memory_budget") == "MemoryBudgetAC.Config"
+    assert policy(selective_ac_option="op") == "SelectiveAC.Config"

@@ -1,0 +1,175 @@
+"""What can be refused before a process group exists: a job against this machine, its data and its model.
+
+Everything here is known to each rank alone, so all ranks refuse alike. What a job says against
+itself is `training.config.validate`; what a checkpoint folder holds is `training.checkpoint_card`.
+"""
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+import models
+import models.kernels
+from plans import check_plan
+from training import resolve
+from training.checkpoint_card import check_model_card, check_resumable, check_shapes, find_checkpoint
+from training.config import ConfigError, JobConfig, check_values
+from training.data import check_checkpoint as check_data_position
+from training.data import check_dataset, check_tokenizer
+from training.device import pick_device_type
+
+
+def check_job(job: JobConfig, world_size: int) -> None:
+    """Raise for the first reason why `job` can't run on `world_size` processes like this one.
+
+    Raises:
+        UserError: of the package whose matter it is, with the key, the value and what would work.
+    """
+    check_values(job)
+    data_parallel = resolve.data_parallel_degree(job, world_size)
+    resolve.global_batch_size(job, data_parallel)
+    device_type = pick_device_type()
+    check_device(job, device_type)
+    check_packages(job)
+    import_custom(job)
+    check_data(job)
+
+    config = resolve.hf_config(job)
+    models.kernels.install(device_type)  # some models can't be built on a CPU without
+    model = models.build(config)
+    check_vocabulary(job, config.get_text_config().vocab_size)
+    check_parallelism(job, model)
+    if job.checkpoint.create_seed_checkpoint and world_size != 1:
+        raise ConfigError(
+            f"checkpoint.create_seed_checkpoint = true saves unsharded weights from 1 process, not {world_size}; start one"
+        )
+    if job.checkpoint.enable:
+        check_checkpoint(job, model, data_parallel)
+
+
+def check_device(job: JobConfig, device_type: str) -> None:
+    """Refuse what only CUDA can do on another device."""
+    if device_type == "cuda":
+        return
+    only_cuda = {
+        "parallelism.enable_async_tensor_parallel = true": job.parallelism.enable_async_tensor_parallel,
+        "parallelism.enable_fsdp_symm_mem = true": job.parallelism.enable_fsdp_symm_mem,
+        "profiling.enable_memory_snapshot = true": job.profiling.enable_memory_snapshot,
+        'checkpoint.async_mode = "async_with_pinned_mem"': job.checkpoint.async_mode
+        == "async_with_pinned_mem",
+        'optimizer.implementation = "fused_opt_states_bf16"': job.optimizer.implementation
+        == "fused_opt_states_bf16",
+        "training.enable_cpu_offload = true": device_type == "cpu" and job.training.enable_cpu_offload,
+    }
+    for setting, wanted in only_cuda.items():
+        if wanted:
+            raise ConfigError(f"{setting} needs CUDA, and this machine trains on {device_type}; leave it out")
+
+
+def check_packages(job: JobConfig) -> None:
+    """Refuse what needs a package that is not installed."""
+    if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
+        )
+
+
+def import_custom(job: JobConfig) -> None:
+    """Import the user's own module, which may register plans."""
+    name = job.experimental.custom_import
+    if not name:
+        return
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f'experimental.custom_import = "{name}": no module named "{error.name}"; '
+            "install its package, or put its folder on PYTHONPATH"
+        ) from error
+
+
+def check_data(job: JobConfig) -> None:
+    """Refuse a data set or tokenizer that is not there."""
+    tokenizer = resolve.tokenizer_path(job)
+    check_tokenizer(tokenizer)
+    wanted = [resolve.training_data(job)]
+    if job.validation.enable:
+        wanted.append(resolve.validation_data(job))
+    for data in wanted:
+        check_dataset(
+            data.dataset,
+            data.dataset_path,
+            split=data.split,
+            text_column=data.text_column,
+            tokenizer_path=tokenizer,
+            seq_len=data.seq_len,
+        )
+
+
+def check_vocabulary(job: JobConfig, vocab_size: int) -> None:
+    """Refuse a tokenizer with more tokens than the model has embeddings."""
+    path = resolve.tokenizer_path(job)
+    tokens = check_tokenizer(path)
+    if tokens > vocab_size:
+        raise ConfigError(
+            f'model.hf_assets_path = "{path}" has {tokens} tokens, but {" ".join(resolve.model_name(job))} has '
+            f"vocab_size = {vocab_size}; take the tokenizer that belongs to the model, or raise vocab_size in a "
+            "model.config file"
+        )
+
+
+def check_parallelism(job: JobConfig, model: nn.Module) -> None:
+    """Refuse a model that the plan does not fit or the degree does not divide, and recomputation of nothing."""
+    parallelism = job.parallelism
+    if parallelism.tensor_parallel_degree > 1:
+        lengths = {job.training.seq_len}
+        if job.validation.enable:
+            lengths.add(resolve.validation_data(job).seq_len)
+        for seq_len in sorted(lengths, reverse=True):
+            check_plan(
+                model,
+                parallelism.tensor_parallel_degree,
+                loss_parallel=not parallelism.disable_loss_parallel,
+                sequence_parallel=parallelism.enable_sequence_parallel,
+                seq_len=seq_len,
+                plan=job.model.plan,
+            )
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for part in job.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns:
+        if not any(part in name for name in linears):
+            raise ConfigError(
+                f'activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: "{part}" is in no name of a '
+                f"Linear module; there is {linears[0]}, for one"
+            )
+
+
+def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:
+    """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
+    checkpoint = job.checkpoint
+    folder = Path(job.job.dump_folder) / checkpoint.folder
+    check_model_card(folder, model.config, "checkpoint.folder")
+    own = find_checkpoint(folder, checkpoint.load_step)
+    if own is not None:
+        check_shapes(own, model, "checkpoint.folder")
+        if own.name != "step-0":  # torchtitan takes only the weights from a seed checkpoint
+            check_resumable(own, "checkpoint.folder")
+            if "dataloader" not in checkpoint.exclude_from_loading:
+                check_data_position(own, data_parallel)
+    elif checkpoint.load_step != -1:
+        raise ConfigError(
+            f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
+            "-1 takes the newest"
+        )
+    elif checkpoint.initial_load_path is not None:
+        initial = Path(checkpoint.initial_load_path)
+        if not (initial / ".metadata").is_file():
+            raise ConfigError(
+                f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata)'
+            )
+        check_model_card(initial.parent, model.config, "checkpoint.initial_load_path")
+        check_shapes(initial, model, "checkpoint.initial_load_path")
+        if not checkpoint.initial_load_model_only:
+            check_resumable(initial, "checkpoint.initial_load_path")

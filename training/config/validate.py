@@ -1,0 +1,192 @@
+"""Options that contradict each other, whatever the machine, the data and the number of processes."""
+
+from collections.abc import Iterator
+
+from training.config.errors import ConfigError
+from training.config.refused import REFUSED
+from training.config.schema import JobConfig
+from training.config.sections.model import DataLoader
+
+
+def check_values(job: JobConfig) -> None:
+    """Raise a ConfigError for the first contradiction, naming both keys and what would resolve it."""
+    for problems in (
+        _degrees,
+        _model,
+        _batch,
+        _schedule,
+        _recomputation,
+        _compile,
+        _validation,
+        _checkpoint,
+        _profiling,
+    ):
+        for problem in problems(job):
+            raise ConfigError(problem)
+
+
+def _degrees(job: JobConfig) -> Iterator[str]:
+    for key in ("pipeline_parallel_degree", "context_parallel_degree"):
+        if getattr(job.parallelism, key) != 1:
+            dotted = f"parallelism.{key}"
+            yield f"{dotted} = {getattr(job.parallelism, key)} is not supported: {REFUSED[dotted].reason}"
+
+
+def _model(job: JobConfig) -> Iterator[str]:
+    model = job.model
+    given = [key for key in ("name", "flavor") if getattr(model, key) is not None]
+    if model.config is not None and given:
+        yield (
+            f'model.config = "{model.config}" already says which model; leave out model.'
+            + " and model.".join(given)
+        )
+    if model.plan is not None and job.parallelism.tensor_parallel_degree == 1:
+        yield (
+            "model.plan is given, but parallelism.tensor_parallel_degree = 1 splits nothing; raise it, or leave it out"
+        )
+
+
+def _batch(job: JobConfig) -> Iterator[str]:
+    training = job.training
+    if training.global_batch_size != -1 and training.gradient_accumulation_steps != 1:
+        yield (
+            f"training.gradient_accumulation_steps = {training.gradient_accumulation_steps} and "
+            f"training.global_batch_size = {training.global_batch_size} both fix the accumulation; keep one of them"
+        )
+    if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
+        yield (
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
+            f"training.local_batch_size = {training.local_batch_size}; "
+            f"{_multiples(training.global_batch_size, training.local_batch_size)} would work"
+        )
+    yield from _loader("training", training.dataloader)
+
+
+def _schedule(job: JobConfig) -> Iterator[str]:
+    schedule, steps = job.lr_scheduler, job.training.steps
+    total = schedule.total_steps
+    if total is not None and total < steps:
+        yield (
+            f"lr_scheduler.total_steps = {total} ends before training.steps = {steps}, "
+            f"and the learning rate would turn negative; give at least {steps}, or leave it out"
+        )
+    if total is not None and schedule.warmup_steps > total:
+        yield (
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than "
+            f"lr_scheduler.total_steps = {total}; lower it, or raise total_steps"
+        )
+    if schedule.decay_ratio is not None:
+        length = schedule_steps(job)
+        decay = round(length * schedule.decay_ratio)
+        if schedule.warmup_steps + decay > length:
+            yield (
+                f"lr_scheduler.warmup_steps = {schedule.warmup_steps} and lr_scheduler.decay_ratio = "
+                f"{schedule.decay_ratio} ({decay} steps) don't fit into {length} steps; lower one of them, or set "
+                "lr_scheduler.total_steps to the length of the whole run"
+            )
+
+
+def schedule_steps(job: JobConfig) -> int:
+    """Return the length of the learning-rate schedule: the run's, but never shorter than its warm-up."""
+    if job.lr_scheduler.total_steps is not None:
+        return job.lr_scheduler.total_steps
+    return max(job.training.steps, job.lr_scheduler.warmup_steps)
+
+
+def _recomputation(job: JobConfig) -> Iterator[str]:
+    ac = job.activation_checkpoint
+    per_op = ac.mode == "selective" and ac.selective_ac_option == "op"
+    if ac.per_op_sac_force_recompute_mm_shapes_by_fqns and not per_op:
+        yield (
+            "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns works only with "
+            'activation_checkpoint.mode = "selective" and selective_ac_option = "op"'
+        )
+    if ac.mode == "selective" and not per_op:
+        for key, default in (("determinism_check", "default"), ("debug", False)):
+            if getattr(ac, key) != default:
+                yield (
+                    f"activation_checkpoint.{key} works only where operations are chosen: "
+                    'set mode = "full", or selective_ac_option = "op"'
+                )
+    if ac.mode == "memory_budget" and not _model_is_compiled(job):
+        yield (
+            'activation_checkpoint.mode = "memory_budget" is the compiler\'s work: '
+            'set compile.enable = true, with "model" in compile.components'
+        )
+    if ac.mode == "memory_budget" and job.parallelism.tensor_parallel_degree > 1:
+        yield (
+            'activation_checkpoint.mode = "memory_budget" and parallelism.tensor_parallel_degree = '
+            f"{job.parallelism.tensor_parallel_degree}: torch 2.13's compiler can't weigh the process groups in the graph "
+            'of a split layer; mode = "selective" or "full" works'
+        )
+
+
+def _compile(job: JobConfig) -> Iterator[str]:
+    if job.compile.enable and not job.compile.components:
+        yield 'compile.enable = true, but compile.components = []; name "model", "loss" or both'
+    parallel = job.parallelism
+    if parallel.enable_async_tensor_parallel:
+        wrong = [
+            text
+            for holds, text in (
+                (parallel.tensor_parallel_degree > 1, "parallelism.tensor_parallel_degree above 1"),
+                (parallel.enable_sequence_parallel, "parallelism.enable_sequence_parallel = true"),
+                (_model_is_compiled(job), 'compile.enable = true with "model" in compile.components'),
+            )
+            if not holds
+        ]
+        if wrong:
+            yield f"parallelism.enable_async_tensor_parallel = true needs {' and '.join(wrong)}"
+
+
+def _model_is_compiled(job: JobConfig) -> bool:
+    return job.compile.enable and "model" in job.compile.components
+
+
+def _validation(job: JobConfig) -> Iterator[str]:
+    yield from _loader("validation", job.validation.dataloader)
+
+
+def _loader(section: str, loader: DataLoader) -> Iterator[str]:
+    if loader.num_workers == 0:
+        for key in ("persistent_workers", "prefetch_factor"):
+            if getattr(loader, key):
+                yield f"{section}.dataloader.{key} needs workers; set {section}.dataloader.num_workers above 0"
+
+
+def _checkpoint(job: JobConfig) -> Iterator[str]:
+    checkpoint = job.checkpoint
+    if not checkpoint.folder.strip():
+        yield 'checkpoint.folder = "" names no folder; "checkpoint" is the default'
+    if not checkpoint.enable:
+        for key, off in (
+            ("initial_load_path", None),
+            ("load_step", -1),
+            ("load_only", False),
+            ("create_seed_checkpoint", False),
+        ):
+            if getattr(checkpoint, key) != off:
+                yield f"checkpoint.{key} is given, but nothing is loaded or saved; set checkpoint.enable = true"
+    if checkpoint.load_only:
+        for key in ("enable_first_step_checkpoint", "create_seed_checkpoint"):
+            if getattr(checkpoint, key):
+                yield f"checkpoint.{key} saves, and checkpoint.load_only = true forbids it; keep one of them"
+    if not checkpoint.initial_load_model_only and checkpoint.initial_load_path is None:
+        yield "checkpoint.initial_load_model_only = false needs checkpoint.initial_load_path"
+
+
+def _profiling(job: JobConfig) -> Iterator[str]:
+    profiling = job.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        yield (
+            f"profiling.profile_freq = {profiling.profile_freq} is shorter than profiler_warmup + profiler_active = "
+            f"{profiling.profiler_warmup} + {profiling.profiler_active}; {needed} or more would work"
+        )
+    if job.debug.deterministic_warn_only and not job.debug.deterministic:
+        yield "debug.deterministic_warn_only does nothing without debug.deterministic = true"
+
+
+def _multiples(value: int, step: int) -> str:
+    below = value // step * step
+    return f"{below} or {below + step}" if below else str(step)

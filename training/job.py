@@ -1,0 +1,203 @@
+"""`trainer_config`: a job in our words to torchtitan 0.3's config objects, section by section.
+
+Importing this imports torchtitan, so the device has to be settled before (`training.device`). What
+keys mean is documented on `training.config.JobConfig`; what unset ones stand for is `training.resolve`.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config.configs import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.tools.profiler import Profiler
+
+from parallel.activation_checkpoint import EveryNthLayer
+from training import resolve
+from training.config import JobConfig, schedule_steps
+from training.config.sections.model import DataLoader
+from training.data.loader import TextDataLoader
+from training.metrics import MetricsProcessor
+from training.model import model_spec
+from training.trainer import Trainer
+from training.validation import Validator
+
+
+def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Config:
+    """Return what torchtitan's Trainer needs to run `job`; `Trainer(trainer_config(job)).train()` runs it.
+
+    Args:
+        job: checked before (`training.checks.check_job`), so that its errors are told in its words.
+        world_size: number of processes; None reads torchrun's WORLD_SIZE, and 1 where there is none.
+
+    Raises:
+        ConfigError: the degrees don't fit the processes, or the batch the degrees.
+        ModelError: the model is unknown.
+    """
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    name, flavor = resolve.model_name(job)
+    return Trainer.Config(
+        model_spec=model_spec(
+            resolve.hf_config(job),
+            name=name,
+            flavor=flavor,
+            loss_parallel=not job.parallelism.disable_loss_parallel,
+            plan=job.model.plan,
+        ),
+        hf_assets_path=resolve.tokenizer_path(job),
+        dump_folder=job.job.dump_folder,
+        profiler=Profiler.Config(**vars(job.profiling)),
+        metrics=MetricsProcessor.Config(**vars(job.metrics)),
+        dataloader=_dataloader(job, resolve.training_data(job), job.training.dataloader, infinite=True),
+        optimizer=_optimizer(job),
+        lr_scheduler=_lr_scheduler(job),
+        training=_training(job, world_size),
+        parallelism=_parallelism(job),
+        checkpoint=_checkpoint(job),
+        activation_checkpoint=_activation_checkpoint(job),
+        compile=CompileConfig(
+            **vars(job.compile), enable_async_tensor_parallel=job.parallelism.enable_async_tensor_parallel
+        ),
+        comm=CommConfig(**vars(job.comm)),
+        validator=_validator(job),
+        debug=DebugConfig(
+            **vars(job.debug), print_config=job.job.print_config, save_config_file=job.job.save_config_file
+        ),
+        loss=CrossEntropyLoss.Config(),
+    )
+
+
+def _dataloader(
+    job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, infinite: bool
+) -> TextDataLoader.Config:
+    return TextDataLoader.Config(
+        dataset=data.dataset,
+        dataset_path=data.dataset_path,
+        split=data.split,
+        text_column=data.text_column,
+        infinite=infinite,
+        # The order of the documents must not be drawn anew when a job resumes.
+        seed=job.debug.seed or 0,
+        **vars(workers),
+    )
+
+
+def _optimizer(job: JobConfig) -> OptimizersContainer.Config:
+    o = job.optimizer
+    return OptimizersContainer.Config(
+        implementation=o.implementation,
+        param_groups=[
+            ParamGroupConfig(
+                pattern=".*",
+                optimizer_name=o.name,
+                optimizer_kwargs={
+                    "lr": o.lr,
+                    "betas": (o.beta1, o.beta2),
+                    "eps": o.eps,
+                    "weight_decay": o.weight_decay,
+                },
+            )
+        ],
+    )
+
+
+def _lr_scheduler(job: JobConfig) -> LRSchedulersContainer.Config:
+    return LRSchedulersContainer.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)})
+
+
+def _training(job: JobConfig, world_size: int) -> TrainingConfig:
+    t = job.training
+    return TrainingConfig(
+        local_batch_size=t.local_batch_size,
+        global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        seq_len=t.seq_len,
+        max_norm=t.max_norm,
+        steps=t.steps,
+        enable_cpu_offload=t.enable_cpu_offload,
+        dtype=t.dtype,
+        mixed_precision_param=t.mixed_precision_param,
+        mixed_precision_reduce=t.mixed_precision_reduce,
+        gc_freq=t.gc_freq,
+        gc_debug=t.gc_debug,
+        # Capture needs static addresses and no synchronisation with the host, which nothing here promises.
+        disable_cuda_graphs=True,
+    )
+
+
+def _parallelism(job: JobConfig) -> ParallelismConfig:
+    p = job.parallelism
+    return ParallelismConfig(
+        data_parallel_replicate_degree=p.data_parallel_replicate_degree,
+        data_parallel_shard_degree=p.data_parallel_shard_degree,
+        fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
+        enable_fsdp_symm_mem=p.enable_fsdp_symm_mem,
+        tensor_parallel_degree=p.tensor_parallel_degree,
+        enable_sequence_parallel=p.enable_sequence_parallel,
+        pipeline_parallel_degree=p.pipeline_parallel_degree,
+        context_parallel_degree=p.context_parallel_degree,
+        # The other backends want modules that declare their sharding in torchtitan's own way.
+        spmd_backend="partial_dtensor",
+    )
+
+
+def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
+    c = vars(job.checkpoint)
+    initial = job.checkpoint.initial_load_path
+    return CheckpointManager.Config(
+        **c
+        | {
+            "initial_load_path": initial and str(Path(initial).absolute()),
+            # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
+            "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
+        }
+    )
+
+
+def _activation_checkpoint(job: JobConfig) -> Any:
+    ac = job.activation_checkpoint
+    common = {
+        "preserve_rng_state": ac.preserve_rng_state,
+        "determinism_check": ac.determinism_check,
+        "debug": ac.debug,
+    }
+    match ac.mode, ac.selective_ac_option:
+        case "none", _:
+            return None
+        case "full", _:
+            return FullAC.Config(**common)
+        case "memory_budget", _:
+            return MemoryBudgetAC.Config(
+                **common,
+                memory_budget=ac.memory_budget,
+                visualize_memory_budget_pareto=ac.visualize_memory_budget_pareto,
+            )
+        case "selective", "op":
+            return SelectiveAC.Config(
+                **common,
+                force_recompute_mm_shapes_by_fqns=ac.per_op_sac_force_recompute_mm_shapes_by_fqns,
+            )
+        case _, n:
+            return EveryNthLayer(int(n), preserve_rng_state=ac.preserve_rng_state)
+
+
+def _validator(job: JobConfig) -> Validator.Config:
+    v, data = job.validation, resolve.validation_data(job)
+    return Validator.Config(
+        enable=v.enable,
+        freq=v.freq,
+        steps=v.steps,
+        # torchtitan makes it endless where `steps` are counted.
+        dataloader=_dataloader(job, data, v.dataloader, infinite=False),
+        own_batch_size=data.local_batch_size,
+        own_seq_len=data.seq_len,
+    )
