@@ -2,11 +2,11 @@
 
 torchtitan 0.3 picks its device when `torchtitan.tools.utils` is imported, other modules copy the
 choice by value, and where there is no accelerator it picks CUDA. `prepare_device` makes the choice
-first. On a machine with an accelerator it changes nothing of torchtitan; on a CPU it hands torchtitan
-`HostDevice`, which answers the questions that torchtitan asks of `torch.cuda` and `torch.cpu` lacks.
+first. On an accelerator torchtitan keeps its own; on a CPU it is handed `HostDevice`, which answers
+the questions that torchtitan asks of `torch.cuda` and `torch.cpu` lacks.
 
-Everything that adapts torchtitan to a CPU lives here. Which kernels the models use there does not:
-see `models.kernels`.
+Everything that adapts torchtitan to a CPU lives here, with one repair that every device needs. Which
+kernels the models use does not: see `models.kernels`.
 """
 
 import os
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 _KIB = 1024
 
@@ -32,6 +33,10 @@ def prepare_device() -> str:
         RuntimeError: torchtitan was imported before, and has chosen another device by then.
     """
     device_type = pick_device_type()
+    if not hasattr(torch.distributed, "set_timeout"):
+        # torchtitan 0.3.0 lowers the timeouts after the first step by the name that torch gives this
+        # function after 2.13; without it, that step is the last, on any device.
+        setattr(torch.distributed, "set_timeout", _set_pg_timeout)  # noqa: B010
     if device_type == "cpu":
         _use_host_device()
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -108,7 +113,8 @@ def _use_host_device() -> None:
     if "torchtitan.tools.utils" not in sys.modules:
         import torchtitan.tools.utils as titan_utils  # imports nothing that copies the choice
 
-        titan_utils.device_type, titan_utils.device_module = "cpu", HostDevice()
+        titan_utils.device_type = "cpu"
+        titan_utils.device_module = HostDevice()  # pyrefly: ignore[bad-assignment]  a module in all but type
     elif not isinstance(sys.modules["torchtitan.tools.utils"].device_module, HostDevice):
         raise RuntimeError(
             "torchtitan was imported before prepare_device(): its modules have chosen "

@@ -1,0 +1,162 @@
+"""`python train.py` as a user meets it: exit statuses, what is on the screen, and a rank that dies."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).parents[2] / "train.py"
+CONFIG = {
+    "model_type": "gla",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 4096,
+    "intermediate_size": 64,
+}
+JOB = """
+[job]
+dump_folder = "out"
+[model]
+config = "gla.json"
+[training]
+dataset_path = "text"
+local_batch_size = 2
+seq_len = 32
+steps = 1000
+mixed_precision_param = "float32"
+[parallelism]
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "none"
+[checkpoint]
+enable = true
+interval = 5
+keep_latest_k = 0
+[metrics]
+log_freq = 1
+[debug]
+seed = 5
+"""
+LOSS = re.compile(r"step +(\d+)  loss +([\d.]+)")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "gla.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "text").mkdir()
+    for number in range(60):
+        text = " ".join(f"the {i * number % 97} quick {i + number} foxes" for i in range(80))
+        (tmp_path / "text" / f"{number}.txt").write_text(text)
+    return tmp_path
+
+
+def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(TRAIN), *options],
+        cwd=folder,
+        stdout=(folder / "stdout").open("w"),
+        stderr=(folder / "stderr").open("w"),
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environment,
+    )
+
+
+def run(folder: Path, *options: str, **environment: str) -> tuple[int, str, str]:
+    process = start(folder, *options, **environment)
+    try:
+        status = process.wait(timeout=120)
+    finally:
+        process.kill()
+    return status, (folder / "stdout").read_text(), (folder / "stderr").read_text()
+
+
+def losses(folder: Path) -> dict[int, str]:
+    return {int(step): loss for step, loss in LOSS.findall((folder / "stdout").read_text())}
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while max(losses(folder), default=0) < step:
+        assert process.poll() is None, (folder / "stderr").read_text()
+        assert time.monotonic() < deadline, (folder / "stdout").read_text()
+        time.sleep(0.05)
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """The processes of the ranks: children of the launcher, which has one more (multiprocessing's tracker)."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
+def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folder):
+    process = start(folder, "job.toml")
+    try:
+        wait_for_step(folder, process, 13)
+        first, second = ranks_of(process)
+        os.kill(second, signal.SIGKILL)
+        killed = time.monotonic()
+        assert process.wait(timeout=30) == 1
+        assert time.monotonic() - killed < 10
+    finally:
+        process.kill()
+    assert not Path(f"/proc/{first}").exists(), "the other rank lives on"
+    lines = (folder / "stderr").read_text().splitlines()
+    assert f"rank 1 (pid {second}) was killed by SIGKILL" in lines[-1]
+    assert "Traceback" not in "".join(lines)
+    undisturbed = losses(folder)
+
+    # From an earlier checkpoint than the newest, for more steps to compare.
+    for path in (folder / "out" / "checkpoint").glob("step-*"):
+        if path.name != "step-5":
+            shutil.rmtree(path)
+    last = max(undisturbed)
+    process = start(folder, "job.toml")
+    try:
+        wait_for_step(folder, process, last)
+        process.send_signal(signal.SIGINT)  # and so a job is ended in order
+        assert process.wait(timeout=20) == 130
+    finally:
+        process.kill()
+    repeated = {step: loss for step, loss in losses(folder).items() if step <= last}
+    assert repeated == {step: undisturbed[step] for step in range(6, last + 1)}
+    assert "Traceback" not in (folder / "stderr").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["job.toml", "--training.stepz=3"], "stepz"),
+        (["job.toml", "--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree = 3"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(folder, options, named):
+    status, stdout, stderr = run(folder, *options)
+    assert status == 2
+    assert stderr.startswith("error: ")
+    assert named in stderr
+    assert stderr.count("\n") == 1
+    assert "step" not in stdout
+
+
+def test_print_config_starts_nothing(folder):
+    status, stdout, stderr = run(folder, "job.toml", "--print-config")
+    assert (status, stderr) == (0, "")
+    assert "tensor_parallel_degree = 2" in stdout
+    assert not (folder / "out").exists()
+
+
+def test_rank_of_torchrun_checks_against_its_world(folder):
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    status, _, stderr = run(folder, "job.toml", **torchrun)
+    assert status == 2
+    assert "tensor_parallel_degree = 2" in stderr
+    assert stderr.count("\n") == 1

@@ -1,0 +1,277 @@
+"""Whole jobs on one and on two real ranks: what they log is compared, not what they are made of.
+
+One spawn of each size, shared by all cases: a process needs several seconds to import the libraries.
+"""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import worlds
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 4096,
+    "intermediate_size": 64,
+}
+MODELS = {
+    "gla": {"model_type": "gla", "expand_k": 1.0} | SMALL,
+    "transformer": {"model_type": "transformer"} | SMALL,
+}
+# Dropout, which draws from the random generator at every step.
+MODELS["llama"] = {
+    "model_type": "llama",
+    "attention_dropout": 0.2,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+}
+JOB = """
+[training]
+local_batch_size = 4
+seq_len = 32
+steps = 8
+mixed_precision_param = "float32"
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 2
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1
+[debug]
+seed = 3
+"""
+DEGREE, LOSS_PARALLEL = "--parallelism.tensor_parallel_degree=2", "--parallelism.disable_loss_parallel"
+
+
+def write_inputs(folder: Path) -> None:
+    (folder / "job.toml").write_text(JOB)
+    for name, config in MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    (folder / "text").mkdir()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards"]
+    for number in range(60):
+        picked = [words[(number * 7 + i * i) % len(words)] for i in range(120)]
+        (folder / "text" / f"{number}.txt").write_text(" ".join(picked))
+
+
+class Recorder:
+    """Stands in a list what TensorBoard is given."""
+
+    def __init__(self, *others):
+        self.others, self.rows = others, []
+
+    def log(self, metrics, step):
+        self.rows.append({"step": step, **metrics})
+        for other in self.others:
+            other.log(metrics, step)
+
+    def close(self):
+        for other in self.others:
+            other.close()
+
+    def losses(self, key="loss_metrics/global_avg_loss"):
+        return {row["step"]: row[key] for row in self.rows if key in row}
+
+
+def train(folder: Path, model: str, dump: str, *options: str):
+    """Run a job in this process, within the process group that is up; return what it logged and the trainer."""
+    from training.config import load_job
+    from training.device import prepare_device
+
+    device_type = prepare_device()
+    import torchtitan.trainer
+
+    import models.kernels
+    from training.job import trainer_config
+    from training.trainer import Trainer
+
+    models.kernels.install(device_type)
+    torchtitan.trainer.time = SimpleNamespace(perf_counter=lambda: 0.0, sleep=lambda seconds: None)
+    paths = [f"--model.config={folder}/{model}.json", f"--training.dataset_path={folder}/text"]
+    job = load_job([f"{folder}/job.toml", f"--job.dump_folder={folder}/{dump}", *paths, *options])
+    trainer = Trainer(trainer_config(job))
+    processor = trainer.metrics_processor
+    recorder = processor.logger = Recorder(processor.logger)
+    trainer.train()
+    trainer.checkpointer.close()
+    processor.close()
+    return recorder, trainer
+
+
+def losses_of(folder: Path, *args: str) -> dict[int, float]:
+    return train(folder, *args)[0].losses()
+
+
+def resumed(folder: Path, model: str, dump: str, *options: str):
+    """Losses of a run of 8 steps, and of its second half from the checkpoint at step 4; then the generators."""
+    import torch
+
+    options = (*options, "--checkpoint.enable", "--checkpoint.interval=4")
+    whole = losses_of(folder, model, dump, *options)
+    generator = torch.get_rng_state()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder / dump / "checkpoint" / "step-8")
+    torch.distributed.barrier()
+    torch.manual_seed(99)
+    half = losses_of(folder, model, dump, *options)
+    return whole, half, torch.equal(generator, torch.get_rng_state())
+
+
+def on_one_rank(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+    steps = "--training.steps=20"
+    results = {
+        "gla": losses_of(folder, "gla", "gla", steps),
+        "transformer": losses_of(folder, "transformer", "transformer", steps),
+        "resumed": resumed(folder, "llama", "resumed"),
+        "accumulated": losses_of(
+            folder, "gla", "acc", steps, "--training.local_batch_size=1", "--training.global_batch_size=4",
+            "--checkpoint.enable", "--checkpoint.interval=4",
+        ),
+    }  # fmt: skip
+    everything, trainer = train(
+        folder, "llama", "everything",
+        "--training.max_norm=0.01", "--lr_scheduler.decay_ratio=0.5",
+        "--validation.enable", "--validation.freq=4", "--validation.steps=2",
+        "--metrics.enable_tensorboard", "--metrics.log_freq=3",
+        "--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_warmup=1",
+    )  # fmt: skip
+    model = trainer.model_parts[0]
+    # Not model.parameters(): after a validation, FSDP's root still has its gathered ones.
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    norms = [p.grad.full_tensor().norm() for group in groups for p in group["params"]]
+    results["everything"] = everything.rows
+    results["clipped_norm"] = math.hypot(*norms)
+    results["training"] = (model.training, model.lm.training)
+    results["names"] = (set(model.state_dict()), set(model.lm.state_dict()))
+    results["tied"] = model.lm.lm_head.weight is model.lm.model.embed_tokens.weight
+    return results
+
+
+def on_two_ranks(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+    tp = (DEGREE, "--training.steps=20")
+    results = {}
+    for model in ("gla", "transformer"):
+        results[model, "loss parallel"] = losses_of(folder, model, f"{model}-lp", *tp)
+        results[model, "logits gathered"] = losses_of(folder, model, f"{model}-gathered", *tp, LOSS_PARALLEL)
+    results["tp resumed"] = resumed(folder, "gla", "tp-resumed", DEGREE)
+    results["fsdp resumed"] = resumed(folder, "gla", "fsdp-resumed")
+    results["other degree"] = losses_of(
+        folder, "gla", "acc", DEGREE, "--checkpoint.enable", "--training.steps=20", "--checkpoint.load_step=4"
+    )
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    write_inputs(folder)
+    os.environ["TEST_FOLDER"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return worlds.run(on_one_rank, 1)
+
+
+@pytest.fixture(scope="module")
+def two(folder, one):
+    return worlds.run(on_two_ranks, 2)
+
+
+@pytest.mark.parametrize("how", ["loss parallel", "logits gathered"])
+@pytest.mark.parametrize("model", ["gla", "transformer"])
+def test_two_ranks_have_the_loss_curve_of_one(one, two, model, how):
+    assert len(one[model]) == 20
+    # float32: sums over the ranks are rounded in another order; found: 3e-7 after 20 steps. A learning rate
+    # at which training is unstable lets that grow: at 1e-2 it is 7e-4, as it is without a second rank
+    # between batches that are accumulated and that are not.
+    assert two[model, how] == pytest.approx(one[model], rel=1e-5)
+    assert one[model][20] < one[model][1] - 0.5, "a model that does not learn proves nothing"
+
+
+@pytest.mark.parametrize("case", ["resumed", "tp resumed", "fsdp resumed"])
+def test_resumed_run_repeats_the_undisturbed_one_bitwise(one, two, case):
+    whole, half, same_generator = (one | two)[case]
+    assert list(half) == [5, 6, 7, 8]
+    assert half == {step: whole[step] for step in half}
+    assert same_generator
+
+
+def test_checkpoint_of_one_rank_goes_on_on_two(one, two):
+    assert list(two["other degree"]) == list(range(5, 21))
+    whole = {step: one["gla"][step] for step in two["other degree"]}
+    assert two["other degree"] == pytest.approx(whole, rel=1e-5)  # as between two ranks and one
+
+
+def test_accumulated_batches_give_the_loss_of_the_whole_batch(one):
+    assert one["accumulated"] == pytest.approx(one["gla"], rel=1e-5)  # float32, summed in another order
+
+
+def test_model_is_as_torchtitan_wants_it_and_as_it_was(one):
+    names, names_of_lm = one["names"]
+    assert names == names_of_lm
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert one["tied"], "tied weights were untied"
+    assert one["training"] == (True, True), "validation left the model in eval mode"
+
+
+def test_gradient_is_clipped(one):
+    assert one["clipped_norm"] == pytest.approx(0.01, rel=1e-3)  # clip_grad_norm_ adds 1e-6 to the norm
+
+
+def test_learning_rate_warms_up_and_decays(one):
+    rate = {row["step"]: row[key] for row in one["everything"] for key in row if key.startswith("lr")}
+    assert rate[1] == pytest.approx(0.003 / 2)
+    assert rate[3] == pytest.approx(0.003)
+    assert 0 < rate[8] < rate[6] < 0.003
+
+
+def test_first_every_nth_and_last_step_are_logged(one):
+    rows = [row for row in one["everything"] if "grad_norm" in row]
+    assert [row["step"] for row in rows] == [1, 3, 6, 8]
+    assert "time_metrics/left(s)" not in rows[0]
+    assert rows[-1]["time_metrics/left(s)"] == 0
+    for row in rows:
+        assert row["memory/peak_rss(GiB)"] > 0.05
+        assert row["tflops"] > 0
+        assert not [key for key in row if "mfu" in key], "MFU on a device whose peak nobody knows"
+
+
+def test_validation_follows_training(one):
+    losses = {
+        row["step"]: row["validation_metrics/loss"]
+        for row in one["everything"]
+        if "validation_metrics/loss" in row
+    }
+    assert list(losses) == [1, 4, 8]
+    assert losses[1] == pytest.approx(math.log(4096), abs=0.5)
+    assert losses[8] < losses[1] - 0.1
+
+
+def test_tensorboard_and_profiler_write_their_files(one, folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = (folder / "everything" / "tb").glob("*/events*")
+    written = EventAccumulator(str(events))
+    written.Reload()
+    recorded = [row["grad_norm"] for row in one["everything"] if "grad_norm" in row]
+    assert [event.value for event in written.Scalars("grad_norm")] == pytest.approx(
+        recorded, rel=1e-6
+    )  # float32
+    assert list((folder / "everything").glob("profile_traces/*/*.json.gz"))

@@ -1,0 +1,104 @@
+"""The parts around the trainer that can be looked at alone: device, log line, what is said at the end."""
+
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from plans.errors import UserError
+from training.device import HostDevice, available_cores, peak_resident_bytes, pick_device_type, prepare_device
+from training.logs import _worth_showing
+from training.outcome import fail, refuse
+
+prepare_device()  # before torchtitan, which the next line imports
+
+from training.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
+
+on_a_cpu = pytest.mark.skipif(pick_device_type() != "cpu", reason="what a machine without accelerator gets")
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+@on_a_cpu
+def test_prepare_device_refuses_to_come_too_late():
+    late = python(
+        "import torchtitan.tools.utils; from training.device import prepare_device; prepare_device()"
+    )
+    assert "RuntimeError: torchtitan was imported before prepare_device()" in late.stderr
+
+
+@on_a_cpu
+def test_ranks_of_a_machine_share_its_cores(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        prepare_device()
+        assert torch.get_num_threads() == max(1, available_cores() // 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_host_memory_is_the_resident_set():
+    before = peak_resident_bytes()
+    block = bytearray(64 * 2**20)
+    assert peak_resident_bytes() >= before
+    assert 64 * 2**20 < peak_resident_bytes() < HostDevice().get_device_properties().total_memory
+    assert HostDevice().get_device_name()
+    del block
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (7.2, "8s"), (125, "2m05s"), (6000, "1h40m"), (3 * 86400 + 4 * 3600, "3d04h")],
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.004562, "0.00456"), (12.34, "12.3"), (456.7, "457"), (0, "0")]
+)
+def test_three_significant_digits(value, text):
+    assert _significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Sparkler 9000", None)],
+)
+def test_peak_is_known_only_for_devices_of_the_table(name, peak, monkeypatch):
+    monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
+    processor = SimpleNamespace(device_memory_monitor=SimpleNamespace(device_name=name))
+    assert MetricsProcessor._known_peak_flops(processor) == peak
+
+
+def test_log_keeps_what_is_news():
+    def shown(name, level, message):
+        return _worth_showing(logging.LogRecord(name, level, "", 0, message, (), None))
+
+    assert shown("root", logging.INFO, "Training starts at step 1")
+    assert shown("datasets", logging.WARNING, "something is wrong")
+    assert not shown("datasets", logging.INFO, "chatter")
+    assert not shown("root", logging.WARNING, "Peak flops undefined for: Sparkler 9000, fallback to A100")
+
+
+def test_refusal_is_one_line(capsys):
+    assert refuse(UserError("[training] steps = 0: at least 1"), rank=0) == 2
+    assert capsys.readouterr().err == "error: [training] steps = 0: at least 1\n"
+
+
+def test_failure_has_its_traceback_and_a_lost_peer_has_none(capsys, monkeypatch):
+    monkeypatch.setattr("training.outcome.time.sleep", lambda seconds: None)
+    monkeypatch.delitem(os.environ, "TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+    assert fail(caught.value, rank=3) == 1
+    assert capsys.readouterr().err.startswith("rank 3: Traceback (most recent call last):")
+    assert fail(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1"), rank=0) == 1
+    assert capsys.readouterr().err == "rank 0: lost another rank (Connection closed by peer)\n"

@@ -1,0 +1,52 @@
+"""From the command line to an exit status: read the job, check it, run it.
+
+    0          trained, or printed what was asked for
+    1          a rank failed: its traceback is above, and the other ranks were stopped
+    2          the job can't be run as written: one line says why
+    128 + N    stopped by signal N
+
+Under torchrun this process is one rank of the job. Otherwise it starts the ranks itself, as many as
+the degrees need, or is the only one.
+"""
+
+import os
+
+from plans.errors import UserError
+from training.config import load_job
+from training.logs import init_logging
+from training.outcome import refuse
+from training.signals import Stopped, stop_on_signals
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+_ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that `argv` describes (see `training.config.load_job`); return the exit status."""
+    rank = int(os.environ.get("RANK", "0"))
+    under_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    try:
+        with stop_on_signals():
+            job = load_job(argv)
+            init_logging(rank)
+            # Not at the top: a mistake in the TOML is told before torch and the model libraries are imported.
+            import models.kernels
+            from training.checks import check_job
+            from training.device import prepare_device
+            from training.launch import launch, local_ranks
+
+            models.kernels.install(prepare_device())
+            ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else local_ranks(job)
+            check_job(job, ranks)
+            if not under_torchrun and ranks > 1:
+                return launch(job, ranks)
+    except UserError as error:
+        return refuse(error, rank)
+    except Stopped as stopped:
+        return stopped.exit_status
+
+    from training.rank import run_rank
+
+    if not under_torchrun:
+        os.environ.update(_ALONE)
+    return run_rank(job)

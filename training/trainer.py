@@ -1,0 +1,116 @@
+"""torchtitan's `Trainer`, with what this project needs to be different, and nothing else.
+
+A resumed run has to give the losses of an undisturbed one to the last bit, so the random generators
+go into the checkpoint; the last step is always logged; a run that ends early still ends its writes.
+The loop, the optimiser step, checkpoints and validation are torchtitan's.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtitan.components.validate
+import torchtitan.trainer
+from torchtitan.tools.utils import device_module, device_type
+
+from training.checkpoint_card import write_model_card
+from training.metrics import MetricsProcessor
+from training.model import LanguageModel
+
+_Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class Trainer(torchtitan.trainer.Trainer):
+    """`Trainer(config).train()`, then `close()`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.trainer.Trainer.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+    # What `training.model` and `training.metrics` have put into the config.
+    model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
+    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: torchtitan.trainer.Trainer.Config):
+        self._loaded_rng: dict[str, torch.Tensor] | None = None
+        super().__init__(config)
+        self.metrics_processor.total_steps = config.training.steps
+
+    def train(self) -> None:
+        """Run the steps that are left, from the newest checkpoint on where there is one.
+
+        With `checkpoint.create_seed_checkpoint` save the initial weights as step 0 instead.
+        """
+        checkpoint = self.config.checkpoint
+        if checkpoint.enable and not checkpoint.load_only and torch.distributed.get_rank() == 0:
+            # Before the first checkpoint: one that a killed run leaves behind has its card.
+            folder = Path(self.config.dump_folder) / checkpoint.folder
+            write_model_card(folder, self.model_config.hf_config)
+        if checkpoint.create_seed_checkpoint:
+            self.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            super().train()
+
+    def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
+        """torchtitan's, which on a resumed run starts with the random generators of the checkpoint.
+
+        They are set after the first batch because making a data iterator draws a seed from them,
+        once per run: an undisturbed run has done so long before this step.
+        """
+        batches = super().batch_generator(data_iterable)
+        batch = next(batches)
+        if self._loaded_rng is not None:
+            set_rng_state(self._loaded_rng)
+            self._loaded_rng = None
+        yield batch
+        yield from batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, tokens seen, and the random generators.
+
+        One copy of these is kept: torchtitan gives every rank the same seed, and ranks draw alike.
+        """
+        return super().state_dict() | {"rng": get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the random generators wait for the first batch."""
+        super().load_state_dict(state_dict)
+        self._loaded_rng = state_dict["rng"]
+
+    def close(self) -> None:
+        """Finish what is being written (checkpoint, metrics) and leave the process group."""
+        self.checkpointer.maybe_wait_for_saving()
+        super().close()
+        torch.distributed.destroy_process_group()
+
+
+class Validator(torchtitan.components.validate.Validator):
+    """torchtitan's, which counts neither into the time nor into the tokens of training."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.components.validate.Validator.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        """Log the loss over `steps` batches of the validation data, in nats per token."""
+        with self.metrics_processor.paused():
+            super().validate(model_parts, step)
+
+
+def get_rng_state() -> dict[str, torch.Tensor]:
+    """The states of torch's generators on this rank: the CPU's, and the accelerator's if there is one."""
+    state = {"cpu": torch.get_rng_state()}
+    if device_type != "cpu":
+        state[device_type] = device_module.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Set the generators to what `get_rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if device_type != "cpu":
+        device_module.set_rng_state(state[device_type])
