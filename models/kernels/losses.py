@@ -43,6 +43,8 @@ def cross_entropy_loss(
     loss = F.cross_entropy(
         logits, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
+    if not lse_square_scale:
+        return loss, torch.zeros_like(loss)
     z_loss = lse_square_scale * logits.logsumexp(-1).square() * (target != ignore_index)
     return loss + z_loss, z_loss.detach()
 

@@ -21,7 +21,9 @@ def masked_softmax(q, k, v, causal, window, scale=None):
                 and (window[0] < 0 or j >= position - window[0])
                 and (window[1] < 0 or j <= position + window[1])
             )
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen.any(-1, keepdim=True), 0)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).masked_fill(
+        ~seen.any(-1, keepdim=True), 0
+    )
     return torch.einsum("bhij,bjhd->bihd", weights, v)
 
 
@@ -66,7 +68,11 @@ def test_packed_sequences_are_separate(window):
     parts = [
         masked_softmax(q[None, a:b], k[None, c:d], v[None, c:d], True, window)[0]
         for a, b, c, d in zip(
-            bounds_q[:-1].tolist(), bounds_q[1:].tolist(), bounds_k[:-1].tolist(), bounds_k[1:].tolist(), strict=True
+            bounds_q[:-1].tolist(),
+            bounds_q[1:].tolist(),
+            bounds_k[:-1].tolist(),
+            bounds_k[1:].tolist(),
+            strict=True,
         )
     ]
     torch.testing.assert_close(got, torch.cat(parts), rtol=0, atol=1e-13)
@@ -82,7 +88,9 @@ def test_one_graph_under_compile():
     torch.testing.assert_close(function(*leaves), masked_softmax(*leaves, True, (3, 0)), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("option", [dict(softcap=30.0), dict(alibi_slopes=torch.ones(4)), dict(return_attn_probs=True)])
+@pytest.mark.parametrize(
+    "option", [dict(softcap=30.0), dict(alibi_slopes=torch.ones(4)), dict(return_attn_probs=True)]
+)
 def test_what_torch_has_no_operator_for_is_refused(option):
     with pytest.raises(KernelError, match=next(iter(option))):
         flash_attn_func(*tensors(4, 4), **option)

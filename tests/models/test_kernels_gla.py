@@ -86,7 +86,9 @@ def test_equals_flas_naive_reference_in_float32(seq_len):
 
     leaves = inputs(seq_len, dtype=torch.float32)
     q, k, v, g, state = leaves
-    want = with_gradients(naive_recurrent_gla(q, k, v, g, initial_state=state, output_final_state=True), leaves)
+    want = with_gradients(
+        naive_recurrent_gla(q, k, v, g, initial_state=state, output_final_state=True), leaves
+    )
     got = with_gradients(chunk_gla(q, k, v, g, initial_state=state, output_final_state=True), leaves)
     assert_all_close(got, want, 5e-6)  # both round in float32: 64 steps of 6e-8
 
@@ -143,7 +145,9 @@ def test_gradcheck():
     leaves = [x.detach()[:1, :, :1].requires_grad_() for x in inputs(9)[:4]]
     state = torch.randn(1, 1, KEY, VALUE, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda *x: chunk_gla(*x[:4], initial_state=x[4], output_final_state=True), (*leaves, state), fast_mode=True
+        lambda *x: chunk_gla(*x[:4], initial_state=x[4], output_final_state=True),
+        (*leaves, state),
+        fast_mode=True,
     )
 
 
@@ -151,7 +155,9 @@ def test_bfloat16_is_accumulated_in_float32():
     q, k, v, g, state = inputs(100, dtype=torch.bfloat16)
     o, final = chunk_gla(q, k, v, g, initial_state=state.float(), output_final_state=True)
     assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
-    want, want_final = chunk_gla(*(x.float() for x in (q, k, v, g)), initial_state=state.float(), output_final_state=True)
+    want, want_final = chunk_gla(
+        *(x.float() for x in (q, k, v, g)), initial_state=state.float(), output_final_state=True
+    )
     assert torch.equal(o, want.bfloat16())
     assert torch.equal(final, want_final)
     with torch.autocast("cpu", torch.bfloat16):

@@ -23,11 +23,25 @@ GLA = {
 }
 TRANSFORMER = {
     "default": {},
-    "every option": dict(qk_norm=True, qkv_bias=True, window_size=16, tie_word_embeddings=True, num_kv_heads=2),
+    "every option": dict(
+        qk_norm=True, qkv_bias=True, window_size=16, tie_word_embeddings=True, num_kv_heads=2
+    ),
     "unfused": dict(fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False),
     "powlu": dict(hidden_act="powlu"),
 }
-MODELS = [("gla", options) for options in GLA] + [("transformer", options) for options in TRANSFORMER]
+# Families that come for free: everything they need is replaced for the two above.
+OTHERS = {
+    "hgrn2": dict(num_heads=4, expand_ratio=16, use_short_conv=True),
+    "mla": dict(
+        q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
+    ),
+    "mamba": {},
+    "samba": dict(hidden_size=144),
+}
+OPTIONS = {"gla": GLA, "transformer": TRANSFORMER} | {
+    kind: {"default": options} for kind, options in OTHERS.items()
+}
+MODELS = [(kind, options) for kind in OPTIONS for options in OPTIONS[kind]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,20 +49,21 @@ def _installed():
     install("cpu")
 
 
-def build(kind, options=None, **changes):
-    from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
+def build(kind, options="default"):
+    import fla.models  # noqa: F401 - registers FLA's families with transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    if kind == "gla":
-        return GLAForCausalLM(GLAConfig(**SIZES, **GLA[options or "default"], **changes))
-    return TransformerForCausalLM(TransformerConfig(**SIZES, **TRANSFORMER[options or "default"], **changes))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **OPTIONS[kind][options]}))
 
 
 def tokens(batch, seq_len):
     return torch.randint(0, SIZES["vocab_size"], (batch, seq_len), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("seq_len", [40, 100])  # up to 64 tokens GLA calls fused_recurrent_gla, then chunk_gla
+@pytest.mark.parametrize(
+    "seq_len", [40, 100]
+)  # up to 64 tokens GLA calls fused_recurrent_gla, then chunk_gla
 @pytest.mark.parametrize(("kind", "options"), MODELS)
 def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq_len):
     runs = []
@@ -66,7 +81,9 @@ def test_loss_and_gradients_agree_between_float64_and_float32(kind, options, seq
         assert (rounded[name] - value).abs().max() <= 2e-5 * value.abs().max(), name
 
 
-@pytest.mark.parametrize(("kind", "options"), [("gla", "conv"), ("gla", "unfused"), ("transformer", "every option")])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("gla", "conv"), ("gla", "unfused"), ("transformer", "every option")]
+)
 def test_float64_is_not_float32_inside(kind, options):
     """A central difference of the loss over 1e-6 agrees with the gradient: rounded to float32, it would be off by 0.1."""
     model, input_ids = build(kind, options).double(), tokens(1, 70)
@@ -88,7 +105,9 @@ def test_float64_is_not_float32_inside(kind, options):
     assert abs(difference - slope) <= 1e-6 * abs(slope)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("gla", "conv"), ("gla", "hybrid"), ("transformer", "every option")])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("gla", "conv"), ("gla", "hybrid"), ("transformer", "every option")]
+)
 def test_packed_and_padded_documents_equal_separate_ones(kind, options):
     model = build(kind, options).double().eval()
     lengths = [70, 5]
@@ -107,7 +126,9 @@ def test_packed_and_padded_documents_equal_separate_ones(kind, options):
     torch.testing.assert_close(logits[mask.bool()], separate[0], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("gla", "conv"), ("gla", "hybrid"), ("transformer", "every option")])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("gla", "conv"), ("gla", "hybrid"), ("transformer", "every option")]
+)
 def test_decoding_token_by_token_equals_the_whole_sequence(kind, options):
     model, input_ids = build(kind, options).double().eval(), tokens(2, 70)
     with torch.no_grad():
@@ -115,21 +136,25 @@ def test_decoding_token_by_token_equals_the_whole_sequence(kind, options):
         out = model(input_ids=input_ids[:, :66], use_cache=True)
         logits = [out.logits]
         for t in range(66, 70):
-            out = model(input_ids=input_ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+            out = model(
+                input_ids=input_ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True
+            )
             logits.append(out.logits)
     torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=0, atol=1e-11)
 
 
 def test_import_touches_nothing_and_other_devices_install_nothing():
     program = (
-        "import sys; from models.kernels import install; before = set(sys.modules)\n"
+        "import sys; from models.kernels import install\n"
+        "assert 'fla' not in sys.modules; before = set(sys.modules)\n"
         "install('cuda'); assert set(sys.modules) == before\n"
         "import fla.layers.gla, fla.layers.attn\n"
         "assert fla.layers.attn.flash_attn_func is None\n"
         "original = fla.layers.gla.chunk_gla\n"
         "install('cuda'); assert fla.layers.gla.chunk_gla is original\n"
         "install('cpu'); replaced = fla.layers.gla.chunk_gla; assert replaced is not original\n"
-        "install('cpu'); assert fla.layers.gla.chunk_gla is replaced is fla.ops.gla.chunk_gla is fla.layers.hgrn2.chunk_gla\n"
+        "install('cpu')\n"
+        "for module in (fla.layers.gla, fla.layers.hgrn2, fla.ops.gla, fla.ops): assert module.chunk_gla is replaced\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
@@ -144,7 +169,7 @@ def test_other_tensors_go_to_the_original():
     with pytest.raises(KernelError, match="not CPU tensors"):
         fla.layers.attn.flash_attn_func(meta, meta, meta, causal=True)
     for call in (lambda: fla.layers.gla.chunk_gla(meta, meta, meta, meta), lambda: swish(meta)):
-        with pytest.raises(Exception, match="active drivers|Triton"):
+        with pytest.raises(Exception, match=r"active drivers|Triton"):
             call()
 
 

@@ -93,7 +93,11 @@ def test_group_norm(dtype, is_rms_norm):
 def test_norm_and_linear_in_one(dtype):
     from fla.modules import LayerNormLinear
 
-    norm, x, weight = randomized(LayerNormLinear(12), dtype), randn(2, 5, 12, dtype=dtype), randn(7, 12, dtype=dtype)
+    norm, x, weight = (
+        randomized(LayerNormLinear(12), dtype),
+        randn(2, 5, 12, dtype=dtype),
+        randn(7, 12, dtype=dtype),
+    )
     want = F.layer_norm(x, (12,), norm.weight, None, norm.eps) @ weight.T
     assert_same(norm(x, weight, None), want, [x, norm.weight, weight])
 
@@ -103,7 +107,9 @@ def test_norm_and_linear_in_one(dtype):
 def test_gated_norm(dtype, is_rms_norm, activation):
     from fla.modules import FusedLayerNormGated, FusedRMSNormGated
 
-    norm = randomized((FusedRMSNormGated if is_rms_norm else FusedLayerNormGated)(12, activation=activation), dtype)
+    norm = randomized(
+        (FusedRMSNormGated if is_rms_norm else FusedLayerNormGated)(12, activation=activation), dtype
+    )
     x, g = randn(2, 5, 3, 12, dtype=dtype), randn(2, 5, 3, 12, dtype=dtype)
     normed = rms(x, norm.weight) if is_rms_norm else F.layer_norm(x, (12,), norm.weight, None, norm.eps)
     want = normed * (F.silu(g) if activation == "swish" else g.sigmoid())
@@ -225,7 +231,10 @@ def rotate(x, positions, interleaved):
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     frequencies = 1.0 / 10000 ** (torch.arange(0, x.shape[-1], 2, dtype=torch.float32) / x.shape[-1])
     angle = torch.outer(positions.float(), frequencies)  # float32 tables, as FLA computes them
-    turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(angle.cos().to(x), angle.sin().to(x))[:, None]
+    turned = (
+        torch.view_as_complex(pairs.contiguous())
+        * torch.complex(angle.cos().to(x), angle.sin().to(x))[:, None]
+    )
     turned = torch.view_as_real(turned)
     return turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
 
@@ -246,7 +255,8 @@ def test_rotary(dtype, case, interleaved):
         "packed": (dict(cu_seqlens=torch.tensor([0, 5, 9])), [torch.cat([steps[:5], steps[:4]])]),
     }[case]
     want = tuple(
-        torch.stack([rotate(row, p, interleaved) for row, p in zip(x, positions, strict=True)]) for x in (q, k)
+        torch.stack([rotate(row, p, interleaved) for row, p in zip(x, positions, strict=True)])
+        for x in (q, k)
     )
     assert_same(rotary(q, k, **options), want, [q, k])
 
@@ -265,7 +275,9 @@ def test_cross_entropy(dtype, reduction):
     from fla.modules import FusedCrossEntropyLoss
 
     logits, target = randn(6, 11, dtype=dtype), torch.tensor([3, 0, -100, 10, 5, 5])
-    got = FusedCrossEntropyLoss(reduction=reduction, label_smoothing=0.1, lse_square_scale=0.01)(logits, target)
+    got = FusedCrossEntropyLoss(reduction=reduction, label_smoothing=0.1, lse_square_scale=0.01)(
+        logits, target
+    )
     keep = target != -100
     z_loss = 0.01 * logits.logsumexp(-1).square() * keep
     want = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1) + z_loss
@@ -276,7 +288,11 @@ def test_cross_entropy(dtype, reduction):
 def test_linear_cross_entropy(dtype):
     from fla.modules import FusedLinearCrossEntropyLoss
 
-    x, weight, target = randn(2, 3, 8, dtype=dtype), randn(11, 8, dtype=dtype), torch.tensor([[3, 0, -100], [10, 5, 5]])
+    x, weight, target = (
+        randn(2, 3, 8, dtype=dtype),
+        randn(11, 8, dtype=dtype),
+        torch.tensor([[3, 0, -100], [10, 5, 5]]),
+    )
     got = FusedLinearCrossEntropyLoss(logit_softcapping=5.0)(x, target, weight)
     want = F.cross_entropy((5 * torch.tanh(x @ weight.T / 5)).flatten(0, 1), target.flatten())
     assert_same(got, want, [x, weight])
@@ -286,7 +302,9 @@ def test_a_sharded_vocabulary_is_refused():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         with pytest.raises(KernelError, match="process_group"):
-            cross_entropy_loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), process_group=dist.group.WORLD)
+            cross_entropy_loss(
+                torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), process_group=dist.group.WORLD
+            )
     finally:
         dist.destroy_process_group()
 
