@@ -9,6 +9,7 @@ Under torchrun this process is one rank of the job. Otherwise it starts the rank
 the degrees need, or is the only one.
 """
 
+import logging
 import os
 
 from plans.errors import UserError
@@ -29,6 +30,8 @@ def main(argv: list[str]) -> int:
         with stop_on_signals():
             job = load_job(argv)
             init_logging(rank)
+            for note in job.notes:
+                logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
             # Not at the top: a mistake in the TOML is told before torch and the model libraries are imported.
             import models.kernels
             from training.checks import check_job

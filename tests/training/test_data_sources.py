@@ -102,10 +102,8 @@ def test_pieces_of_a_file_put_together_are_the_file(tmp_path_factory, parts):
     text = "".join(parts)
     file = tmp_path_factory.mktemp("pieces") / "a.txt"
     file.write_bytes(text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.data.local.PIECE_BYTES", 32)
-        pieces = TextFiles(file.parent, [file], "all")
-        texts = [pieces.text(i) for i in range(len(pieces))]
+    pieces = TextFiles(file.parent, [file], "all", piece_bytes=32)
+    texts = [pieces.text(i) for i in range(len(pieces))]
     assert "".join(texts) == text
     assert all(len(piece.encode()) <= 2 * 32 for piece in texts)
     if max(map(len, text.encode().split(b"\n"))) < 32:  # no line is longer than a piece

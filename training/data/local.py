@@ -21,7 +21,7 @@ FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet
 """Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
 
 PIECE_BYTES = 64 * 1024
-"""A text file is read as pieces of this size, each of which is a document, cut at a line end."""
+"""A text file is read as pieces of about this size, each of which is a document, cut at a line end."""
 
 
 def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], str]:
@@ -90,24 +90,25 @@ def _parts_before_magic(path: Path) -> list[str]:
 
 
 class TextFiles:
-    """Documents cut from UTF-8 text files, `PIECE_BYTES` each, at line ends.
+    """Documents cut from UTF-8 text files, about `piece_bytes` each, at line ends.
 
     Opening asks for the files' sizes and reads none of them. A piece holds the lines that begin in its
     range of bytes (a line longer than that is cut), so the pieces of a file, put together, are the
     file. Twenty files or more are split by file; of fewer, every twentieth piece is for validation.
     """
 
-    def __init__(self, root: Path, files: Sequence[Path], split: str) -> None:
+    def __init__(self, root: Path, files: Sequence[Path], split: str, piece_bytes: int = PIECE_BYTES) -> None:
         check_split(split)
+        self._piece_bytes = piece_bytes
         names = [file.relative_to(root).as_posix() for file in files]
         by_file = len(files) >= VALIDATION_EVERY
         kept = split_names(names, split) if by_file else range(len(files))
         self._pieces: list[tuple[Path, int]] = []
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(f"{piece_bytes}\0".encode())
         for i in kept:
             size = files[i].stat().st_size
             digest.update(f"{names[i]}\0{size}\0".encode())
-            self._pieces += [(files[i], start) for start in range(0, size, PIECE_BYTES)]
+            self._pieces += [(files[i], start) for start in range(0, size, piece_bytes)]
         if not by_file:
             pieces = self._pieces
             self._pieces = [pieces[split_index(i, split)] for i in range(split_size(len(pieces), split))]
@@ -120,7 +121,7 @@ class TextFiles:
         """Document `i`. Raises DataError if it is not UTF-8."""
         file, start = self._pieces[i]
         with file.open("rb") as stream:
-            begin, end = _cut_after(stream, start), _cut_after(stream, start + PIECE_BYTES)
+            begin, end = (_cut_after(stream, place, self._piece_bytes) for place in (start, start + self._piece_bytes))
             stream.seek(begin)
             raw = stream.read(end - begin)
         try:
@@ -131,7 +132,7 @@ class TextFiles:
             ) from error
 
 
-def _cut_after(stream: BinaryIO, place: int) -> int:
+def _cut_after(stream: BinaryIO, place: int, piece_bytes: int) -> int:
     """Where the first line that begins at byte `place` or later does; at most a piece away from `place`.
 
     Within a longer line it is the first character from `place` on; beyond the last line, the end of the
@@ -140,8 +141,8 @@ def _cut_after(stream: BinaryIO, place: int) -> int:
     if place == 0:
         return 0
     stream.seek(place - 1)
-    seen = stream.readline(PIECE_BYTES + 1)
-    if seen.endswith(b"\n") or len(seen) <= PIECE_BYTES:
+    seen = stream.readline(piece_bytes + 1)
+    if seen.endswith(b"\n") or len(seen) <= piece_bytes:
         return place - 1 + len(seen)
     continued = next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)
     return place + continued

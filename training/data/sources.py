@@ -12,7 +12,7 @@ import numpy as np
 from training.data.errors import DataError
 from training.data.hub import Stream
 from training.data.local import FORMATS, Rows, TextFiles, find_files
-from training.data.stdlib import stdlib_files, stdlib_root
+from training.data.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
 
 
 class Source(Protocol):
@@ -84,7 +84,7 @@ def open_source(
     identity = {"dataset": dataset_path if local else "stdlib", "split": split}
     if not local:
         root = stdlib_root()
-        corpus: TextFiles | Rows = TextFiles(root, stdlib_files(root), split)
+        corpus: TextFiles | Rows = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
     else:
         root, files, file_format = find_files(str(dataset_path), dataset if dataset in FORMATS else None)
         if file_format == "text":
