@@ -24,8 +24,8 @@ _LEFT_OUT_FOLDERS = {
 }
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
 _FEWEST_FILES = 100
-STDLIB_PIECE_BYTES = 2048
-"""Short documents: a small model's small batch, 2,000 tokens say, is then cut from several files."""
+STDLIB_PIECE_BYTES = 1024
+"""Short documents: a small batch, 2,000 tokens say, is then cut from several files."""
 
 
 def stdlib_root() -> Path:
