@@ -19,12 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
 PHASES = ("forward", "loss", "backward", "optimizer")
-THREADS = 2
 BATCH, LENGTH = 2, 512
 
 
@@ -33,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after two that are not")
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(rounds, folder), nprocs=2)
+        mp.spawn(work, args=(rounds, folder), nprocs=3)
         parameters, times = torch.load(Path(folder) / "times.pt")
     report(parameters, times)
 
@@ -52,39 +51,43 @@ def report(parameters: int, times: dict[str, list[list[float]]]) -> None:
 
 
 def work(rank: int, rounds: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+    """Ranks 0 and 1 hold the split models; rank 2 holds the whole one, and keeps its two threads throughout."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{folder}/store")
     # Only now: torchtitan picks its device when it is imported.
     import models.kernels
     from training.device import prepare_device
 
     prepare_device()
     models.kernels.install("cpu")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    single, ours, torchs = (build() for _ in range(3))
-    parameters = sum(p.numel() for p in single.parameters())
-    split(ours, mesh)
-    split_by_torch(torchs, mesh)
-    variants = {
-        "one process, two threads": (single, THREADS),
-        "TP=2, plans.apply_plan": (ours, 1),
-        "TP=2, torch.parallelize_module": (torchs, 1),
+    torch.set_num_threads(2 if rank == 2 else 1)
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    builders = {
+        "one process, two threads": (build, [2]),
+        "TP=2, plans.apply_plan": (lambda: split(build(), mesh), [0, 1]),
+        "TP=2, torch.parallelize_module": (lambda: split_by_torch(build(), mesh), [0, 1]),
     }
+    variants = {name: builder() for name, (builder, ranks) in builders.items() if rank in ranks}
     optimizers = {
-        name: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for name, (m, _) in variants.items()
+        name: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for name, m in variants.items()
     }
     tokens = torch.randint(0, 32768, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    times: dict[str, list[list[float]]] = {name: [] for name in variants}
+    times: dict[str, list[list[float]]] = {name: [] for name in builders}
     for turn in range(rounds + 2):
-        for name, (model, threads) in variants.items():
+        for name in builders:
             dist.barrier()
-            if threads == 1 or rank == 0:
-                torch.set_num_threads(threads)
-                phases = step(model, optimizers[name], tokens)
+            if name in variants:
+                phases = step(variants[name], optimizers[name], tokens)
                 if turn >= 2:
                     times[name].append(phases)
+    everyones: list = [None] * 3
+    dist.all_gather_object(everyones, times)
     if rank == 0:
-        torch.save((parameters, times), Path(folder) / "times.pt")
+        parameters = sum(p.numel() for p in variants["TP=2, plans.apply_plan"].parameters())
+        whole, halves = everyones[2], everyones[0]
+        torch.save(
+            (parameters, {name: whole[name] or halves[name] for name in builders}), Path(folder) / "times.pt"
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -100,13 +103,14 @@ def build() -> torch.nn.Module:
     return TransformerForCausalLM(config)
 
 
-def split(model: torch.nn.Module, mesh) -> None:
+def split(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     from plans import apply_plan
 
     apply_plan(model, mesh, loss_parallel=True, sequence_parallel=True)
+    return model
 
 
-def split_by_torch(model: torch.nn.Module, mesh) -> None:
+def split_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     """The usual plan of torch's own styles: DTensors between embedding, regions and head."""
     block = {
         "attn_norm": tp.SequenceParallel(use_local_output=True),
@@ -139,6 +143,7 @@ def split_by_torch(model: torch.nn.Module, mesh) -> None:
     }
     tp.parallelize_module(model, mesh, ends)
     model.lm_head.weight = model.model.embeddings.weight
+    return model
 
 
 def replace_norms(module: torch.nn.Module) -> None:
