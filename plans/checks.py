@@ -23,6 +23,8 @@ class Size(NamedTuple):
     what: str
     value: int
     where: str
+    also: str = ""
+    """What would work beside another degree."""
 
 
 def check_keys(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_name: str) -> None:
@@ -128,7 +130,7 @@ def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
             works = [str(d) for d in range(1, largest + 1) if all(s.value % d == 0 for s in sizes)]
             raise PlanError(
                 f"tensor_parallel_degree = {options.degree} does not divide {size.what} = {size.value} ({size.where}): "
-                f"{_either(works)} would work"
+                f"{_either(works)} would work{size.also}"
             )
 
 
@@ -137,8 +139,10 @@ def sizes(plan: Plan, source: TPPlan, model: nn.Module, seq_len: int | None) -> 
     for name, counts in source.head_counts(model).items():
         where = f"{name}, {type(model.get_submodule(name)).__name__}"
         yield from (Size(what, value, where) for what, value in counts.items())
+    degree = source.options.degree
     if seq_len is not None and source.options.sequence_parallel:
-        yield Size("seq_len", seq_len, "sequence_parallel shards the sequence")
+        longer = f", or seq_len = {_next_multiple(seq_len, degree)}, or enable_sequence_parallel = false"
+        yield Size("seq_len", seq_len, "sequence parallelism shards the sequence", longer)
     for key, style in plan.items():
         if not isinstance(style, Style):
             continue
@@ -147,8 +151,13 @@ def sizes(plan: Plan, source: TPPlan, model: nn.Module, seq_len: int | None) -> 
             if isinstance(layout.placement, Shard):
                 param = module._parameters[name]
                 assert param is not None
-                dim = layout.placement.dim
-                yield Size(f"dimension {dim} of {name}", param.shape[dim], f"{key}, {type(module).__name__}")
+                what, value = f"dimension {layout.placement.dim} of {name}", param.shape[layout.placement.dim]
+                also = f", or a vocabulary of {_next_multiple(value, degree)}" if style.vocabulary else ""
+                yield Size(what, value, f"{key}, {type(module).__name__}", also)
+
+
+def _next_multiple(value: int, factor: int) -> int:
+    return -(value // -factor) * factor
 
 
 def _either(values: list[str]) -> str:

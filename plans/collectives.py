@@ -71,7 +71,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad):
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
@@ -82,7 +82,7 @@ class _ScatterSum(torch.autograd.Function):
         return _reduce_scatter(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad):
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
@@ -93,7 +93,7 @@ class _SumGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad):
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         return _all_reduce(grad, ctx.group), None
 
 
@@ -103,7 +103,7 @@ class _Sum(torch.autograd.Function):
         return _all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad):
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         return grad, None
 
 
@@ -115,7 +115,7 @@ class _GatherShards(torch.autograd.Function):
         return shards.redistribute(placements=(Replicate(),)).to_local()
 
     @staticmethod
-    def backward(ctx: Any, grad):
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         whole = DTensor.from_local(grad, ctx.mesh, (Replicate(),), run_check=False)
         return whole.redistribute(placements=(Shard(ctx.dim),)).to_local(), None, None
 

@@ -37,12 +37,13 @@ class Style(ParallelStyle):
     """A parallel style that leaves tensors local and says what it does before it does it.
 
     `opens` and `closes` mark the borders of a region, `inside` a style that is right only within
-    one; strict application checks that they match.
+    one; strict application checks that they match. `vocabulary`: what is sharded is the vocabulary.
     """
 
     opens = False
     closes = False
     inside = False
+    vocabulary = False
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         """Return the layout of each parameter that `module` itself holds."""
@@ -188,6 +189,8 @@ class VocabHead(Style):
     The logits are a DTensor, `Shard(-1)`, for a loss that works on vocabulary shards
     (`loss_parallel`), or else gathered to a plain tensor that is whole on every rank.
     """
+
+    vocabulary = True
 
     def __init__(self, *, stream: Placement, loss_parallel: bool):
         self.stream, self.loss_parallel = stream, loss_parallel

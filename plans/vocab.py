@@ -23,6 +23,8 @@ from plans.styles import Style
 class VocabEmbedding(Style):
     """Shard an embedding's rows; the output is summed over the ranks and laid out as the stream."""
 
+    vocabulary = True
+
     def __init__(self, *, stream: Placement):
         self.stream = stream
 

@@ -24,7 +24,9 @@ CASES = {
     "tp 2 x fsdp 2, never resharded": dict(tp=2, reshard="never"),
     "tp 2 x fsdp 2, compiled": dict(tp=2, compile=True),
     "tp 2 x fsdp 2, compiled, full checkpointing": dict(tp=2, ac="full", compile=True),
-    "gla, tp 2 x fsdp 2, compiled, selective checkpointing": dict(tp=2, kind="gla", ac="selective", compile=True),
+    "gla, tp 2 x fsdp 2, compiled, selective checkpointing": dict(
+        tp=2, kind="gla", ac="selective", compile=True
+    ),
     "tied, tp 2 x fsdp 2": dict(tp=2, tied=True),
     "tied, fsdp 4, always resharded": dict(tp=1, tied=True, reshard="always"),
     "gla, tp 2 x fsdp 2": dict(tp=2, kind="gla"),

@@ -121,7 +121,9 @@ class TextFiles:
         """Document `i`. Raises DataError if it is not UTF-8."""
         file, start = self._pieces[i]
         with file.open("rb") as stream:
-            begin, end = (_cut_after(stream, place, self._piece_bytes) for place in (start, start + self._piece_bytes))
+            begin, end = (
+                _cut_after(stream, place, self._piece_bytes) for place in (start, start + self._piece_bytes)
+            )
             stream.seek(begin)
             raw = stream.read(end - begin)
         try:
@@ -157,7 +159,7 @@ class Rows:
 
     def __init__(self, files: Sequence[Path], file_format: str, split: str, text_column: str) -> None:
         check_split(split)
-        self._rows = _convert(files, file_format)
+        self._rows: Dataset = _convert(files, file_format)
         check_column(self._rows.column_names, text_column, str(files[0]))
         self._rows = self._rows.select_columns([text_column])
         self._check_texts(text_column, str(files[0]))
