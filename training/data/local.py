@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from training.data.errors import DataError
 from training.data.split import VALIDATION_EVERY, check_split, split_index, split_names, split_size
@@ -159,9 +159,9 @@ class Rows:
 
     def __init__(self, files: Sequence[Path], file_format: str, split: str, text_column: str) -> None:
         check_split(split)
-        self._rows: Dataset = _convert(files, file_format)
-        check_column(self._rows.column_names, text_column, str(files[0]))
-        self._rows = self._rows.select_columns([text_column])
+        rows = _convert(files, file_format)
+        check_column(rows.column_names, text_column, str(files[0]))
+        self._rows = cast("Dataset", rows.select_columns([text_column]))
         self._check_texts(text_column, str(files[0]))
         self._split, self._text_column = split, text_column
         names = [f"{file.name} {file.stat().st_size}" for file in files]
