@@ -1,8 +1,11 @@
 """`apply_plan`: a plan onto a model, strictly, in place; `check_plan`: the same refusals without a mesh.
 
 Everything that can be refused is refused before a weight moves. Afterwards every parameter is a
-DTensor on the TP mesh, and tied weights are one.
+DTensor on the TP mesh, and tied weights are one. A `ParallelStyle` that is not ours says what it
+does only by doing it: what such a one leaves undone is found afterwards, and is an error then.
 """
+
+from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +15,9 @@ from plans.checks import (
     check_coverage,
     check_degree,
     check_keys,
+    check_mixers,
     check_regions,
+    check_styles,
     check_tied,
     sizes,
     tied_parameters,
@@ -60,6 +65,8 @@ def check_plan(
     check_keys(styles, model, name)
     check_coverage(styles, model, name)
     check_regions(styles)
+    check_mixers(styles, model, options)
+    check_styles(styles, model)
     check_tied(styles, model)
     check_degree(list(sizes(styles, source, model, seq_len)), options)
     return styles
@@ -106,8 +113,10 @@ def apply_plan(
             )
     _check_distributed(model, styles)
     _check_still_tied(model, tied)
-    if loss_parallel or getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False):
-        model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+    own_loss = not loss_parallel and not getattr(
+        getattr(model, "config", None), "fuse_linear_cross_entropy", False
+    )
+    model.register_forward_pre_hook(partial(_refuse_arguments, own_loss, sequence_parallel), with_kwargs=True)
     return styles
 
 
@@ -129,10 +138,16 @@ def _check_still_tied(model: nn.Module, groups: list[list[str]]) -> None:
             )
 
 
-def _refuse_labels(model: nn.Module, args, kwargs) -> None:
-    if kwargs.get("labels") is not None:
+def _refuse_arguments(own_loss: bool, sequence_parallel: bool, model: nn.Module, args, kwargs) -> None:
+    if not own_loss and kwargs.get("labels") is not None:
         raise PlanError(
             f"{type(model).__name__} was called with labels, but its logits or its head are sharded over the vocabulary, "
             "where its own loss is wrong: compute the loss from the logits, or set loss_parallel = False "
             "and fuse_linear_cross_entropy = False"
+        )
+    kept = kwargs.get("logits_to_keep") or kwargs.get("num_logits_to_keep")
+    if sequence_parallel and kept is not None and not (isinstance(kept, int) and kept == 0):
+        raise PlanError(
+            f"{type(model).__name__} was called with logits_to_keep = {kept}, which would keep that many tokens of each "
+            "rank's shard: take the last logits from the output, or set sequence_parallel = False"
         )

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from plans.errors import PlanError
 from plans.plan import Plan, TPOptions, TPPlan
-from plans.structure import join
-from plans.styles import Style
+from plans.structure import find_mixers, join
+from plans.styles import Colwise, Rowwise, Style
 
 
 class Size(NamedTuple):
@@ -56,7 +56,8 @@ def check_coverage(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_nam
             if not _covered(plan, name, module, param_name):
                 raise PlanError(
                     f"parameter '{join(name, param_name)}' {tuple(param.shape)} of {type(module).__name__} is covered by "
-                    f"no key of {plan_name}: add '{name}' with a style; replicated() or sequence_parallel() keep it whole"
+                    f"no key of {plan_name}: add '{name}' with a style. What is not split is replicated() inside a region, "
+                    "sequence_parallel() outside"
                 )
 
 
@@ -68,8 +69,16 @@ def _covered(plan: Mapping[str, ParallelStyle], name: str, module: nn.Module, pa
     return param_name in style.layouts(module) if isinstance(style, Style) else True
 
 
+def check_styles(plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
+    """Refuse a style on a module on which it would be wrong."""
+    for key, style in plan.items():
+        module = model.get_submodule(key)
+        if isinstance(style, Style) and (reason := style.refusal(module)) is not None:
+            raise PlanError(f"plan key '{key}' ({style} on {type(module).__name__}): {reason}")
+
+
 def check_regions(plan: Mapping[str, ParallelStyle]) -> None:
-    """Refuse a split module outside a region, and a region that nothing leaves."""
+    """Refuse a split module outside a region, and a region whose output would not be one sum of parts."""
     opened = [key for key, style in plan.items() if isinstance(style, Style) and style.opens]
     for key, style in plan.items():
         if isinstance(style, Style) and style.inside and not any(_within(key, region) for region in opened):
@@ -78,20 +87,42 @@ def check_regions(plan: Mapping[str, ParallelStyle]) -> None:
                 "input's gradient is not summed: add **self.attn_input() or **self.mlp_input() to its plan"
             )
     for region in opened:
-        closers = [
-            k
-            for k, s in plan.items()
-            if isinstance(s, Style) and s.closes and (k == region or _within(k, region))
-        ]
-        if not closers:
+        inside = {key: style for key, style in plan.items() if _within(key, region)}
+        closers = [key for key, style in inside.items() if isinstance(style, Style) and style.closes]
+        opener = plan[region]
+        assert isinstance(opener, Style)
+        if not any(isinstance(style, Rowwise) or not isinstance(style, Style) for style in inside.values()):
             raise PlanError(
-                f"plan key '{region}' ({plan[region]}) opens a region that nothing leaves, so its partial output is not "
+                f"plan key '{region}' ({opener}) opens a region without a rowwise() projection: every rank would "
+                "compute the same output, and their sum is that many times too large: split it, or drop the region"
+            )
+        if not closers and not opener.closes and all(isinstance(style, Style) for style in inside.values()):
+            raise PlanError(
+                f"plan key '{region}' ({opener}) opens a region that nothing leaves, so its partial output is not "
                 "summed: give its last projection rowwise(), or use attn_region() or mlp_region()"
             )
-        if region in closers and len(closers) > 1:
+        if closers and opener.closes:
             raise PlanError(
-                f"plan keys '{closers[1]}' and '{region}' both sum the output of the same region, which would count it "
+                f"plan keys '{closers[0]}' and '{region}' both sum the output of the same region, which would count it "
                 "once per rank: give the projection rowwise(reduce_output=False), or use attn_input() / mlp_input()"
+            )
+
+
+def check_mixers(plan: Mapping[str, ParallelStyle], model: nn.Module, options: TPOptions) -> None:
+    """Refuse to let a token mixer see its rank's shard of the sequence only."""
+    if not options.sequence_parallel:
+        return
+    for name, mixer in find_mixers(model).items():
+        styles = {key: style for key, style in plan.items() if key == name or _within(key, name)}
+        ours = all(isinstance(style, Style) for style in styles.values())
+        gathered = any(
+            isinstance(s, Style) and s.opens and (k == name or _within(name, k)) for k, s in plan.items()
+        )
+        if styles and ours and not gathered:
+            raise PlanError(
+                f"plan key '{next(iter(styles))}': the mixer {name} ({type(mixer).__name__}) stands in no region, so "
+                "with sequence parallelism it would mix its rank's shard of the sequence only: "
+                "split it in attn_input() or attn_region(), or set sequence_parallel = False"
             )
 
 
@@ -136,9 +167,12 @@ def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
 
 def sizes(plan: Plan, source: TPPlan, model: nn.Module, seq_len: int | None) -> Iterator[Size]:
     """Yield what the degree has to divide: heads first, since they say most, then every sharded dimension."""
-    for name, counts in source.head_counts(model).items():
-        where = f"{name}, {type(model.get_submodule(name)).__name__}"
-        yield from (Size(what, value, where) for what, value in counts.items())
+    for name, mixer in find_mixers(model).items():
+        if any(isinstance(style, Colwise) and _within(key, name) for key, style in plan.items()):
+            counts = source.plan_of(mixer).heads(mixer)
+            yield from (
+                Size(what, value, f"{name}, {type(mixer).__name__}") for what, value in counts.items()
+            )
     degree = source.options.degree
     if seq_len is not None and source.options.sequence_parallel:
         longer = f", or seq_len = {_next_multiple(seq_len, degree)}, or enable_sequence_parallel = false"

@@ -24,6 +24,8 @@ class Layout(NamedTuple):
 
     placement: Placement
     gradient: Placement
+    hidden: bool = False
+    """Read as None: a style adds it elsewhere (see `local_parameter`)."""
 
 
 class ParameterMemo(dict[int, nn.Parameter]):
@@ -63,29 +65,42 @@ def localize(
             known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
             memo.remember(param, known)
         module._parameters[name] = known
-    gradients = {name: (layout.gradient,) for name, layout in layouts.items()}
-    if gradients:
+    if layouts:
+        gradients = {name: (layout.gradient,) for name, layout in layouts.items()}
         module.__dict__["_gradient_placements"] = module.__dict__.get("_gradient_placements", {}) | gradients
-        module.__class__ = _with_local_parameters(type(module), tuple(sorted(gradients)))
+        names = tuple((name, layouts[name].hidden) for name in sorted(layouts))
+        module.__class__ = _with_local_parameters(type(module), names)
+
+
+def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the local tensor of a parameter, also of a hidden one."""
+    param = module._parameters[name]
+    if _on_tp_mesh(param):
+        return param.to_local(grad_placements=module._gradient_placements[name])  # type: ignore[index, union-attr]
+    return param
+
+
+def _on_tp_mesh(param: torch.Tensor | None) -> bool:
+    # On more than the TP mesh it is FSDP's shard, between forwards: FSDP itself reads it then.
+    return isinstance(param, DTensor) and param.device_mesh.ndim == 1
 
 
 @cache
-def _with_local_parameters(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass `cls`, under the same name, with `names` as properties that give local tensors.
+def _with_local_parameters(cls: type[nn.Module], names: tuple[tuple[str, bool], ...]) -> type[nn.Module]:
+    """Subclass `cls`, under the same name, with parameters as properties that give local tensors.
 
-    One subclass per class and set of names, so that repeated blocks share one compiled artefact.
+    One subclass per class and set of names, so that repeated blocks share one compiled artefact. Made
+    at run time, so a parallelised module can't be pickled; its state dict can.
     """
-    namespace = {name: property(_local_reader(name)) for name in names}
+    namespace: dict[str, object] = {name: property(_reader(name, hidden)) for name, hidden in names}
     namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), namespace)
 
 
-def _local_reader(name: str):
+def _reader(name: str, hidden: bool):
     def read(module: nn.Module) -> torch.Tensor | None:
-        param = module._parameters[name]
-        # On more than the TP mesh it is FSDP's shard, between forwards: FSDP itself reads it here.
-        if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
-            return param.to_local(grad_placements=module._gradient_placements[name])  # type: ignore[index]
-        return param
+        if hidden and _on_tp_mesh(module._parameters[name]):
+            return None
+        return local_parameter(module, name)
 
     return read

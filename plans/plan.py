@@ -151,9 +151,13 @@ class TPPlan:
     # Putting the parts together.
 
     def plan_of(self, mixer: nn.Module) -> "TPPlan":
-        """Return the plan that splits `mixer`: this one, unless its class belongs to another."""
-        owner = plan_for_mixer(mixer)
-        if owner is None or owner is mixer_plan_of(type(self)):
+        """Return the plan that splits `mixer`: this one, unless its class belongs to another.
+
+        A plan that is registered for no mixer, and has an `attn_plan`, speaks for all of its mixers.
+        """
+        owner, mine = plan_for_mixer(mixer), mixer_plan_of(type(self))
+        speaks_for_all = mine is None and type(self).attn_plan is not TPPlan.attn_plan
+        if owner is None or owner is mine or speaks_for_all:
             return self
         return owner(self.options)
 
@@ -166,16 +170,6 @@ class TPPlan:
                     raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
                 plan[key] = style
         return plan
-
-    def head_counts(self, model: nn.Module) -> dict[str, dict[str, int]]:
-        """Return, by the fully qualified name of each mixer, the head counts that the degree must divide."""
-        counts = {}
-        for name in find_decoder(model).layers:
-            layer = model.get_submodule(name)
-            if (mixer_name := find_mixer(layer)) is not None:
-                mixer = layer.get_submodule(mixer_name)
-                counts[join(name, mixer_name)] = self.plan_of(mixer).heads(mixer)
-        return counts
 
 
 def prefixed(name: str, plan: Mapping[str, ParallelStyle]) -> Plan:

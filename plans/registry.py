@@ -67,7 +67,7 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
         raise PlanError(
             f"no plan is registered for {type(model).__name__} (config.model_type = {model_type!r}); registered: "
             f"{', '.join(sorted(_BY_MODEL_TYPE))}. Register one with @register_plan({model_type!r}), or name one: "
-            "[model] plan = 'module:Class'"
+            "[model] plan = 'module:Class'; a model's own tp_plan is not read, and none is derived"
         )
     return plan
 

@@ -27,27 +27,45 @@ class Decoder:
     head: str | None
 
 
-def find_decoder(model: nn.Module) -> Decoder:
-    """Return the names of `model`'s blocks, embedding, final norm and head.
-
-    Raises:
-        PlanError: `model` has no ModuleList of blocks under one of the usual names.
-    """
+def find_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the fully qualified names of `model`'s blocks; none if it has no list of blocks."""
     lists = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _LAYER_LISTS
     ]
     if not lists:
+        return ()
+    blocks = min(lists, key=lambda name: name.count("."))
+    return tuple(join(blocks, name) for name, _ in model.get_submodule(blocks).named_children())
+
+
+def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the token mixers of `model`'s blocks by fully qualified name."""
+    mixers = {}
+    for name in find_layers(model):
+        layer = model.get_submodule(name)
+        if (mixer := find_mixer(layer)) is not None:
+            mixers[join(name, mixer)] = layer.get_submodule(mixer)
+    return mixers
+
+
+def find_decoder(model: nn.Module) -> Decoder:
+    """Return the names of `model`'s blocks, embedding, final norm and head.
+
+    Raises:
+        PlanError: `model` has no ModuleList of blocks under one of the usual names.
+    """
+    layers = find_layers(model)
+    if not layers:
         raise PlanError(
             f"{type(model).__name__} has no ModuleList of blocks named {', '.join(_LAYER_LISTS)}: "
             "give the plan as a dict of module names, or override TPPlan.full_plan"
         )
-    blocks = min(lists, key=lambda name: name.count("."))
-    base_name = blocks.rpartition(".")[0]
+    base_name = layers[0].rpartition(".")[0].rpartition(".")[0]
     base = model.get_submodule(base_name)
     return Decoder(
-        layers=tuple(join(blocks, name) for name, _ in model.get_submodule(blocks).named_children()),
+        layers=layers,
         embedding=next(
             (join(base_name, n) for n, m in base.named_children() if isinstance(m, nn.Embedding)), None
         ),

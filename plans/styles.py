@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plans.collectives import Border, gather_shards
 from plans.errors import PlanError
-from plans.local import Layout, ParameterMemo, localize
+from plans.local import Layout, ParameterMemo, local_parameter, localize
 
 
 class Style(ParallelStyle):
@@ -48,6 +48,10 @@ class Style(ParallelStyle):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         """Return the layout of each parameter that `module` itself holds."""
         return {}
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Return why this style would be wrong on `module`, and what would work; None if it is right."""
+        return None
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Put the hooks in that transform `module`'s input and output."""
@@ -143,29 +147,34 @@ class Rowwise(Style):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         layouts = {"weight": Layout(Shard(1), Shard(1))}
         if module._parameters.get("bias") is not None:
-            layouts["bias"] = Layout(Replicate(), _stream_gradient(self.stream))
+            # Hidden from the local product, which is a partial sum; added after it.
+            layouts["bias"] = Layout(Replicate(), _stream_gradient(self.stream), hidden=True)
         return layouts
 
+    def refusal(self, module: nn.Module) -> str | None:
+        if not self.reduce_output and module._parameters.get("bias") is not None:
+            return (
+                "its bias would be added on every rank before the sum: let it leave the region itself, "
+                "rowwise() with attn_input() or mlp_input()"
+            )
+        return None
+
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        if not self.reduce_output:
-            return
-        if module._parameters.get("bias") is not None:
-            # Hidden from the local product, which is a partial sum, and added by the hook.
-            module.__class__ = _without_bias(type(module))
-        module.register_forward_hook(partial(self._leave, Border(mesh, self.stream)))
+        if self.reduce_output:
+            module.register_forward_hook(partial(self._leave, Border(mesh, self.stream)))
 
     def _leave(self, border: Border, module, args, output):
         output = border.leave(output)
-        bias = module._parameters.get("bias")
-        if bias is None:
-            return output
-        if isinstance(bias, DTensor):
-            bias = bias.to_local(grad_placements=(_stream_gradient(self.stream),))
-        return output + bias
+        bias = local_parameter(module, "bias")
+        return output if bias is None else output + bias
 
 
 class Replicated(Style):
-    """Replicate a module's parameters inside a region: their gradient is a sum over the ranks."""
+    """Replicate a module's parameters inside a region: their gradient is a sum over the ranks.
+
+    For what stands between the region's entry and its `Rowwise`, such as a norm over each head. What
+    works on the sum, after the `Rowwise`, is on the stream again: `SequenceParallel`.
+    """
 
     inside = True
 
@@ -212,8 +221,3 @@ class VocabHead(Style):
 
 def _stream_gradient(stream: Placement) -> Placement:
     return Replicate() if stream.is_replicate() else Partial()
-
-
-def _without_bias(cls: type[nn.Module]) -> type[nn.Module]:
-    namespace = {"bias": None, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), namespace)

@@ -31,6 +31,11 @@ class VocabEmbedding(Style):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         return {"weight": Layout(Shard(0), Shard(0))}
 
+    def refusal(self, module: nn.Module) -> str | None:
+        if getattr(module, "max_norm", None) is not None:
+            return f"max_norm = {module.max_norm} renormalises rows in place, which a shard can't: set it to None"
+        return None
+
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         module.__class__ = _on_rows(type(module))
         module.__dict__["_tp_rows"] = (mesh, self.stream, Border(mesh, self.stream))

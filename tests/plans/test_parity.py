@@ -1,8 +1,11 @@
 """FLA's transformer and GLA, with every option that their configs have, equal to the unsharded model."""
 
+import itertools
+
 import pytest
 import torch
 from simulate import compare
+from tiny import Tiny, TinyPlan
 
 import models.kernels
 
@@ -79,9 +82,8 @@ def test_equal_to_unsharded(kind, name, options):
     build = builder(kind, options)
     tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))
     many = 4 if "grouped" in name or "hybrid" in name else 8
-    grid = [(2, True, True), (many, False, False)]
-    if name == "plain":
-        grid += [(2, True, False), (2, False, True), (2, False, False), (many, True, True)]
+    switches = list(itertools.product((True, False), repeat=2))
+    grid = [(2, *both) for both in switches] + [(many, True, True)]
     for degree, loss_parallel, sequence_parallel in grid:
         result = compare(
             build, tokens, degree, loss_parallel=loss_parallel, sequence_parallel=sequence_parallel
@@ -92,3 +94,27 @@ def test_equal_to_unsharded(kind, name, options):
         # least wrong placement (a gradient that is not reduced) is off by more than 1e-2.
         assert result.loss < 1e-13, what
         assert result.gradient < 1e-11, what
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_form_that_users_write(tied):
+    """attn_input with rowwise, biases in every projection, a norm over each head."""
+
+    def build():
+        torch.manual_seed(0)
+        return Tiny(tied).double()
+
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+    for degree, (loss_parallel, sequence_parallel) in itertools.product(
+        (2, 4), itertools.product((True, False), repeat=2)
+    ):
+        result = compare(
+            build,
+            tokens,
+            degree,
+            plan=TinyPlan,
+            loss_parallel=loss_parallel,
+            sequence_parallel=sequence_parallel,
+        )
+        assert not result.missing
+        assert max(result.loss, result.gradient) < 1e-11, (degree, loss_parallel, sequence_parallel, result)

@@ -3,88 +3,12 @@
 import pytest
 import torch
 from simulate import ranks
+from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from plans import PlanError, TPPlan, TransformerPlan, apply_plan, check_plan, register_plan, registered_plans
-
-
-class Config:
-    model_type = "tiny"
-    fuse_linear_cross_entropy = False
-
-
-class Attention(nn.Module):
-    def __init__(self, heads=4):
-        super().__init__()
-        self.num_heads, self.num_kv_heads = heads, heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.o_proj = nn.Linear(16, 16)
-        self.q_norm = nn.RMSNorm(16 // heads)
-
-    def forward(self, hidden_states):
-        q, k, v = (
-            p(hidden_states).unflatten(-1, (-1, 16 // self.num_heads))
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        o = nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (self.q_norm(q), k, v)), is_causal=True
-        )
-        return self.o_proj(o.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24)
-        self.down_proj = nn.Linear(24, 16)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(16), nn.RMSNorm(16)
-        self.attn, self.mlp = Attention(), MLP()
-
-    def forward(self, x):
-        x = x + self.attn(hidden_states=self.attn_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Tiny(nn.Module):
-    """A language model of nobody's library: plans know it by structure."""
-
-    def __init__(self, tied=False):
-        super().__init__()
-        self.config = Config()
-        self.embed = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.RMSNorm(16)
-        self.lm_head = nn.Linear(16, 32, bias=False)
-        if tied:
-            self.lm_head.weight = self.embed.weight
-
-    def forward(self, input_ids, labels=None):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(self.norm(x))
-
-
-class TinyPlan(TPPlan):
-    def attn_plan(self, attn):
-        return {
-            **self.attn_input(),
-            "q_proj": self.colwise(),
-            "k_proj": self.colwise(),
-            "v_proj": self.colwise(),
-            "q_norm": self.replicated(),
-            "o_proj": self.rowwise(),
-        }
+from plans import PlanError, TransformerPlan, apply_plan, check_plan, register_plan, registered_plans
 
 
 def edited(**edits):
@@ -156,6 +80,56 @@ def test_region_that_nothing_leaves():
             return super().attn_plan(attn) | {"o_proj": self.rowwise(reduce_output=False)}
 
     assert "opens a region that nothing leaves" in refused(Plan)
+
+
+def test_bias_that_every_rank_would_add():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return (
+                super().attn_plan(attn) | self.attn_region() | {"o_proj": self.rowwise(reduce_output=False)}
+            )
+
+    assert "its bias would be added on every rank" in refused(Plan)
+
+
+def test_region_that_splits_nothing():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return self.attn_region() | {name: self.replicated() for name, _ in attn.named_children()}
+
+    assert "opens a region without a rowwise() projection" in refused(Plan)
+
+
+def test_whole_mixer_under_sequence_parallelism():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return {name: self.sequence_parallel() for name, _ in attn.named_children()}
+
+    assert "would mix its rank's shard of the sequence only" in refused(Plan)
+    check_plan(Tiny(), 8, plan=Plan, sequence_parallel=False)  # and its 4 heads are nobody's business then
+
+
+def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
+    @register_plan("test_strict", mixer="tiny.Attention")
+    class Other(TinyPlan):
+        def attn_plan(self, attn):
+            raise AssertionError("not asked")
+
+    check_plan(Tiny(), 2, plan=TinyPlan)
+
+
+def test_embedding_that_renormalises():
+    model = Tiny()
+    model.embed = nn.Embedding(32, 16, max_norm=1.0)
+    assert "max_norm = 1.0" in refused(TinyPlan, model=model)
+
+
+def test_logits_to_keep_would_count_in_each_shard():
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="logits_to_keep = 1"):
+            model(torch.zeros(1, 4, dtype=torch.long), logits_to_keep=1)
 
 
 def test_region_left_twice():
@@ -274,7 +248,7 @@ def test_foreign_style_works_and_is_held_to_completeness():
     with ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=Plan)
-        assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 32)
+        assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 32)
         with pytest.raises(PlanError, match=r"Idle left parameter 'lm_head.weight' a plain tensor"):
             apply_plan(Tiny(), mesh, plan=Broken)
 

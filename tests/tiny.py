@@ -1,0 +1,86 @@
+"""A language model of nobody's library, with biases everywhere, and its plan in the form that users write."""
+
+from types import SimpleNamespace
+
+from torch import nn
+
+from plans import TPPlan
+
+
+class Config:
+    """What plans and trainers read of a config."""
+
+    model_type = "tiny"
+    fuse_linear_cross_entropy = False
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=4):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = heads, heads
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.o_proj = nn.Linear(16, 16)
+        self.q_norm = nn.RMSNorm(16 // heads)
+
+    def forward(self, hidden_states):
+        q, k, v = (
+            p(hidden_states).unflatten(-1, (-1, 16 // self.num_heads))
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        o = nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (self.q_norm(q), k, v)), is_causal=True
+        )
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24)
+        self.down_proj = nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(16), nn.RMSNorm(16)
+        self.attn, self.mlp = Attention(), MLP()
+
+    def forward(self, x):
+        x = x + self.attn(hidden_states=self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Tiny(nn.Module):
+    """A language model of nobody's library: plans know it by structure."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.config = Config()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.RMSNorm(16)
+        self.lm_head = nn.Linear(16, 32, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, input_ids, labels=None, use_cache=False, logits_to_keep=0):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return SimpleNamespace(logits=self.lm_head(self.norm(x)))
+
+
+class TinyPlan(TPPlan):
+    def attn_plan(self, attn):
+        return {
+            **self.attn_input(),
+            "q_proj": self.colwise(),
+            "k_proj": self.colwise(),
+            "v_proj": self.colwise(),
+            "q_norm": self.replicated(),
+            "o_proj": self.rowwise(),
+        }
