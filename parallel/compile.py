@@ -24,6 +24,11 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
         block.compile(backend=compile_config.backend, fullgraph=not _holds_fla(block))
 
 
+def one_graph_a_block(model: nn.Module) -> bool:
+    """Whether every block of `model` can become a single graph."""
+    return not any(_holds_fla(model.get_submodule(name)) for name in find_decoder(model).layers)
+
+
 def _holds_fla(block: nn.Module) -> bool:
     return any(
         cls.__module__.startswith("fla.") for module in block.modules() for cls in type(module).__mro__

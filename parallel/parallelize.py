@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from parallel.activation_checkpoint import apply_activation_checkpointing
-from parallel.compile import apply_compile
+from parallel.compile import apply_compile, one_graph_a_block
 from parallel.data_parallel import apply_fsdp
 from parallel.errors import ParallelError
 from plans import apply_plan
@@ -47,7 +47,7 @@ def parallelize(
         PlanError: the plan does not fit the model or the degree.
         ParallelError: an option can't be honoured. Both before any weight moves.
     """
-    _refuse(parallel_dims, compile_config)
+    _refuse(model, parallel_dims, parallelism, compile_config, ac_config, plan)
 
     # First: a plan names modules as the model has them, and shards whole parameters.
     if parallel_dims.tp_enabled:
@@ -72,7 +72,14 @@ def parallelize(
     return model
 
 
-def _refuse(parallel_dims: Any, compile_config: Any) -> None:
+def _refuse(
+    model: nn.Module,
+    parallel_dims: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    plan: PlanSource,
+) -> None:
     for name, degree in (
         ("context", parallel_dims.cp),
         ("pipeline", parallel_dims.pp),
@@ -82,12 +89,35 @@ def _refuse(parallel_dims: Any, compile_config: Any) -> None:
             raise ParallelError(
                 f"{name}_parallel_degree = {degree}: this entry parallelises by tensor and data; set it to 1"
             )
+    if plan is not None and not parallel_dims.tp_enabled:
+        raise ParallelError(
+            "a plan is given, but tensor_parallel_degree = 1 splits nothing: raise it, or leave it out"
+        )
+    compiles = compile_config.enable and "model" in compile_config.components
     if compile_config.enable_async_tensor_parallel:
-        if not parallel_dims.tp_enabled:
-            raise ParallelError("enable_async_tensor_parallel needs tensor_parallel_degree above 1")
-        device = parallel_dims.get_mesh("tp").device_type
-        if device != "cuda":
-            raise ParallelError(
-                f"enable_async_tensor_parallel needs CUDA with NCCL and symmetric memory, and the mesh is on {device}: "
-                "switch it off"
-            )
+        _refuse_async_tp(parallel_dims, parallelism, compiles)
+    if compiles and ac_config is not None and parallel_dims.tp_enabled and one_graph_a_block(model):
+        raise ParallelError(
+            "compile, activation checkpointing and tensor_parallel_degree > 1 together fail in torch 2.13 where a block "
+            "is one graph (its partitioner miscounts what a DTensor brings along): switch one of the three off"
+        )
+
+
+def _refuse_async_tp(parallel_dims: Any, parallelism: Any, compiles: bool) -> None:
+    missing = [
+        what
+        for what, there in (
+            ("tensor_parallel_degree above 1", parallel_dims.tp_enabled),
+            ("enable_sequence_parallel", parallelism.enable_sequence_parallel),
+            ("[compile] enable with 'model' in its components", compiles),
+            (
+                "CUDA with NCCL",
+                parallel_dims.tp_enabled and parallel_dims.get_mesh("tp").device_type == "cuda",
+            ),
+        )
+        if not there
+    ]
+    if missing:
+        raise ParallelError(
+            f"enable_async_tensor_parallel needs {', '.join(missing)}: add what is missing, or drop it"
+        )
