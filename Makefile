@@ -2,6 +2,9 @@
 # make test    install into .venv and run every test
 # make check   lint, formatting, types
 # make bench   every benchmark, each printing a table
+#
+# CONFIG=configs/x.toml trains another job; PYTHON=python3.12 takes another Python. On Linux, pip's torch brings
+# CUDA's libraries (several GB): PIP_EXTRA_INDEX_URL, which pip reads itself, can name an index of CPU builds.
 
 PYTHON ?= python3
 VENV   ?= .venv

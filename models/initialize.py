@@ -9,8 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models.errors import ModelError
-from models.reference import Reference, join, tensors
+from models.reference import Reference, tensors
 from models.shards import copy_shard
+from plans.structure import join
 
 # Components that activation checkpointing and torch.compile add to module paths.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")

@@ -26,6 +26,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from models.build import construct
 from models.errors import ModelError
+from plans.structure import join
 
 
 class Unit(NamedTuple):
@@ -228,11 +229,6 @@ def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     Not by attribute access, which a parallelised module may answer with a view of its shard.
     """
     return {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
-
-
-def join(path: str, name: str) -> str:
-    """A name below a module's path; the path of the root is empty."""
-    return f"{path}.{name}" if path else name
 
 
 def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:

@@ -5,8 +5,6 @@ DTensor on the TP mesh, and tied weights are one. A `ParallelStyle` that is not 
 does only by doing it: what such a one leaves undone is found afterwards, and is an error then.
 """
 
-from functools import partial
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,6 +22,7 @@ from plans.checks import (
 )
 from plans.custom import PlanSource, resolve_plan
 from plans.errors import PlanError
+from plans.inputs import guard_inputs
 from plans.local import ParameterMemo
 from plans.plan import Plan, TPOptions
 from plans.styles import Style
@@ -113,10 +112,7 @@ def apply_plan(
             )
     _check_distributed(model, styles)
     _check_still_tied(model, tied)
-    own_loss = not loss_parallel and not getattr(
-        getattr(model, "config", None), "fuse_linear_cross_entropy", False
-    )
-    model.register_forward_pre_hook(partial(_refuse_arguments, own_loss, sequence_parallel), with_kwargs=True)
+    guard_inputs(model, loss_parallel=loss_parallel, sequence_dim=sequence_dim if sequence_parallel else None)
     return styles
 
 
@@ -136,18 +132,3 @@ def _check_still_tied(model: nn.Module, groups: list[list[str]]) -> None:
             raise PlanError(
                 f"parameters {' and '.join(names)} were tied and no longer are: give both a style of this plan"
             )
-
-
-def _refuse_arguments(own_loss: bool, sequence_parallel: bool, model: nn.Module, args, kwargs) -> None:
-    if not own_loss and kwargs.get("labels") is not None:
-        raise PlanError(
-            f"{type(model).__name__} was called with labels, but its logits or its head are sharded over the vocabulary, "
-            "where its own loss is wrong: compute the loss from the logits, or set loss_parallel = False "
-            "and fuse_linear_cross_entropy = False"
-        )
-    kept = kwargs.get("logits_to_keep") or kwargs.get("num_logits_to_keep")
-    if sequence_parallel and kept is not None and not (isinstance(kept, int) and kept == 0):
-        raise PlanError(
-            f"{type(model).__name__} was called with logits_to_keep = {kept}, which would keep that many tokens of each "
-            "rank's shard: take the last logits from the output, or set sequence_parallel = False"
-        )

@@ -51,7 +51,12 @@ def check_model_card(folder: str | Path, hf_config: PretrainedConfig, key: str =
     card = Path(folder) / CARD
     if not card.is_file():
         return
-    theirs, ours = json.loads(card.read_text(encoding="utf-8")), _essence(hf_config)
+    try:
+        theirs, ours = json.loads(card.read_text(encoding="utf-8")), _essence(hf_config)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{key}: {card} is not JSON ({error}); remove it, and the shapes alone are compared"
+        ) from error
     differing = [key for key in sorted(theirs | ours) if theirs.get(key) != ours.get(key)]
     if differing:
         shown = [f"{key} = {_show(theirs.get(key))}, now {_show(ours.get(key))}" for key in differing[:5]]

@@ -150,9 +150,9 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int)
     """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
     checkpoint = job.checkpoint
     folder = Path(job.job.dump_folder) / checkpoint.folder
-    check_model_card(folder, model.config, "checkpoint.folder")
     own = find_checkpoint(folder, checkpoint.load_step)
     if own is not None:
+        check_model_card(folder, model.config, "checkpoint.folder")
         check_shapes(own, model, "checkpoint.folder")
         if own.name != "step-0":  # torchtitan takes only the weights from a seed checkpoint
             check_resumable(own, "checkpoint.folder")

@@ -28,8 +28,7 @@ from training.config.sections.model import DataLoader
 from training.data.loader import TextDataLoader
 from training.metrics import MetricsProcessor
 from training.model import model_spec
-from training.trainer import Trainer
-from training.validation import Validator
+from training.trainer import Trainer, Validator
 
 
 def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Config:

@@ -23,7 +23,11 @@ _NOT_SHOWN = (
     "Failed to load ",  # torchao's CUDA libraries, on a machine that does not need them
 )
 # Advice from library to library that the author of a job can't act on.
-_MUTED_LOGGERS = ("torch.utils._pytree", "torch.distributed.tensor._redistribute")
+_MUTED_LOGGERS = (
+    "torch.utils._pytree",
+    "torch.distributed.tensor._redistribute",
+    "torch.multiprocessing.spawn",  # which rank it stops, and by which signal; training.launch says why
+)
 _MUTED_WARNINGS = (
     "'set_vital' is deprecated",  # torchdata calls torch
     "Triton is not supported on current platform",  # FLA on a CPU, where models.kernels takes its place

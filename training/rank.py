@@ -43,10 +43,12 @@ def _train(job: JobConfig, rank: int) -> None:
     device_type = prepare_device()
     # From here on the model libraries and torchtitan are imported, which needs both of the above.
     import models.kernels
+    from training.checks import import_custom
     from training.job import trainer_config
     from training.trainer import Trainer
 
     models.kernels.install(device_type)
+    import_custom(job)  # in a process that `training.launch` started, nothing has registered its plans yet
     trainer = Trainer(trainer_config(job))
     try:
         trainer.train()

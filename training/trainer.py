@@ -87,13 +87,23 @@ class Trainer(torchtitan.trainer.Trainer):
 
 
 class Validator(torchtitan.components.validate.Validator):
-    """torchtitan's, which counts neither into the time nor into the tokens of training."""
+    """torchtitan's, in sizes of its own, which counts neither into the time nor into the tokens of training."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(torchtitan.components.validate.Validator.Config):
-        """torchtitan's, whose `build` makes this class."""
+        """torchtitan's, with the sizes of [validation], under names that `build` does not hand over itself."""
+
+        own_batch_size: int
+        """Sequences at a time on one data-parallel rank."""
+
+        own_seq_len: int
+        """Tokens in a sequence."""
 
     metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: Config, **kwargs: Any):
+        kwargs |= {"local_batch_size": config.own_batch_size, "seq_len": config.own_seq_len}
+        super().__init__(config, **kwargs)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
         """Log the loss over `steps` batches of the validation data, in nats per token."""

@@ -8,6 +8,7 @@ from simulate import compare
 from tiny import Tiny, TinyPlan
 
 import models.kernels
+from plans import TPPlan
 
 SMALL = dict(
     hidden_size=64, num_hidden_layers=1, vocab_size=96, hidden_ratio=4, intermediate_size=48, use_cache=False
@@ -118,3 +119,27 @@ def test_the_form_that_users_write(tied):
         )
         assert not result.missing
         assert max(result.loss, result.gradient) < 1e-11, (degree, loss_parallel, sequence_parallel, result)
+
+
+def test_positions_come_from_the_tokens():
+    """A model of transformers counts positions in its embedding's output, which sequence parallelism shards."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class LlamaPlan(TPPlan):
+        def attn_plan(self, attn):
+            projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
+            return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+
+    def build():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).double()
+
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+    result = compare(build, tokens, 2, plan=LlamaPlan, sequence_parallel=True)
+    assert not result.missing
+    # transformers makes its rotary tables in float32, the same for both models.
+    assert max(result.loss, result.gradient) < 1e-11, result

@@ -160,3 +160,27 @@ def test_rank_of_torchrun_checks_against_its_world(folder):
     assert status == 2
     assert "tensor_parallel_degree = 2" in stderr
     assert stderr.count("\n") == 1
+
+
+def test_a_plan_of_the_users_own_reaches_every_rank(folder):
+    (folder / "my_plans.py").write_text(
+        """
+from plans import TPPlan, register_plan
+
+@register_plan("llama")
+class LlamaPlan(TPPlan):
+    def attn_plan(self, attn):
+        projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
+        return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
+"""
+    )
+    llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    llama |= {"num_attention_heads": 4, "vocab_size": 4096}
+    (folder / "gla.json").write_text(json.dumps(llama))
+    options = ("--experimental.custom_import", "my_plans", "--training.steps", "2", "--checkpoint.no-enable")
+    status, out, err = run(folder, "job.toml", *options, PYTHONPATH=str(folder))
+    assert status == 0, err
+    assert len(LOSS.findall(out)) == 2
+    status, out, err = run(folder, "job.toml", *options[2:])
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert "no plan is registered for LlamaForCausalLM" in err

@@ -25,6 +25,7 @@ class Rule:
 
 PositiveInt = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 NaturalInt = Annotated[int, Rule("at least 0", lambda value: value >= 0)]
+Seed = Annotated[int, Rule("from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)]
 PositiveOrAuto = Annotated[int, Rule("at least 1, or -1", lambda value: value >= 1 or value == -1)]
 PositiveFloat = Annotated[float, Rule("above 0", lambda value: value > 0)]
 NaturalFloat = Annotated[float, Rule("at least 0", lambda value: value >= 0)]

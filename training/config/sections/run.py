@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from training.config.values import NaturalInt, PositiveInt
+from training.config.values import NaturalInt, PositiveInt, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Comm:
 class Debug:
     """Reproducibility and checks."""
 
-    seed: NaturalInt | None = None
+    seed: Seed | None = None
     """Seed of the weights and of every random choice; unset: rank 0 draws one."""
 
     deterministic: bool = False
