@@ -184,3 +184,11 @@ class LlamaPlan(TPPlan):
     status, out, err = run(folder, "job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
     assert "no plan is registered for LlamaForCausalLM" in err
+
+
+def test_wandb_gets_the_run_offline(folder):
+    options = ("--metrics.enable_wandb", "--parallelism.tensor_parallel_degree", "1", "--checkpoint.no-enable")
+    status, _, err = run(folder, "job.toml", *options, "--training.steps", "2", WANDB_MODE="offline")
+    assert status == 0, err
+    (recorded,) = (folder / "out").rglob("run-*.wandb")
+    assert recorded.stat().st_size > 0
