@@ -3,6 +3,8 @@
 Each step is a named function in a file of its own; this one only says in which order, and why.
 """
 
+import logging
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -13,6 +15,8 @@ from parallel.data_parallel import apply_fsdp
 from parallel.errors import ParallelError
 from plans import apply_plan
 from plans.custom import PlanSource
+
+_log = logging.getLogger(__name__)
 
 
 def parallelize(
@@ -51,12 +55,16 @@ def parallelize(
 
     # First: a plan names modules as the model has them, and shards whole parameters.
     if parallel_dims.tp_enabled:
-        apply_plan(
+        styles = apply_plan(
             model,
             parallel_dims.get_mesh("tp"),
             loss_parallel=loss_parallel,
             sequence_parallel=parallelism.enable_sequence_parallel,
             plan=plan,
+        )
+        counts = Counter(type(style).__name__ for style in styles.values())
+        _log.info(
+            f"Tensor parallel {parallel_dims.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items())
         )
 
     # Before compile, so that the compiler sees what is recomputed.

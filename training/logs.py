@@ -54,7 +54,7 @@ def init_logging(rank: int) -> None:
 
 
 def _worth_showing(record: logging.LogRecord) -> bool:
-    ours = record.name == "root" or record.name.startswith("training")
+    ours = record.name == "root" or record.name.startswith(("training", "parallel"))
     if not ours and record.levelno < logging.WARNING:
         return False
     return not record.getMessage().startswith(_NOT_SHOWN)

@@ -187,7 +187,12 @@ class LlamaPlan(TPPlan):
 
 
 def test_wandb_gets_the_run_offline(folder):
-    options = ("--metrics.enable_wandb", "--parallelism.tensor_parallel_degree", "1", "--checkpoint.no-enable")
+    options = (
+        "--metrics.enable_wandb",
+        "--parallelism.tensor_parallel_degree",
+        "1",
+        "--checkpoint.no-enable",
+    )
     status, _, err = run(folder, "job.toml", *options, "--training.steps", "2", WANDB_MODE="offline")
     assert status == 0, err
     (recorded,) = (folder / "out").rglob("run-*.wandb")
