@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from plans.errors import PlanError
+from plans.errors import PlanError, either
 from plans.plan import Plan, TPOptions, TPPlan
 from plans.structure import find_mixers, join
 from plans.styles import Colwise, Rowwise, Style
@@ -71,32 +71,33 @@ def _covered(plan: Mapping[str, ParallelStyle], name: str, module: nn.Module, pa
 
 def check_styles(plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
     """Refuse a style on a module on which it would be wrong."""
-    for key, style in plan.items():
+    for key, style in _ours(plan).items():
         module = model.get_submodule(key)
-        if isinstance(style, Style) and (reason := style.refusal(module)) is not None:
+        if (reason := style.refusal(module)) is not None:
             raise PlanError(f"plan key '{key}' ({style} on {type(module).__name__}): {reason}")
 
 
 def check_regions(plan: Mapping[str, ParallelStyle]) -> None:
     """Refuse a split module outside a region, and a region whose output would not be one sum of parts."""
-    opened = [key for key, style in plan.items() if isinstance(style, Style) and style.opens]
-    for key, style in plan.items():
-        if isinstance(style, Style) and style.inside and not any(_within(key, region) for region in opened):
+    ours = _ours(plan)
+    opened = {key: style for key, style in ours.items() if style.opens}
+    for key, style in ours.items():
+        if style.inside and not any(_within(key, region) for region in opened):
             raise PlanError(
                 f"plan key '{key}' ({style}) stands in no region, so its input is not the whole sequence and its "
                 "input's gradient is not summed: add **self.attn_input() or **self.mlp_input() to its plan"
             )
-    for region in opened:
-        inside = {key: style for key, style in plan.items() if _within(key, region)}
-        closers = [key for key, style in inside.items() if isinstance(style, Style) and style.closes]
-        opener = plan[region]
-        assert isinstance(opener, Style)
-        if not any(isinstance(style, Rowwise) or not isinstance(style, Style) for style in inside.values()):
+    for region, opener in opened.items():
+        inside = {key: style for key, style in ours.items() if _within(key, region)}
+        closers = [key for key, style in inside.items() if style.closes]
+        # Styles that are not ours may do the splitting and the summing; they don't say.
+        all_ours = not any(_within(key, region) for key in plan.keys() - ours.keys())
+        if all_ours and not any(isinstance(style, Rowwise) for style in inside.values()):
             raise PlanError(
                 f"plan key '{region}' ({opener}) opens a region without a rowwise() projection: every rank would "
                 "compute the same output, and their sum is that many times too large: split it, or drop the region"
             )
-        if not closers and not opener.closes and all(isinstance(style, Style) for style in inside.values()):
+        if all_ours and not closers and not opener.closes:
             raise PlanError(
                 f"plan key '{region}' ({opener}) opens a region that nothing leaves, so its partial output is not "
                 "summed: give its last projection rowwise(), or use attn_region() or mlp_region()"
@@ -112,18 +113,20 @@ def check_mixers(plan: Mapping[str, ParallelStyle], model: nn.Module, options: T
     """Refuse to let a token mixer see its rank's shard of the sequence only."""
     if not options.sequence_parallel:
         return
+    ours = _ours(plan)
     for name, mixer in find_mixers(model).items():
-        styles = {key: style for key, style in plan.items() if key == name or _within(key, name)}
-        ours = all(isinstance(style, Style) for style in styles.values())
-        gathered = any(
-            isinstance(s, Style) and s.opens and (k == name or _within(name, k)) for k, s in plan.items()
-        )
-        if styles and ours and not gathered:
+        keys = [key for key in plan if key == name or _within(key, name)]
+        gathered = any(style.opens and (key == name or _within(name, key)) for key, style in ours.items())
+        if keys and ours.keys() >= set(keys) and not gathered:
             raise PlanError(
-                f"plan key '{next(iter(styles))}': the mixer {name} ({type(mixer).__name__}) stands in no region, so "
+                f"plan key '{keys[0]}': the mixer {name} ({type(mixer).__name__}) stands in no region, so "
                 "with sequence parallelism it would mix its rank's shard of the sequence only: "
                 "split it in attn_input() or attn_region(), or set sequence_parallel = False"
             )
+
+
+def _ours(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
+    return {key: style for key, style in plan.items() if isinstance(style, Style)}
 
 
 def _within(key: str, region: str) -> bool:
@@ -158,10 +161,10 @@ def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
     for size in sizes:
         if size.value % options.degree:
             largest = min(s.value for s in sizes)
-            works = [str(d) for d in range(1, largest + 1) if all(s.value % d == 0 for s in sizes)]
+            works = [d for d in range(1, largest + 1) if all(s.value % d == 0 for s in sizes)]
             raise PlanError(
                 f"tensor_parallel_degree = {options.degree} does not divide {size.what} = {size.value} ({size.where}): "
-                f"{_either(works)} would work{size.also}"
+                f"{either(works)} would work{size.also}"
             )
 
 
@@ -177,9 +180,7 @@ def sizes(plan: Plan, source: TPPlan, model: nn.Module, seq_len: int | None) -> 
     if seq_len is not None and source.options.sequence_parallel:
         longer = f", or seq_len = {_next_multiple(seq_len, degree)}, or enable_sequence_parallel = false"
         yield Size("seq_len", seq_len, "sequence parallelism shards the sequence", longer)
-    for key, style in plan.items():
-        if not isinstance(style, Style):
-            continue
+    for key, style in _ours(plan).items():
         module = model.get_submodule(key)
         for name, layout in style.layouts(module).items():
             if isinstance(layout.placement, Shard):
@@ -192,7 +193,3 @@ def sizes(plan: Plan, source: TPPlan, model: nn.Module, seq_len: int | None) -> 
 
 def _next_multiple(value: int, factor: int) -> int:
     return -(value // -factor) * factor
-
-
-def _either(values: list[str]) -> str:
-    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -2,7 +2,7 @@
 
 A plan maps module names to styles, part by part: the model's ends (`model_plan`), a block
 (`layer_plan`), its token mixer (`attn_plan`), its MLP (`mlp_plan`). A subclass overrides only what
-differs. Which module may be split how is checked in plans/apply.py, not here.
+differs. Which module may be split how is checked in plans/checks.py, not here.
 """
 
 from collections.abc import Mapping

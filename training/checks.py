@@ -35,12 +35,12 @@ def check_job(job: JobConfig, world_size: int) -> None:
     check_device(job, device_type)
     check_packages(job)
     import_custom(job)
-    check_data(job)
+    tokens = check_data(job)
 
     config = resolve.hf_config(job)
     models.kernels.install(device_type)  # some models can't be built on a CPU without
     model = models.build(config)
-    check_vocabulary(job, config.get_text_config().vocab_size)
+    check_vocabulary(job, tokens, config.get_text_config().vocab_size)
     check_parallelism(job, model)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(
@@ -91,10 +91,10 @@ def import_custom(job: JobConfig) -> None:
         ) from error
 
 
-def check_data(job: JobConfig) -> None:
-    """Refuse a data set or tokenizer that is not there."""
+def check_data(job: JobConfig) -> int:
+    """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
     tokenizer = resolve.tokenizer_path(job)
-    check_tokenizer(tokenizer)
+    tokens = check_tokenizer(tokenizer)
     wanted = [resolve.training_data(job)]
     if job.validation.enable:
         wanted.append(resolve.validation_data(job))
@@ -107,13 +107,13 @@ def check_data(job: JobConfig) -> None:
             tokenizer_path=tokenizer,
             seq_len=data.seq_len,
         )
+    return tokens
 
 
-def check_vocabulary(job: JobConfig, vocab_size: int) -> None:
+def check_vocabulary(job: JobConfig, tokens: int, vocab_size: int) -> None:
     """Refuse a tokenizer with more tokens than the model has embeddings."""
-    path = resolve.tokenizer_path(job)
-    tokens = check_tokenizer(path)
     if tokens > vocab_size:
+        path = resolve.tokenizer_path(job)
         raise ConfigError(
             f'model.hf_assets_path = "{path}" has {tokens} tokens, but {" ".join(resolve.model_name(job))} has '
             f"vocab_size = {vocab_size}; take the tokenizer that belongs to the model, or raise vocab_size in a "

@@ -6,7 +6,6 @@ memory on a machine without a device.
 """
 
 import contextlib
-import importlib.util
 import math
 import os
 import sys
@@ -32,11 +31,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         """torchtitan's, whose `build` makes this class."""
 
     def __init__(self, config: Config, **kwargs: Any):
-        if config.enable_wandb and importlib.util.find_spec("wandb") is None:
-            raise UserError(
-                "[metrics] enable_wandb = true: the wandb package is not installed; "
-                "pip install 'titanplans[wandb]', or set it to false"
-            )
         super().__init__(config, **kwargs)
         if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
             self.color = utils.NoColor()
@@ -147,7 +141,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             if writers.number_of_loggers < wanted:
                 raise UserError(
                     "[metrics] enable_wandb = true: W&B did not start, for the reason logged above; "
-                    "log in, set WANDB_MODE=offline, or set it to false"
+                    "install it, log in, set WANDB_MODE=offline, or set it to false"
                 )
         return writers
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 import models
+from plans.errors import either, near_multiples
 from training.config import ConfigError, JobConfig
 from training.data.vocabulary import default_tokenizer_path
 
@@ -113,8 +114,7 @@ def global_batch_size(job: JobConfig, data_parallel: int) -> int:
     if training.global_batch_size == -1:
         return at_a_time * training.gradient_accumulation_steps
     if training.global_batch_size % at_a_time:
-        below = training.global_batch_size // at_a_time * at_a_time
-        works = f"{below} or {below + at_a_time}" if below else str(at_a_time)
+        works = near_multiples(training.global_batch_size, at_a_time)
         raise ConfigError(
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of local_batch_size x "
             f"data-parallel degree = {training.local_batch_size} x {data_parallel} = {at_a_time}; {works} would work"
@@ -123,16 +123,15 @@ def global_batch_size(job: JobConfig, data_parallel: int) -> int:
 
 
 def _indivisible(degrees: dict[str, int], world_size: int) -> str:
+    divisors = either([n for n in range(1, world_size + 1) if world_size % n == 0])
     if len(degrees) > 1:
-        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         return (
             f"parallelism: {_product(degrees)} does not divide the {_processes(world_size)}; "
-            f"a product of {_either(divisors)} would"
+            f"a product of {divisors} would"
         )
     ((key, degree),) = degrees.items()
-    divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
     return (
-        f"parallelism.{key} = {degree} does not divide the {_processes(world_size)}; {_either(divisors)} would, "
+        f"parallelism.{key} = {degree} does not divide the {_processes(world_size)}; {divisors} would, "
         f"or start {degree} processes"
     )
 
@@ -145,7 +144,3 @@ def _product(degrees: dict[str, int]) -> str:
 
 def _processes(world_size: int) -> str:
     return "1 process" if world_size == 1 else f"{world_size} processes"
-
-
-def _either(values: list[str]) -> str:
-    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from simulate import compare
 from tiny import Tiny, TinyPlan
+from torch import nn
 
 import models.kernels
 from plans import TPPlan
@@ -142,4 +143,42 @@ def test_positions_come_from_the_tokens():
     result = compare(build, tokens, 2, plan=LlamaPlan, sequence_parallel=True)
     assert not result.missing
     # transformers makes its rotary tables in float32, the same for both models.
+    assert max(result.loss, result.gradient) < 1e-11, result
+
+
+class SequenceFirst(nn.Module):
+    """Attention over hidden states [sequence, batch, hidden]."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        # No bias on the keys: softmax cancels it, so its gradient would be nothing but rounding.
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.o_proj = nn.Linear(16, 16)
+
+    def forward(self, hidden_states):
+        q, k, v = (
+            p(hidden_states).unflatten(-1, (-1, 4)).permute(1, 2, 0, 3)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(o.permute(2, 0, 1, 3).flatten(2))
+
+
+def test_the_sequence_may_come_first():
+    class Plan(TPPlan):
+        def attn_plan(self, attn):
+            projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
+            return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
+
+    def build():
+        torch.manual_seed(0)
+        model = Tiny()
+        for layer in model.layers:
+            layer.attn = SequenceFirst()
+        return model.double()
+
+    tokens = torch.randint(0, 32, (8, 3), generator=torch.Generator().manual_seed(1))  # 3: not divisible
+    result = compare(build, tokens, 2, plan=Plan, sequence_parallel=True, sequence_dim=0)
+    assert not result.missing
     assert max(result.loss, result.gradient) < 1e-11, result

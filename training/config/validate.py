@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from plans.errors import near_multiples
 from training.config.errors import ConfigError
 from training.config.refused import REFUSED
 from training.config.schema import JobConfig
@@ -57,7 +58,7 @@ def _batch(job: JobConfig) -> Iterator[str]:
         yield (
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
             f"training.local_batch_size = {training.local_batch_size}; "
-            f"{_multiples(training.global_batch_size, training.local_batch_size)} would work"
+            f"{near_multiples(training.global_batch_size, training.local_batch_size)} would work"
         )
     yield from _loader("training", training.dataloader)
 
@@ -185,8 +186,3 @@ def _profiling(job: JobConfig) -> Iterator[str]:
         )
     if job.debug.deterministic_warn_only and not job.debug.deterministic:
         yield "debug.deterministic_warn_only does nothing without debug.deterministic = true"
-
-
-def _multiples(value: int, step: int) -> str:
-    below = value // step * step
-    return f"{below} or {below + step}" if below else str(step)
