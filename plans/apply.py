@@ -20,12 +20,15 @@ from plans.checks import (
     sizes,
     tied_parameters,
 )
+from plans.collectives import Border
 from plans.custom import PlanSource, resolve_plan
 from plans.errors import PlanError
-from plans.inputs import guard_inputs
+from plans.inputs import begin_stream, guard_inputs
 from plans.local import ParameterMemo
-from plans.plan import Plan, TPOptions
-from plans.styles import Style
+from plans.plan import Plan, TPOptions, TPPlan
+from plans.structure import find_decoder, find_mixers
+from plans.styles import Colwise, Style
+from plans.vocab import VocabEmbedding
 
 
 def check_plan(
@@ -35,7 +38,6 @@ def check_plan(
     loss_parallel: bool = True,
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
-    seq_len: int | None = None,
     plan: PlanSource = None,
 ) -> Plan:
     """Resolve the plan of `model` and check it, moving nothing and needing no process group.
@@ -46,7 +48,6 @@ def check_plan(
         loss_parallel: keep the logits sharded over the vocabulary.
         sequence_parallel: shard the sequence between the regions.
         sequence_dim: the dimension of the hidden states that is the sequence.
-        seq_len: length of the training sequences, to be checked too, in tokens.
         plan: a plan of the user's own (a TPPlan class, its "module:Class", or a dict of module
             names and styles); None looks up the one registered for `model.config.model_type`.
 
@@ -58,7 +59,11 @@ def check_plan(
             a split module stands outside a region; the degree does not divide a size.
     """
     options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim)
-    source = resolve_plan(plan, model, options)
+    return _checked(resolve_plan(plan, model, options), model)
+
+
+def _checked(source: TPPlan, model: nn.Module) -> Plan:
+    options = source.options
     name = type(source).__name__
     styles = source.full_plan(model)
     check_keys(styles, model, name)
@@ -67,7 +72,7 @@ def check_plan(
     check_mixers(styles, model, options)
     check_styles(styles, model)
     check_tied(styles, model)
-    check_degree(list(sizes(styles, source, model, seq_len)), options)
+    check_degree(list(sizes(styles, source, model)), options)
     return styles
 
 
@@ -92,14 +97,9 @@ def apply_plan(
         raise PlanError(
             f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
         )
-    styles = check_plan(
-        model,
-        tp_mesh.size(),
-        loss_parallel=loss_parallel,
-        sequence_parallel=sequence_parallel,
-        sequence_dim=sequence_dim,
-        plan=plan,
-    )
+    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim)
+    source = resolve_plan(plan, model, options)
+    styles = _checked(source, model)
     tied = tied_parameters(model)
     memo = ParameterMemo()
     for key, style in styles.items():
@@ -112,8 +112,30 @@ def apply_plan(
             )
     _check_distributed(model, styles)
     _check_still_tied(model, tied)
-    guard_inputs(model, loss_parallel=loss_parallel, sequence_dim=sequence_dim if sequence_parallel else None)
+    _set_local_attributes(model, source, styles)
+    begins_stream = _embedding_begins_stream(model, styles)
+    if sequence_parallel and not begins_stream:
+        begin_stream(model.get_submodule(find_decoder(model).layers[0]), Border(tp_mesh, source.stream))
+    guard_inputs(model, loss_parallel=loss_parallel, stream=source.stream, begins_stream=begins_stream)
     return styles
+
+
+def _set_local_attributes(model: nn.Module, source: TPPlan, styles: Plan) -> None:
+    """Let the mixers whose heads are split count this rank's."""
+    for name, mixer in find_mixers(model).items():
+        inside = [style for key, style in styles.items() if key.startswith(f"{name}.")]
+        if any(isinstance(style, Colwise) for style in inside):
+            for attribute, value in source.plan_of(mixer).local_attributes(mixer).items():
+                setattr(mixer, attribute, value)
+
+
+def _embedding_begins_stream(model: nn.Module, styles: Plan) -> bool:
+    """Whether the embedding's output is laid out as the stream; a style that is not ours is taken to do it."""
+    ours = [style.begins_stream for style in styles.values() if isinstance(style, VocabEmbedding)]
+    if ours:
+        return any(ours)
+    embedding = find_decoder(model).embedding
+    return embedding is not None and not isinstance(styles[embedding], Style)
 
 
 def _check_distributed(model: nn.Module, styles: Plan) -> None:

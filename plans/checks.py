@@ -4,25 +4,33 @@ Each check raises a PlanError that names the plan key, the module, its class and
 says what would work. They read shapes only, so they hold on meta and need no process group.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from plans.errors import PlanError, either
-from plans.plan import Plan, TPOptions, TPPlan
+from plans.collectives import shard_size
+from plans.errors import PlanError, either, near_multiples
+from plans.plan import KV_HEADS, Plan, TPOptions, TPPlan
 from plans.structure import find_mixers, join
-from plans.styles import Colwise, Rowwise, Style
+from plans.styles import Colwise, KVColwise, Rowwise, Style
+
+_DEGREES = 256
+"""How far degrees that would work are sought."""
 
 
 class Size(NamedTuple):
-    """Something that the degree has to divide."""
+    """Something that the degree has to suit."""
 
     what: str
     value: int
     where: str
+    suits: Callable[[int], bool]
+    """Whether a degree would do."""
+    fault: str = "does not divide"
     also: str = ""
     """What would work beside another degree."""
 
@@ -157,39 +165,71 @@ def check_tied(plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
 
 
 def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
-    """Refuse a degree that does not divide every size, with the degrees that do."""
+    """Refuse a degree that does not suit every size, with the degrees that do."""
     for size in sizes:
-        if size.value % options.degree:
-            largest = min(s.value for s in sizes)
-            works = [d for d in range(1, largest + 1) if all(s.value % d == 0 for s in sizes)]
+        if not size.suits(options.degree):
+            largest = max(s.value for s in sizes)
+            works = [d for d in range(1, min(largest, _DEGREES) + 1) if all(s.suits(d) for s in sizes)]
             raise PlanError(
-                f"tensor_parallel_degree = {options.degree} does not divide {size.what} = {size.value} ({size.where}): "
+                f"tensor_parallel_degree = {options.degree} {size.fault} {size.what} = {size.value} ({size.where}): "
                 f"{either(works)} would work{size.also}"
             )
 
 
-def sizes(plan: Plan, source: TPPlan, model: nn.Module, seq_len: int | None) -> Iterator[Size]:
-    """Yield what the degree has to divide: heads first, since they say most, then every sharded dimension."""
-    for name, mixer in find_mixers(model).items():
-        if any(isinstance(style, Colwise) and _within(key, name) for key, style in plan.items()):
-            counts = source.plan_of(mixer).heads(mixer)
-            yield from (
-                Size(what, value, f"{name}, {type(mixer).__name__}") for what, value in counts.items()
-            )
-    degree = source.options.degree
-    if seq_len is not None and source.options.sequence_parallel:
-        longer = f", or seq_len = {_next_multiple(seq_len, degree)}, or enable_sequence_parallel = false"
-        yield Size("seq_len", seq_len, "sequence parallelism shards the sequence", longer)
-    for key, style in _ours(plan).items():
+def sizes(plan: Plan, source: TPPlan, model: nn.Module) -> Iterator[Size]:
+    """Yield what the degree has to suit: heads first, since they say most, then every sharded dimension.
+
+    Inside a token mixer shards are whole heads, so the degree must divide. Elsewhere they may be
+    uneven, as long as every rank holds something.
+    """
+    ours = _ours(plan)
+    mixers = find_mixers(model)
+    for name, mixer in mixers.items():
+        inside = [style for key, style in ours.items() if _within(key, name)]
+        if any(isinstance(style, Colwise) for style in inside):
+            shared = any(isinstance(style, KVColwise) for style in inside)
+            yield from _heads(source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
+    for key, style in ours.items():
         module = model.get_submodule(key)
+        in_mixer = any(_within(key, name) for name in mixers)
         for name, layout in style.layouts(module).items():
             if isinstance(layout.placement, Shard):
                 param = module._parameters[name]
                 assert param is not None
                 what, value = f"dimension {layout.placement.dim} of {name}", param.shape[layout.placement.dim]
-                also = f", or a vocabulary of {_next_multiple(value, degree)}" if style.vocabulary else ""
-                yield Size(what, value, f"{key}, {type(module).__name__}", also)
+                where = f"{key}, {type(module).__name__}"
+                if in_mixer:
+                    yield Size(what, value, where, partial(_divides, value))
+                else:
+                    also = f", or a size of {_next_multiple(value, source.options.degree)}"
+                    yield Size(what, value, where, partial(_fills, value), "leaves a rank without a share of", also)
+
+
+def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator[Size]:
+    degree = plan.options.degree
+    for name, count in plan.heads(mixer).items():
+        if name in KV_HEADS and shared:
+            also = f", or {name} = {either([n for n in range(1, degree + 1) if degree % n == 0])}"
+            yield Size(name, count, where, partial(_divides_either_way, count), also=also)
+        else:
+            also = f", or {name} = {near_multiples(count, degree)}"
+            if name in KV_HEADS:
+                also += ", or kv_colwise() where colwise() splits keys and values"
+            yield Size(name, count, where, partial(_divides, count), also=also)
+
+
+def _divides(value: int, degree: int) -> bool:
+    return value % degree == 0
+
+
+def _divides_either_way(value: int, degree: int) -> bool:
+    return value % degree == 0 or degree % value == 0
+
+
+def _fills(value: int, degree: int) -> bool:
+    """Whether every rank would hold something of `value`."""
+    return shard_size(value, shard_size(value, degree)) == degree
 
 
 def _next_multiple(value: int, factor: int) -> int:
-    return -(value // -factor) * factor
+    return shard_size(value, factor) * factor

@@ -1,16 +1,18 @@
-"""The two borders of a tensor-parallel region, on plain local tensors.
+"""The residual stream, and the borders between it and a tensor-parallel region, on plain local tensors.
 
-Outside a region lies the residual stream: each rank holds its shard of the sequence (sequence
-parallelism) or a replica. Inside, every rank holds the whole sequence and its share of the heads
-or of the MLP width, and computes a partial sum of the region's output. `enter` and `leave` cross
-the border; their backwards are each other's mirror image (Megatron-LM's f, g and their
-sequence-parallel forms, Korthikanti et al. 2022, "Reducing Activation Recomputation", figure 5):
+On the stream each rank holds its shard of the sequence (sequence parallelism) or a replica. Inside a
+region every rank holds the whole sequence and its share of the heads or of the MLP width, and
+computes a partial sum of the region's output. `enter` and `leave` cross the border; their backwards
+are each other's mirror image (Megatron-LM's f, g and their sequence-parallel forms, Korthikanti et
+al. 2022, "Reducing Activation Recomputation", figure 5):
 
     border   sequence parallel   forward          backward
     enter    yes                 all-gather       reduce-scatter
     enter    no                  identity         all-reduce
     leave    yes                 reduce-scatter   all-gather
     leave    no                  all-reduce       identity
+    begin    yes                 own shard        all-gather
+    begin    no                  identity         identity
 
 Tensors are local on both sides, so a Triton kernel may stand anywhere, and a compiled graph holds
 nothing but the collective and its neighbours, which is what async tensor parallelism looks for.
@@ -20,29 +22,60 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 Group = tuple[str, int]
 """A process group's name and size: a compiled graph can hold these, but not a mesh."""
 
 
-def stream_placement(sequence_parallel: bool, sequence_dim: int) -> Placement:
-    """Return how the residual stream lies on the TP mesh: its sequence sharded, or replicated."""
-    return Shard(sequence_dim) if sequence_parallel else Replicate()
+class Stream:
+    """The residual stream of one split model, between its regions; all styles of a plan share one.
+
+    Sharded, each rank holds `ceil(length / ranks)` tokens, the last ones filled up with zeros where
+    the length is not a multiple: what works token by token does not mind, regions never see them.
+
+    Args:
+        sequence_parallel: the sequence is sharded; otherwise every rank holds all of it.
+        sequence_dim: the dimension of the hidden states that is the sequence.
+    """
+
+    def __init__(self, sequence_parallel: bool, sequence_dim: int):
+        self.dim = sequence_dim if sequence_parallel else None
+        self.length = 0
+        """Tokens of the whole sequence in the forward that runs now; set where the stream begins."""
+
+    @property
+    def placement(self) -> Placement:
+        """How the hidden states lie on the TP mesh."""
+        return Replicate() if self.dim is None else Shard(self.dim)
+
+    @property
+    def gradient(self) -> Placement:
+        """How the gradient of a replicated parameter on the stream lies on the TP mesh."""
+        return Replicate() if self.dim is None else Partial()
+
+    def __repr__(self) -> str:
+        return repr(self.placement)
 
 
 class Border:
-    """The border between the residual stream and the regions of one TP mesh.
+    """The border between the residual stream and the regions of one 1-D TP mesh."""
 
-    Args:
-        mesh: the 1-D TP mesh.
-        stream: placement of the residual stream, `Shard(sequence_dim)` or `Replicate()`.
-    """
-
-    def __init__(self, mesh: DeviceMesh, stream: Placement):
+    def __init__(self, mesh: DeviceMesh, stream: Stream):
+        self.stream = stream
         self.group: Group = (mesh.get_group().group_name, mesh.size())
-        self.dim = stream.dim if isinstance(stream, Shard) else None
+        self.rank = mesh.get_local_rank()
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        """Lay `x`, whole on every rank, out as the stream: each rank takes its shard.
+
+        What comes before is the same on every rank, and its gradient is whole there: gathered.
+        """
+        if self.stream.dim is None:
+            return x
+        self.stream.length = x.shape[self.stream.dim]
+        return _TakeShard.apply(x, self.stream.dim, self.rank, self.group)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Bring the stream's local tensor `x` into a region: the whole sequence on every rank.
@@ -50,40 +83,54 @@ class Border:
         Each rank's gradient of the result is partial (it has seen its own share of the heads only);
         the backward sums them and lays the sum out as the stream.
         """
-        return (
-            _SumGradients.apply(x, self.group) if self.dim is None else _Gather.apply(x, self.dim, self.group)
-        )
+        if self.stream.dim is None:
+            return _SumGradients.apply(x, self.group)
+        return _Gather.apply(x, self.stream.dim, self.stream.length, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the partial results `x` of a region over the ranks and lay the sum out as the stream."""
-        return _Sum.apply(x, self.group) if self.dim is None else _ScatterSum.apply(x, self.dim, self.group)
+        if self.stream.dim is None:
+            return _Sum.apply(x, self.group)
+        return _ScatterSum.apply(x, self.stream.dim, self.group)
 
 
-def gather_shards(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """Gather the shards `x` along `dim`. What follows is the same on every rank, so its gradient is whole."""
-    return _GatherShards.apply(x, mesh, dim)
+def shard_size(length: int, ranks: int) -> int:
+    """Return how much of `length` a rank holds, the last ones perhaps less: as `torch.chunk` and DTensor."""
+    return -(length // -ranks)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, dim, group):
+    def forward(ctx: Any, x, dim, length, group):
         ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
+        return _all_gather(x, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, dim, group):
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
         return _reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return _all_gather(grad, ctx.dim, ctx.group), None, None
+        return _all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None
+
+
+class _TakeShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, dim, rank, group):
+        ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
+        size = shard_size(ctx.length, group[1])
+        return _padded(x, dim, size * group[1]).narrow(dim, rank * size, size).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        return _all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None, None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -107,17 +154,31 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
+def shards_of(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+    """Return the DTensor that is `size` long in `dim` and of which each rank of `mesh` holds `x`."""
+    shape = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, (Shard(dim),), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def gather_shards(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> torch.Tensor:
+    """Gather the shards `x` of something `size` long in `dim`.
+
+    What follows is the same on every rank, so its gradient is whole there.
+    """
+    return _GatherShards.apply(x, mesh, dim, size)
+
+
 class _GatherShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, mesh, dim):
+    def forward(ctx: Any, x, mesh, dim, size):
         ctx.mesh, ctx.dim = mesh, dim
-        shards = DTensor.from_local(x, mesh, (Shard(dim),), run_check=False)
-        return shards.redistribute(placements=(Replicate(),)).to_local()
+        return shards_of(x, mesh, dim, size).redistribute(placements=(Replicate(),)).to_local()
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         whole = DTensor.from_local(grad, ctx.mesh, (Replicate(),), run_check=False)
-        return whole.redistribute(placements=(Shard(ctx.dim),)).to_local(), None, None
+        return whole.redistribute(placements=(Shard(ctx.dim),)).to_local(), None, None, None
 
 
 # The operators themselves rather than their Python wrappers, whose names change between releases
@@ -125,17 +186,26 @@ class _GatherShards(torch.autograd.Function):
 _c10d = torch.ops._c10d_functional
 
 
-def _all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
     name, ranks = group
     stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, name))
-    return stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
+    whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
+    return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
 
 
 def _reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     name, ranks = group
+    x = _padded(x, dim, shard_size(x.shape[dim], ranks) * ranks)
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, name))
 
 
 def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group[0]))
+
+
+def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)

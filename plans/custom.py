@@ -9,7 +9,7 @@ plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -18,23 +18,27 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from plans.errors import PlanError
 from plans.plan import Plan, TPOptions, TPPlan
 from plans.registry import plan_for_model, registered_plans
+from plans.structure import find_mixers
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 
-STYLES = {
-    "attn_input": lambda plan: plan.attn_input()[""],
-    "attn_region": lambda plan: plan.attn_region()[""],
-    "mlp_input": lambda plan: plan.mlp_input()[""],
-    "mlp_region": lambda plan: plan.mlp_region()[""],
-    "colwise": TPPlan.colwise,
-    "rowwise": TPPlan.rowwise,
-    "rowwise_partial": lambda plan: plan.rowwise(reduce_output=False),
-    "replicated": TPPlan.replicated,
-    "sequence_parallel": TPPlan.sequence_parallel,
-    "vocab_embedding": TPPlan.vocab_embedding,
-    "vocab_head": TPPlan.vocab_head,
+STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
+    "attn_input": lambda plan, mixer: plan.attn_input()[""],
+    "attn_region": lambda plan, mixer: plan.attn_region()[""],
+    "mlp_input": lambda plan, mixer: plan.mlp_input()[""],
+    "mlp_region": lambda plan, mixer: plan.mlp_region()[""],
+    "colwise": lambda plan, mixer: plan.colwise(),
+    "kv_colwise": lambda plan, mixer: plan.colwise() if mixer is None else plan.kv_colwise(mixer),
+    "rowwise": lambda plan, mixer: plan.rowwise(),
+    "rowwise_partial": lambda plan, mixer: plan.rowwise(reduce_output=False),
+    "replicated": lambda plan, mixer: plan.replicated(),
+    "sequence_parallel": lambda plan, mixer: plan.sequence_parallel(),
+    "no_parallel": lambda plan, mixer: plan.no_parallel(),
+    "vocab_embedding": lambda plan, mixer: plan.vocab_embedding(),
+    "vocab_embedding_begins_stream": lambda plan, mixer: plan.vocab_embedding(begins_stream=True),
+    "vocab_head": lambda plan, mixer: plan.vocab_head(),
 }
-"""Names of styles in a plan that is given as a dict, and the TPPlan method behind each."""
+"""Names of styles in a plan that is given as a dict, and the TPPlan method behind each, given the mixer around."""
 
 
 class DictPlan(TPPlan):
@@ -48,26 +52,30 @@ class DictPlan(TPPlan):
         plan: Plan = {}
         origin: dict[str, str] = {}
         names = [name for name, _ in model.named_modules()]
+        mixers = find_mixers(model)
         for pattern, style in self.patterns.items():
             matched = [name for name in names if _matches(name, pattern)]
             if not matched:
-                plan[pattern] = self._style(pattern, style)  # strict application refuses it by this name
+                plan[pattern] = self._style(
+                    pattern, style, None
+                )  # strict application refuses it by this name
             for name in matched:
                 if name in plan:
                     raise PlanError(
                         f"plan keys '{origin[name]}' and '{pattern}' both match {name}: make them disjoint"
                     )
-                plan[name], origin[name] = self._style(pattern, style), pattern
+                mixer = next((m for path, m in mixers.items() if name.startswith(path + ".")), None)
+                plan[name], origin[name] = self._style(pattern, style, mixer), pattern
         return plan
 
-    def _style(self, pattern: str, style: str | ParallelStyle) -> ParallelStyle:
+    def _style(self, pattern: str, style: str | ParallelStyle, mixer: nn.Module | None) -> ParallelStyle:
         if isinstance(style, ParallelStyle):
             return style
         if style not in STYLES:
             raise PlanError(
                 f"plan key '{pattern}' = {style!r}: no such style; there are {', '.join(sorted(STYLES))}"
             )
-        return STYLES[style](self)
+        return STYLES[style](self, mixer)
 
 
 def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TPPlan:

@@ -10,12 +10,12 @@ FSDP2 and optimizers go through `module._parameters` and see the DTensor; names 
 
 from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 
@@ -26,6 +26,8 @@ class Layout(NamedTuple):
     gradient: Placement
     hidden: bool = False
     """Read as None: a style adds it elsewhere (see `local_parameter`)."""
+    shared_heads: int | None = None
+    """The first dimension counts this many heads, of which several ranks share one: reading gives its rows."""
 
 
 class ParameterMemo(dict[int, nn.Parameter]):
@@ -67,7 +69,9 @@ def localize(
         module._parameters[name] = known
     if layouts:
         gradients = {name: (layout.gradient,) for name, layout in layouts.items()}
+        rows = {name: _rows(module._parameters[name], layout, mesh) for name, layout in layouts.items()}
         module.__dict__["_gradient_placements"] = module.__dict__.get("_gradient_placements", {}) | gradients
+        module.__dict__["_local_rows"] = module.__dict__.get("_local_rows", {}) | rows
         names = tuple((name, layouts[name].hidden) for name in sorted(layouts))
         module.__class__ = _with_local_parameters(type(module), names)
 
@@ -75,9 +79,47 @@ def localize(
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the local tensor of a parameter, also of a hidden one."""
     param = module._parameters[name]
-    if _on_tp_mesh(param):
-        return param.to_local(grad_placements=module._gradient_placements[name])  # type: ignore[index, union-attr]
-    return param
+    if not _on_tp_mesh(param):
+        return param
+    local = _read(param, module._gradient_placements[name])  # type: ignore[index, union-attr]
+    rows = module._local_rows[name]  # type: ignore[index]
+    return local if rows is None else local.narrow(0, *rows)
+
+
+def _read(param: DTensor, gradient: tuple[Placement]) -> torch.Tensor:
+    (placement,) = param.placements
+    if isinstance(placement, Shard) and param.shape[placement.dim] % param.device_mesh.size():
+        return _ReadUneven.apply(param)
+    return param.to_local(grad_placements=gradient)
+
+
+class _ReadUneven(torch.autograd.Function):
+    """`to_local` for a shard that is not as large as the others.
+
+    DTensor's own backward takes this rank's share for everyone's, and gives the gradient a stride
+    that belongs to no tensor of the parameter's shape.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param):
+        ctx.spec = param._spec
+        return param._local_tensor.view_as(param._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        meta = ctx.spec.tensor_meta
+        return DTensor.from_local(
+            grad, ctx.spec.mesh, ctx.spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+        )
+
+
+def _rows(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> tuple[int, int] | None:
+    """Return first row and number of rows of the head that this rank shares with its neighbours."""
+    if layout.shared_heads is None:
+        return None
+    assert param is not None
+    rows = param.shape[0] // layout.shared_heads
+    return mesh.get_local_rank() // (mesh.size() // layout.shared_heads) * rows, rows
 
 
 def _on_tp_mesh(param: torch.Tensor | None) -> bool:

@@ -10,16 +10,30 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
 
-from plans.collectives import stream_placement
+from plans.collectives import Stream
 from plans.errors import PlanError
 from plans.registry import mixer_plan_of, plan_for_mixer
 from plans.structure import find_decoder, find_mixer, find_mlp, is_norm, join
-from plans.styles import Colwise, Region, Replicated, Rowwise, SequenceParallel, VocabHead
+from plans.styles import (
+    Colwise,
+    KVColwise,
+    NoParallel,
+    Region,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    VocabHead,
+)
 from plans.vocab import VocabEmbedding
 
 Plan = dict[str, ParallelStyle]
+
+KV_HEADS = ("num_kv_heads", "num_key_value_heads")
+"""Under these names a mixer or its config counts key/value heads."""
+
+_GROUPS = ("num_kv_groups", "num_key_value_groups")
+"""Under these names flash-linear-attention and transformers keep queries per key/value head."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class TPPlan:
 
     def __init__(self, options: TPOptions):
         self.options = options
+        self.stream = Stream(options.sequence_parallel, options.sequence_dim)
 
     # The parts of a model.
 
@@ -94,19 +109,33 @@ class TPPlan:
         }
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
-        """Return the head counts of a mixer by name; the degree must divide each."""
-        return {
-            name: value
-            for name in ("num_heads", "num_kv_heads")
-            if isinstance(value := getattr(attn, name, None), int)
-        }
+        """Return the head counts of a mixer by name: attributes of the module, or else of its config."""
+        held = (attn, getattr(attn, "config", None))
+        for names in (("num_heads", "num_kv_heads"), ("num_attention_heads", "num_key_value_heads")):
+            for holder in held:
+                counts = {n: v for n in names if isinstance(v := getattr(holder, n, None), int)}
+                if counts:
+                    return counts
+        return {}
+
+    def kv_heads(self, attn: nn.Module) -> int | None:
+        """Return how many key/value heads a mixer has; None if `heads` does not say."""
+        return next((count for name, count in self.heads(attn).items() if name in KV_HEADS), None)
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        """Return the attributes of a mixer that must count this rank's heads, and their values.
+
+        Only ratios and sizes that a mixer's code does not read off its tensors: how many query heads
+        share a key/value head is another number where ranks share the latter.
+        """
+        counts = self.heads(attn)
+        kv = self.kv_heads(attn)
+        if kv is None or self.options.degree <= kv:
+            return {}
+        queries = next(count for name, count in counts.items() if name not in KV_HEADS)
+        return {name: queries // self.options.degree for name in _GROUPS if hasattr(attn, name)}
 
     # What a plan is made of.
-
-    @property
-    def stream(self) -> Placement:
-        """The placement of the residual stream."""
-        return stream_placement(self.options.sequence_parallel, self.options.sequence_dim)
 
     def attn_input(self, input_name: str = "hidden_states") -> Plan:
         """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces."""
@@ -128,6 +157,11 @@ class TPPlan:
         """Shard a module's outputs or channels: the first dimension of its parameters."""
         return Colwise()
 
+    def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
+        """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few."""
+        kv = self.kv_heads(attn)
+        return Colwise() if kv is None else KVColwise(heads=kv, degree=self.options.degree)
+
     def rowwise(self, *, reduce_output: bool = True) -> ParallelStyle:
         """Shard a Linear's inputs, and sum its output over the ranks."""
         return Rowwise(stream=self.stream, reduce_output=reduce_output)
@@ -140,13 +174,22 @@ class TPPlan:
         """Replicate a module on the residual stream, such as a block's norm."""
         return SequenceParallel(stream=self.stream)
 
-    def vocab_embedding(self) -> ParallelStyle:
-        """Shard the rows of the embedding."""
-        return VocabEmbedding(stream=self.stream)
+    def no_parallel(self) -> ParallelStyle:
+        """Replicate a module that works before the stream begins, such as a vision tower's."""
+        return NoParallel()
+
+    def vocab_embedding(self, *, begins_stream: bool = False) -> ParallelStyle:
+        """Shard the rows of the embedding. See `VocabEmbedding` for where the stream begins."""
+        return VocabEmbedding(stream=self.stream, begins_stream=begins_stream)
 
     def vocab_head(self) -> ParallelStyle:
         """Shard the vocabulary of the head; `loss_parallel` decides what becomes of the logits."""
         return VocabHead(stream=self.stream, loss_parallel=self.options.loss_parallel)
+
+    def each_of(self, model: nn.Module, name: str, style: ParallelStyle) -> Plan:
+        """Give `style` to each module at or below `model`'s module `name` that holds parameters."""
+        modules = model.get_submodule(name).named_modules(prefix=name)
+        return {path: style for path, module in modules if module._parameters}
 
     # Putting the parts together.
 
@@ -159,7 +202,9 @@ class TPPlan:
         speaks_for_all = mine is None and type(self).attn_plan is not TPPlan.attn_plan
         if owner is None or owner is mine or speaks_for_all:
             return self
-        return owner(self.options)
+        plan = owner(self.options)
+        plan.stream = self.stream
+        return plan
 
     def full_plan(self, model: nn.Module) -> Plan:
         """Return the whole plan, by fully qualified module name."""

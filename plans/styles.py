@@ -3,17 +3,19 @@
     style             parameters           gradient   input             output
     Region            -                    -          enter             leave, if asked
     Colwise           Shard(0)             Shard(0)   -                 -
+    KVColwise         Shard(0), or heads shared by ranks: Replicate, Partial
     Rowwise           weight Shard(1)      Shard(1)   -                 leave, if asked; then the bias
     Replicated        Replicate            Partial    -                 -
     SequenceParallel  Replicate            of stream  -                 -
-    VocabEmbedding    Shard(0)             Shard(0)   whole token ids   leave
+    NoParallel        Replicate            Replicate  -                 -
+    VocabEmbedding    Shard(0)             Shard(0)   whole token ids   the sum: whole, or leave
     VocabHead         Shard(0)             Shard(0)   enter             vocabulary-sharded DTensor, or gathered
 
 `enter` and `leave` are the borders of plans/collectives.py. Inside a region everything is local, so
 one rule gives every gradient: what is sharded has a sharded gradient, and what is replicated has a
 Partial one, because each rank has followed only its own share of the paths to the loss.
 On the residual stream a replicated parameter's gradient is Partial if the sequence is sharded, and
-whole on every rank if not.
+whole on every rank if not. Before the stream begins every rank does the same work, and has whole gradients.
 
 All are torch `ParallelStyle`s; a plan may hold any other ParallelStyle too.
 """
@@ -24,11 +26,10 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
 
-from plans.collectives import Border, gather_shards
+from plans.collectives import Border, Stream, gather_shards, shards_of
 from plans.errors import PlanError
 from plans.local import Layout, ParameterMemo, local_parameter, localize
 
@@ -78,7 +79,7 @@ class Region(Style):
     """The border of a tensor-parallel region: the sequence is gathered once, before all projections.
 
     Args:
-        stream: placement of the residual stream (`Shard(sequence_dim)` or `Replicate()`).
+        stream: the residual stream.
         reduce_output: also reduce at the module's exit (its output, or the first of a tuple);
             otherwise a `Rowwise` inside has to.
         input_name: keyword under which the input comes if it is not the first positional argument.
@@ -86,7 +87,7 @@ class Region(Style):
 
     opens = True
 
-    def __init__(self, *, stream: Placement, reduce_output: bool, input_name: str = "hidden_states"):
+    def __init__(self, *, stream: Stream, reduce_output: bool, input_name: str = "hidden_states"):
         self.stream, self.reduce_output, self.input_name = stream, reduce_output, input_name
 
     @property
@@ -124,11 +125,31 @@ class Colwise(Style):
         return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
 
 
+class KVColwise(Colwise):
+    """Shard by key/value heads; where there are fewer of them than ranks, neighbouring ranks share one.
+
+    A parameter whose heads are shared is replicated, and reading it gives the rows of this rank's
+    head. Each of the ranks that share it has seen some of its queries only, so the gradient is a sum.
+
+    Args:
+        heads: how many heads the first dimension of each parameter counts.
+        degree: number of ranks.
+    """
+
+    def __init__(self, *, heads: int, degree: int):
+        self.heads, self.degree = heads, degree
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        if self.degree <= self.heads:
+            return super().layouts(module)
+        return {n: Layout(Replicate(), Partial(), shared_heads=self.heads) for n in _held(module)}
+
+
 class Rowwise(Style):
     """Shard a Linear's inputs; its output is a partial sum.
 
     Args:
-        stream: placement of the residual stream.
+        stream: the residual stream.
         reduce_output: leave the region here. False where a parent does, because it calls a fused
             kernel on this weight or works on the output before it returns.
 
@@ -137,7 +158,7 @@ class Rowwise(Style):
 
     inside = True
 
-    def __init__(self, *, stream: Placement, reduce_output: bool):
+    def __init__(self, *, stream: Stream, reduce_output: bool):
         self.stream, self.reduce_output = stream, reduce_output
 
     @property
@@ -148,7 +169,7 @@ class Rowwise(Style):
         layouts = {"weight": Layout(Shard(1), Shard(1))}
         if module._parameters.get("bias") is not None:
             # Hidden from the local product, which is a partial sum; added after it.
-            layouts["bias"] = Layout(Replicate(), _stream_gradient(self.stream), hidden=True)
+            layouts["bias"] = Layout(Replicate(), self.stream.gradient, hidden=True)
         return layouts
 
     def refusal(self, module: nn.Module) -> str | None:
@@ -185,11 +206,22 @@ class Replicated(Style):
 class SequenceParallel(Style):
     """Replicate a module's parameters on the residual stream, where it works token by token."""
 
-    def __init__(self, *, stream: Placement):
+    def __init__(self, *, stream: Stream):
         self.stream = stream
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Replicate(), _stream_gradient(self.stream)) for name in _held(module)}
+        return {name: Layout(Replicate(), self.stream.gradient) for name in _held(module)}
+
+
+class NoParallel(Style):
+    """Replicate a module that every rank calls with the same input, before the stream begins.
+
+    For what prepares the embeddings, such as a vision tower: the work and its gradients are the
+    same on every rank.
+    """
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        return {name: Layout(Replicate(), Replicate()) for name in _held(module)}
 
 
 class VocabHead(Style):
@@ -201,7 +233,7 @@ class VocabHead(Style):
 
     vocabulary = True
 
-    def __init__(self, *, stream: Placement, loss_parallel: bool):
+    def __init__(self, *, stream: Stream, loss_parallel: bool):
         self.stream, self.loss_parallel = stream, loss_parallel
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
@@ -210,14 +242,9 @@ class VocabHead(Style):
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         border = Border(mesh, self.stream)
         module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
-        module.register_forward_hook(partial(self._logits, mesh))
+        vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        module.register_forward_hook(partial(self._logits, mesh, vocabulary))
 
-    def _logits(self, mesh, module, args, output: torch.Tensor) -> torch.Tensor:
-        vocabulary = output.ndim - 1
-        if self.loss_parallel:
-            return DTensor.from_local(output, mesh, (Shard(vocabulary),), run_check=False)
-        return gather_shards(output, mesh, vocabulary)
-
-
-def _stream_gradient(stream: Placement) -> Placement:
-    return Replicate() if stream.is_replicate() else Partial()
+    def _logits(self, mesh, vocabulary, module, args, output: torch.Tensor) -> torch.Tensor:
+        combine = shards_of if self.loss_parallel else gather_shards
+        return combine(output, mesh, output.ndim - 1, vocabulary)

@@ -4,6 +4,7 @@ from torch import nn
 
 from plans.plan import Plan, TPPlan
 from plans.registry import register_plan
+from plans.structure import find_decoder
 
 
 @register_plan("transformer", mixer="fla.layers.attn.Attention")
@@ -16,6 +17,9 @@ class TransformerPlan(TPPlan):
 
     def model_plan(self, model: nn.Module) -> Plan:
         plan = super().model_plan(model)
+        # FLA's models read the sequence off the tokens, or inside a mixer: never off their embeddings.
+        if (embedding := find_decoder(model).embedding) is not None:
+            plan[embedding] = self.vocab_embedding(begins_stream=True)
         base = model.get_submodule(model.base_model_prefix)  # type: ignore[arg-type]
         return plan | {
             f"{model.base_model_prefix}.{name}": s for name, s in self._residual_mixing(base).items()
@@ -28,8 +32,8 @@ class TransformerPlan(TPPlan):
         plan = {
             **self.attn_region(),
             "q_proj": self.colwise(),
-            "k_proj": self.colwise(),
-            "v_proj": self.colwise(),
+            "k_proj": self.kv_colwise(attn),
+            "v_proj": self.kv_colwise(attn),
             "o_proj": self.rowwise(reduce_output=False),
         }
         if attn.qk_norm:  # one weight for all heads

@@ -11,22 +11,27 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Shard
 
-from plans.collectives import Border
-from plans.errors import PlanError
+from plans.collectives import Border, Stream, shard_size
 from plans.local import Layout
 from plans.styles import Style
 
 
 class VocabEmbedding(Style):
-    """Shard an embedding's rows; the output is summed over the ranks and laid out as the stream."""
+    """Shard an embedding's rows; the output is summed over the ranks.
+
+    Args:
+        stream: the residual stream.
+        begins_stream: the sum is laid out as the stream, which with sequence parallelism saves half of
+            its bytes. For models that draw no conclusion (positions, masks, where images belong) from
+            the embeddings; otherwise they are whole on every rank, and the stream begins at the first block.
+    """
 
     vocabulary = True
 
-    def __init__(self, *, stream: Placement):
-        self.stream = stream
+    def __init__(self, *, stream: Stream, begins_stream: bool):
+        self.stream, self.begins_stream = stream, begins_stream
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         return {"weight": Layout(Shard(0), Shard(0))}
@@ -37,8 +42,10 @@ class VocabEmbedding(Style):
         return None
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        size = shard_size(module._parameters["weight"].shape[0], mesh.size())  # type: ignore[union-attr]
+        border = Border(mesh, self.stream if self.begins_stream else Stream(False, 0))
         module.__class__ = _on_rows(type(module))
-        module.__dict__["_tp_rows"] = (mesh, self.stream, Border(mesh, self.stream))
+        module.__dict__["_tp_rows"] = (size, border)
 
 
 @cache
@@ -46,11 +53,11 @@ def _on_rows(cls: type[nn.Embedding]) -> type[nn.Embedding]:
     """Subclass an embedding class with a forward that works on this rank's rows."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        mesh, stream, border = self._tp_rows
-        _check_sequence(input, mesh, stream)
-        rows = self.weight.shape[0]
-        local_ids = input - _rank(mesh, input.device) * rows
-        elsewhere = (local_ids < 0) | (local_ids >= rows)
+        size, border = self._tp_rows
+        # By `narrow`, not by arithmetic on the rank: it also differs between ranks that one process simulates.
+        firsts = torch.arange(border.group[1], device=input.device) * size
+        local_ids = input - firsts.narrow(0, border.rank, 1)
+        elsewhere = (local_ids < 0) | (local_ids >= size)
         padding = self.padding_idx
         # A shard does not know the padding row's global number: its gradient is stopped below.
         self.padding_idx = None
@@ -61,27 +68,9 @@ def _on_rows(cls: type[nn.Embedding]) -> type[nn.Embedding]:
         out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
+        if border.stream.dim is not None:
+            border.stream.length = input.shape[border.stream.dim]
         return border.leave(out)
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), namespace)
-
-
-def _rank(mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """Return this rank's place in `mesh` as a tensor [1], without communication.
-
-    As a tensor, so that it also differs between the ranks that one process simulates.
-    """
-    places = torch.arange(mesh.size(), device=device)
-    return distribute_tensor(places, mesh, [Shard(0)], src_data_rank=None).to_local()
-
-
-def _check_sequence(tokens: torch.Tensor, mesh: DeviceMesh, stream: Placement) -> None:
-    if not isinstance(stream, Shard):
-        return
-    length = tokens.shape[stream.dim]
-    if length % mesh.size():
-        raise PlanError(
-            f"sequence_parallel: the sequence length {length} (dimension {stream.dim} of the tokens) is not a "
-            f"multiple of the tensor-parallel degree {mesh.size()}: pad it, or switch sequence_parallel off"
-        )

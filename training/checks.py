@@ -125,18 +125,13 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     """Refuse a model that the plan does not fit or the degree does not divide, and recomputation of nothing."""
     parallelism = job.parallelism
     if parallelism.tensor_parallel_degree > 1:
-        lengths = {job.training.seq_len}
-        if job.validation.enable:
-            lengths.add(resolve.validation_data(job).seq_len)
-        for seq_len in sorted(lengths, reverse=True):
-            check_plan(
-                model,
-                parallelism.tensor_parallel_degree,
-                loss_parallel=not parallelism.disable_loss_parallel,
-                sequence_parallel=parallelism.enable_sequence_parallel,
-                seq_len=seq_len,
-                plan=job.model.plan,
-            )
+        check_plan(
+            model,
+            parallelism.tensor_parallel_degree,
+            loss_parallel=not parallelism.disable_loss_parallel,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            plan=job.model.plan,
+        )
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for part in job.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns:
         if not any(part in name for name in linears):

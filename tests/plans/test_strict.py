@@ -145,31 +145,38 @@ def test_indivisible_heads_name_the_degrees_that_work():
     assert message.startswith(
         "tensor_parallel_degree = 3 does not divide num_heads = 4 (layers.0.attn, Attention)"
     )
-    assert message.endswith("1, 2 or 4 would work")
+    assert message.endswith("1, 2 or 4 would work, or num_heads = 3 or 6")
 
 
-def test_indivisible_vocabulary():
+def test_a_rank_without_a_share():
     model = Tiny()
-    model.embed, model.lm_head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+    model.embed, model.lm_head = nn.Embedding(9, 16), nn.Linear(16, 9, bias=False)
+    message = refused(Headless, degree=8, model=model)  # shards of 2, 2, 2, 2, 1, 0, 0, 0
+    assert "leaves a rank without a share of dimension 0 of weight = 9 (embed, Embedding)" in message
+    assert message.endswith("1 or 2 would work, or a size of 16")
+
+
+class Headless(TinyPlan):
+    def heads(self, attn):
+        return {}
+
+
+def test_more_ranks_than_key_value_heads():
+    model = Tiny()
+    for layer in model.layers:
+        layer.attn.num_kv_heads = 2
     message = refused(TinyPlan, degree=4, model=model)
-    assert "dimension 0 of weight = 30 (embed, Embedding)" in message
-    assert message.endswith("1 or 2 would work, or a vocabulary of 32")
+    assert "does not divide num_kv_heads = 2 (layers.0.attn, Attention)" in message
+    assert message.endswith("kv_colwise() where colwise() splits keys and values")
 
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {n: self.kv_colwise(attn) for n in ("k_proj", "v_proj")}
 
-def test_indivisible_sequence():
-    assert refused_sequence(15).endswith("1 would work, or seq_len = 16, or enable_sequence_parallel = false")
-    check_plan(Tiny(), 2, plan=TinyPlan, seq_len=15, sequence_parallel=False)
-    with ranks(2) as mesh:
-        model = Tiny()
-        apply_plan(model, mesh, plan=TinyPlan)
-        with pytest.raises(PlanError, match="sequence length 15"):
-            model(torch.zeros(1, 15, dtype=torch.long))
-
-
-def refused_sequence(length):
-    with pytest.raises(PlanError) as error:
-        check_plan(Tiny(), 2, plan=TinyPlan, seq_len=length)
-    return str(error.value)
+    check_plan(model, 4, plan=Plan)
+    for layer in model.layers:
+        layer.attn.num_kv_heads = 3
+    assert refused(Plan, degree=4, model=model).endswith("1 would work, or num_kv_heads = 1, 2 or 4")
 
 
 def test_unregistered_architecture():
