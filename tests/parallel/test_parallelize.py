@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 SMALL = dict(
     hidden_size=64, num_heads=4, num_hidden_layers=4, vocab_size=96, intermediate_size=48, use_cache=False
 )
+ODD = dict(vocab_size=97, intermediate_size=45, num_kv_heads=1)
 BATCH, LENGTH = 4, 32
 
 CASES = {
@@ -33,6 +34,13 @@ CASES = {
     "gla, tp 2 x fsdp 2": dict(tp=2, kind="gla"),
     "gla, tp 4, full checkpointing": dict(tp=4, kind="gla", ac="full"),
     "tp 2 x fsdp 2, bfloat16": dict(tp=2, dtype="bfloat16"),
+    "odd sizes, shared heads, tp 2 x fsdp 2": dict(tp=2, kind="odd"),
+    "odd sizes, shared heads, tp 4": dict(tp=4, kind="odd", sequence_parallel=False),
+    "odd sizes, shared heads, tp 2 x fsdp 2, compiled": dict(tp=2, kind="odd", compile=True),
+    "qwen3 with odd sizes, tp 4": dict(tp=4, kind="qwen3"),
+    "qwen3 with odd sizes, tp 2 x fsdp 2, gathered logits": dict(tp=2, kind="qwen3", loss_parallel=False),
+    "qwen3 with odd sizes, tp 2 x fsdp 2, full checkpointing": dict(tp=2, kind="qwen3", ac="full"),
+    "qwen3 with odd sizes, tp 2 x fsdp 2, compiled": dict(tp=2, kind="qwen3", compile=True),
     "biases and one graph a block, tp 2 x fsdp 2": dict(tp=2, kind="tiny", compile=True),
 }
 
@@ -41,14 +49,31 @@ def build(kind="transformer", tied=False):
     if kind == "tiny":
         torch.manual_seed(0)
         return Tiny(tied)
+    if kind == "qwen3":
+        return qwen3()
     from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
 
     config, model = {
+        "odd": (TransformerConfig, TransformerForCausalLM),
         "transformer": (TransformerConfig, TransformerForCausalLM),
         "gla": (GLAConfig, GLAForCausalLM),
     }[kind]
     torch.manual_seed(0)
-    return model(config(**SMALL, tie_word_embeddings=tied))
+    return model(config(**{**SMALL, **(ODD if kind == "odd" else {})}, tie_word_embeddings=tied))
+
+
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16, max_position_embeddings=64
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            **sizes, vocab_size=97, intermediate_size=45, num_key_value_heads=2, tie_word_embeddings=True
+        )
+    )
 
 
 def logits_of(model, tokens):
@@ -70,15 +95,16 @@ def step(model):
 
 def reference(kind="transformer", tied=False):
     model = build(kind, tied)
-    tokens = all_tokens()
+    tokens = all_tokens(kind)
     loss = loss_of(logits_of(model, tokens), tokens)
     loss.backward()
     norm = step(model)
     return loss.item(), norm.item(), {name: p.detach() for name, p in model.named_parameters()}
 
 
-def all_tokens():
-    return torch.randint(0, 32, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+def all_tokens(kind):
+    length = LENGTH - 1 if kind in ("odd", "qwen3") else LENGTH
+    return torch.randint(0, 32, (BATCH, length), generator=torch.Generator().manual_seed(1))
 
 
 def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default", kind="transformer", tied=False,
@@ -120,7 +146,7 @@ def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default",
     )
     batch = dims.get_optional_mesh("batch")
     part, parts = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
-    tokens = all_tokens().chunk(parts)[part]
+    tokens = all_tokens(kind).chunk(parts)[part]
     logits = logits_of(model, tokens)
     assert isinstance(logits, DTensor) == (loss_parallel and tp > 1)
     with on_shards() if isinstance(logits, DTensor) else contextlib.nullcontext():
@@ -161,7 +187,7 @@ def references():
     models.kernels.install("cpu")
     return {
         key: reference(*key)
-        for key in (("transformer", False), ("transformer", True), ("gla", False), ("tiny", False))
+        for key in {(case.get("kind", "transformer"), case.get("tied", False)) for case in CASES.values()}
     }
 
 
@@ -184,7 +210,7 @@ def test_step_equals_single_process(name, results, references):
         torch.testing.assert_close(
             weights[key], value, rtol=1e-4, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}"
         )
-    layers = 2 if case.get("kind") == "tiny" else SMALL["num_hidden_layers"]
+    layers = 2 if case.get("kind") in ("tiny", "qwen3") else SMALL["num_hidden_layers"]
     assert compiled == (layers if case.get("compile") else 0)
 
 
