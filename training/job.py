@@ -51,6 +51,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
             name=name,
             flavor=flavor,
             loss_parallel=not job.parallelism.disable_loss_parallel,
+            sequence_parallel=job.parallelism.enable_sequence_parallel,
             plan=job.model.plan,
         ),
         hf_assets_path=resolve.tokenizer_path(job),
@@ -135,13 +136,16 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
 
 def _parallelism(job: JobConfig) -> ParallelismConfig:
     p = job.parallelism
+    divisible = job.training.seq_len % p.tensor_parallel_degree == 0
     return ParallelismConfig(
         data_parallel_replicate_degree=p.data_parallel_replicate_degree,
         data_parallel_shard_degree=p.data_parallel_shard_degree,
         fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
         enable_fsdp_symm_mem=p.enable_fsdp_symm_mem,
         tensor_parallel_degree=p.tensor_parallel_degree,
-        enable_sequence_parallel=p.enable_sequence_parallel,
+        # torchtitan reads it only to refuse lengths that the degree does not divide, which plans split unevenly;
+        # what the job says reaches the plan by way of the model spec.
+        enable_sequence_parallel=p.enable_sequence_parallel and divisible,
         pipeline_parallel_degree=p.pipeline_parallel_degree,
         context_parallel_degree=p.context_parallel_degree,
         # The other backends want modules that declare their sharding in torchtitan's own way.

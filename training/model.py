@@ -6,10 +6,11 @@ Which modules a model has is decided in `models`, how they are split in `paralle
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torchtitan.config.configs import ParallelismConfig
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
@@ -102,7 +103,13 @@ class LanguageModel(BaseModel):
 
 
 def model_spec(
-    config: PretrainedConfig, *, name: str, flavor: str, loss_parallel: bool, plan: PlanSource = None
+    config: PretrainedConfig,
+    *,
+    name: str,
+    flavor: str,
+    loss_parallel: bool,
+    sequence_parallel: bool,
+    plan: PlanSource = None,
 ) -> ModelSpec:
     """What torchtitan's trainer needs to know of a model.
 
@@ -110,11 +117,17 @@ def model_spec(
         config: the architecture.
         name, flavor: for the log.
         loss_parallel: keep the logits sharded over the vocabulary for the loss.
+        sequence_parallel: shard the sequence between mixers and MLPs.
         plan: a custom plan, as `parallel.parallelize` takes it; None looks the plan up.
     """
 
-    def parallelize_language_model(model: LanguageModel, **kwargs: Any) -> LanguageModel:
-        parallel.parallelize(model.lm, loss_parallel=loss_parallel, plan=plan, **kwargs)
+    def parallelize_language_model(
+        model: LanguageModel, *, parallelism: ParallelismConfig, **kwargs: Any
+    ) -> LanguageModel:
+        parallelism = replace(parallelism, enable_sequence_parallel=sequence_parallel)
+        parallel.parallelize(
+            model.lm, parallelism=parallelism, loss_parallel=loss_parallel, plan=plan, **kwargs
+        )
         return model
 
     return ModelSpec(

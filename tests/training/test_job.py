@@ -122,8 +122,24 @@ def test_the_plan_and_loss_parallel_reach_the_parallelisation(monkeypatch):
     class Model:
         lm = None
 
-    config.model_spec.parallelize_fn(Model())
+    config.model_spec.parallelize_fn(Model(), parallelism=config.parallelism)
+    assert given.pop("parallelism").enable_sequence_parallel
     assert given == {"loss_parallel": False, "plan": plan}
+
+
+def test_sequence_parallelism_of_a_length_that_the_degree_does_not_divide(monkeypatch):
+    """torchtitan's own check must not see it, and the plan must."""
+    given = {}
+    monkeypatch.setattr("parallel.parallelize", lambda model, **kwargs: given.update(kwargs))
+    config = configure(2, training__seq_len=33, parallelism__tensor_parallel_degree=2)
+    assert not config.parallelism.enable_sequence_parallel
+    assert config.model_spec is not None
+
+    class Model:
+        lm = None
+
+    config.model_spec.parallelize_fn(Model(), parallelism=config.parallelism)
+    assert given["parallelism"].enable_sequence_parallel
 
 
 def test_a_model_from_a_file():

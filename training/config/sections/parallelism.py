@@ -34,7 +34,7 @@ class Parallelism:
     """Processes over which each layer is split by its plan."""
 
     enable_sequence_parallel: bool = True
-    """Under tensor parallelism: shard the sequence between the split regions; seq_len must divide by the degree."""
+    """Under tensor parallelism: shard the sequence between the split regions."""
 
     disable_loss_parallel: bool = False
     """Under tensor parallelism: gather the logits, instead of leaving them sharded over the vocabulary."""
