@@ -1,10 +1,12 @@
 """From a name and a flavor, or from a config.json, to a `transformers` config object.
 
-The sizes live in `models.flavors`. Nothing here reaches for the network: a model that is not in the
+The sizes live in `models.families`. Nothing here reaches for the network: a model that is not in the
 installed `transformers` or `fla` is refused, remote code included.
 """
 
+import copy
 import difflib
+import importlib
 import inspect
 import json
 from collections.abc import Iterable
@@ -16,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from models.errors import ModelError
-from models.flavors import FAMILIES
+from models.families import FAMILIES
 
 # What a config class raises for a value it does not take: its own checks, and those of the typed
 # config dataclasses of transformers 5.
@@ -31,8 +33,15 @@ def available() -> dict[str, tuple[str, ...]]:
 def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     """The config of a named model, with `overrides` of its fields.
 
+    Of a model with a text and a vision config (gemma3), a field of the text config is given by its own name, and
+    reaches the outer config too where both have it; `text_config={...}` and `vision_config={...}` change the
+    fields that they name and leave the others.
+
     >>> load_config("gla", "debug", vocab_size=8192).vocab_size
     8192
+    >>> config = load_config("gemma3", "debug", vocab_size=8192, vision_config={"num_hidden_layers": 1})
+    >>> config.text_config.vocab_size, config.vision_config.num_hidden_layers
+    (8192, 1)
 
     Raises:
         ModelError: unknown `name`, `flavor` or field, or a value the config class refuses.
@@ -48,18 +57,14 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
             f"model {name!r} has no flavor {flavor!r}; available: {', '.join(family.flavors)}"
             f"{_nearest(flavor, family.flavors)}"
         )
-    import fla.models  # imports Triton and every FLA model: only when one is asked for
-
-    config_class: type[PretrainedConfig] = getattr(fla.models, family.config_class)
-    fields = [p for p in inspect.signature(config_class).parameters if p != "kwargs"]
-    for key in overrides:
-        if key not in fields:
-            raise ModelError(
-                f"{config_class.__name__} has no field {key!r}{_nearest(key, fields)}; "
-                f"its fields: {', '.join(fields)}"
-            )
+    module, _, class_name = family.config_class.rpartition(".")
+    # Only when one is asked for: `fla.models` imports Triton and every FLA model.
+    config_class: type[PretrainedConfig] = getattr(importlib.import_module(module), class_name)
+    # Copies throughout: config classes write defaults into the mappings they are given.
+    config = config_class(**copy.deepcopy(dict(family.flavors[flavor])))
+    values = _overridden(config, copy.deepcopy(dict(family.flavors[flavor])), copy.deepcopy(overrides))
     try:
-        return config_class(**(dict(family.flavors[flavor]) | overrides))
+        return config_class(**values)
     except _BAD_VALUE as error:
         raise ModelError(f"model {name!r}, flavor {flavor!r}, {overrides}: {_line(error)}") from error
 
@@ -100,6 +105,43 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         return CONFIG_MAPPING[model_type].from_dict(values)
     except _BAD_VALUE as error:
         raise ModelError(f"model config {str(path)!r}: {_line(error)}") from error
+
+
+def _overridden(
+    config: PretrainedConfig, values: dict[str, Any], overrides: dict[str, Any]
+) -> dict[str, Any]:
+    """`values`, the fields that made `config`, with `overrides` put where they belong."""
+    fields, nested = _fields(config), list(config.sub_configs)
+    text = config.get_text_config()
+    text_fields = [] if text is config else _fields(text)
+    for key, value in overrides.items():
+        if key in nested and isinstance(value, dict):
+            inner = getattr(config, key)
+            _check_fields(inner, value, _fields(inner))
+            values[key] = values[key] | value
+            continue
+        _check_fields(config, [key], fields + [field for field in text_fields if field not in fields])
+        if key in fields:
+            values[key] = value
+        if key in text_fields:
+            values["text_config"][key] = value
+    return values
+
+
+def _check_fields(config: PretrainedConfig, keys: Iterable[str], fields: list[str]) -> None:
+    for key in keys:
+        if key not in fields:
+            raise ModelError(
+                f"{type(config).__name__} has no field {key!r}{_nearest(key, fields)}; its fields: {', '.join(fields)}"
+            )
+
+
+def _fields(config: PretrainedConfig) -> list[str]:
+    """The fields that describe the architecture: not those that every config has (dtype, labels, outputs)."""
+    common = inspect.signature(PretrainedConfig).parameters
+    return [
+        key for key in inspect.signature(type(config)).parameters if key not in common and key != "kwargs"
+    ]
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

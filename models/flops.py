@@ -27,21 +27,33 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
     - gated linear attention: H * (2 * D_k * D_v + C * (D_k + D_v)), the update and the reading of the
       state, and attention inside chunks of C = 64 tokens (arXiv:2312.06635, section 4);
     - any other mixer: nothing beyond its parameters, so that the result is a lower bound.
+
+    Of a model with a vision tower the tower and the projector count as parameters but do no FLOPs: they run once
+    an image, not once a token, and on text alone not at all.
     """
     tied = model.all_tied_weights_keys
     looked_up = {
         f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)
     } - set(tied.values())
     config = model.config.get_text_config()
+    of_text = _text_modules(model)
     total, per_token = 0, 0.0
     for name, parameter in model.named_parameters():
         if name in tied:
             continue
         total += parameter.numel()
-        if name not in looked_up:
+        if name not in looked_up and model.get_submodule(name.rpartition(".")[0]) in of_text:
             per_token += parameter.numel() * (_share_of_experts(config) if ".experts." in name else 1.0)
-    per_token += sum(_mixer_products(module, seq_len) for module in model.modules())
+    per_token += sum(_mixer_products(module, seq_len) for module in of_text)
     return total, round(6 * per_token)
+
+
+def _text_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules that every token passes: all but those of the towers of other modalities."""
+    if model.config.get_text_config() is model.config:
+        return set(model.modules())
+    head = model.get_output_embeddings()
+    return {*model.get_decoder().modules(), *(head.modules() if head is not None else ())}
 
 
 def _share_of_experts(config: PretrainedConfig) -> float:
@@ -60,7 +72,10 @@ def _mixer_products(module: Any, seq_len: int) -> int:
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
     if not kind.endswith("Attention") or heads is None or not hasattr(module, "head_dim"):
         return 0
-    window = getattr(module, "window_size", None) or getattr(module, "sliding_window", None) or seq_len
+    # FLA's name; then transformers', on the module where layers differ in it (None: full) and else on the config.
+    window = getattr(module, "window_size", None) or getattr(
+        module, "sliding_window", getattr(config, "sliding_window", None)
+    )
     d_qk = getattr(module, "qk_head_dim", module.head_dim)
     d_v = getattr(module, "v_head_dim", module.head_dim)
-    return heads * (d_qk + d_v) * min(seq_len, window)
+    return heads * (d_qk + d_v) * min(seq_len, window or seq_len)

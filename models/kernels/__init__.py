@@ -2,10 +2,11 @@
 
 Importing this package imports no part of FLA and changes nothing; `install` does both. What is replaced, and how exact
 and fast it is, stands in docs/cpu-kernels.md. Another mixer's CPU function is added as a module here and a line
-in `install.py`.
+in `install.py`. `check_cpu` says whether that is enough for a model.
 """
 
+from models.kernels.coverage import check_cpu
 from models.kernels.errors import KernelError
 from models.kernels.install import install
 
-__all__ = ["KernelError", "install"]
+__all__ = ["KernelError", "check_cpu", "install"]

@@ -51,7 +51,7 @@ _REPLACED: dict[str, tuple[Any, tuple[str, ...]]] = {
 # These import flash-attn, which may be absent: then the names are None, or missing.
 _FLASH_ATTENTION_MODULES = ("fla.layers.attn", "fla.layers.bitattn", "fla.layers.mla", "fla.layers.rodimus")
 
-_MARK = "cpu_function"  # attribute by which a second install knows the functions of the first
+MARK = "cpu_function"  # attribute of what is installed: a second install, and `coverage`, know it by that
 
 
 def install(device_type: str) -> None:
@@ -87,12 +87,14 @@ def _register_backends() -> None:
         module = importlib.import_module(module_name)
         for name in names:
             register(getattr(module, name), backend=CPUBackend, verifier=_accept)(getattr(ours, name))
+            setattr(getattr(module, name), MARK, getattr(ours, name))
 
     class CPUAttnResBackend(CPUBackend):
         fused_attnres = staticmethod(residuals.fused_attnres)
         fused_attnres_verifier = staticmethod(lambda query, *args, **kwargs: _accept(query))
 
     register("attnres")(CPUAttnResBackend)
+    setattr(importlib.import_module("fla.ops.attnres").fused_attnres, MARK, residuals.fused_attnres)
 
 
 def _replace_functions() -> None:
@@ -100,7 +102,7 @@ def _replace_functions() -> None:
         module = importlib.import_module(module_name)
         for name in names:
             original = getattr(module, name)
-            if not hasattr(original, _MARK):
+            if not hasattr(original, MARK):
                 _rebind(original, name, _on_cpu(getattr(ours, name), original))
 
 
@@ -120,7 +122,7 @@ def _replace_flash_attention() -> None:
         module = importlib.import_module(module_name)
         for name in ("flash_attn_func", "flash_attn_varlen_func"):
             original = getattr(module, name, None)
-            if not hasattr(original, _MARK):
+            if not hasattr(original, MARK):
                 setattr(module, name, _on_cpu(getattr(attention, name), original))
 
 
@@ -128,7 +130,7 @@ def _replace_loss_module() -> None:
     from fla.modules import FusedCrossEntropyLoss
 
     original = FusedCrossEntropyLoss.forward
-    if not hasattr(original, _MARK):
+    if not hasattr(original, MARK):
         FusedCrossEntropyLoss.forward = _on_cpu(losses.fused_cross_entropy_module, original)
 
 
@@ -145,7 +147,7 @@ def _on_cpu(cpu_function: Callable[..., Any], original: Callable[..., Any] | Non
             )
         return original(*args, **kwargs)
 
-    setattr(choose, _MARK, cpu_function)
+    setattr(choose, MARK, cpu_function)
     return choose
 
 

@@ -29,6 +29,33 @@ def test_a_window_bounds_the_context():
     assert windowed == full
 
 
+def test_gemmas_sliding_layers_stop_at_their_window():
+    config = models.load_config(
+        "gemma3_text", "debug"
+    )  # two layers of a window of 8, two full ones; 8 heads of 32
+    total, flops = _count(config, seq_len=512)
+    assert flops == 6 * (
+        total + 2 * (8 * 64 * 8) + 2 * (8 * 64 * 512)
+    )  # the embedding is tied: it is the head
+
+
+def test_mistrals_window_stands_on_the_config():
+    _, full = _count(models.load_config("mistral", "debug"), seq_len=64)
+    _, windowed = _count(models.load_config("mistral", "debug", sliding_window=64), seq_len=4096)
+    assert windowed == full
+
+
+def test_a_vision_tower_is_counted_but_does_nothing_for_a_token_of_text():
+    # The same text tower, with and without.
+    text, flops = _count(models.load_config("gemma3_text", "debug", num_key_value_heads=2), seq_len=128)
+    total, flops_with = _count(models.load_config("gemma3", "debug"), seq_len=128)
+    hidden, mlp, patch, positions = 32, 64, 3 * 14 * 14, 16
+    layer = 4 * (hidden + 1) * hidden + 2 * hidden * mlp + mlp + hidden + 2 * 2 * hidden
+    tower = (patch + 1) * hidden + positions * hidden + 2 * layer + 2 * hidden
+    assert total == text + tower + hidden + hidden * 128  # the projector: a norm and a matrix
+    assert flops_with == flops
+
+
 def test_gated_linear_attention_does_not_grow_with_the_sequence():
     config = models.load_config("gla", "debug")
     total, flops = _count(config, seq_len=512)

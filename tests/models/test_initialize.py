@@ -111,6 +111,37 @@ def test_values_that_only_a_constructor_gives_are_kept(name):
     _assert_as_constructed(_initialized(getattr(fla.models, f"{name}Config")(**options)))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"])
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"initializer_range": 0.006}])
+def test_models_of_transformers_start_as_their_own_code_starts_them(name, options):
+    _assert_as_constructed(_initialized(models.load_config(name, "debug", **options)))
+
+
+def test_what_gemma_starts_from_besides_random_matrices():
+    model = _initialized(models.load_config("gemma3", "debug"))
+    text, tower = model.model.language_model, model.model.vision_tower
+    norms = [module for module in text.modules() if type(module).__name__ == "Gemma3RMSNorm"]
+    assert len(norms) == 4 * 6 + 1
+    assert not any(norm.weight.any() for norm in norms), "they multiply by 1 + weight"
+    assert not text.embed_tokens.weight[0].any(), "the padding token"
+    assert text.embed_tokens.embed_scale == torch.tensor(128**0.5)
+    for kind, base in (("sliding_attention", 1e4), ("full_attention", 1e6)):
+        expected = base ** (-torch.arange(0, 32, 2).float() / 32)
+        torch.testing.assert_close(text.rotary_emb.get_buffer(f"{kind}_inv_freq"), expected)
+    assert torch.equal(tower.embeddings.position_ids, torch.arange(16)[None])
+    assert model.lm_head.weight is text.embed_tokens.weight
+
+
+def test_llamas_rotary_scaling_is_in_its_buffer():
+    inv_freq = _initialized(models.load_config("llama", "debug")).model.rotary_emb.inv_freq
+    plain = 500000.0 ** (-torch.arange(0, 16, 2).float() / 16)
+    # Llama 3.2: wavelengths up to 8192 / 4 as they are, from 8192 / 1 on 32 times as long.
+    wavelength = 2 * math.pi / plain
+    torch.testing.assert_close(inv_freq[wavelength < 2048], plain[wavelength < 2048])
+    torch.testing.assert_close(inv_freq[wavelength > 8192], plain[wavelength > 8192] / 32)
+    assert 0 < (wavelength > 8192).sum() < 8
+
+
 def test_a_dense_model_of_transformers_and_its_rotary_buffers():
     _assert_as_constructed(_initialized(LlamaConfig(**LLAMA)))
 
