@@ -82,8 +82,8 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     if not _on_tp_mesh(param):
         return param
     local = _read(param, module._gradient_placements[name])  # type: ignore[index, union-attr]
-    rows = module._local_rows[name]  # type: ignore[index]
-    return local if rows is None else local.narrow(0, *rows)
+    rows: tuple[int, int] | None = module._local_rows[name]  # type: ignore[index]
+    return local if rows is None else local.narrow(0, rows[0], rows[1])
 
 
 def _read(param: DTensor, gradient: tuple[Placement]) -> torch.Tensor:

@@ -94,9 +94,6 @@ class CaseResult:
     """Parameters with a gradient in the split model and none in the whole one."""
 
     localisation: Localisation | None = None
-    communication: Any = None
-    """Collectives and bytes, where they were counted (plans/proof/communication.py)."""
-
     seconds: float = 0.0
 
     @property

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from simulate import ranks
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,9 +28,10 @@ from torch.distributed.tensor.parallel import (
 
 import models
 import models.kernels
-from plans import PlanError, TPOptions, apply_plan
+from plans import PlanError, TPOptions, apply_plan, registered_plans
 from plans.proof.communication import Communication, count_communication
 from plans.proof.communication_bound import bound
+from plans.proof.simulate import ranks
 from plans.proof.traffic import fake_ranks, record_collectives
 
 BATCH, SEQUENCE = 2, 16
@@ -59,11 +59,23 @@ def fla(kind: str, **options) -> nn.Module:
     return model(config(**sizes, use_cache=False, **options))
 
 
+def dense(name: str, **options) -> nn.Module:
+    """The same of transformers. Qwen2 alone has no head_dim."""
+    sizes = dict(hidden_size=64, num_hidden_layers=2, vocab_size=512, intermediate_size=48, head_dim=16)
+    if name == "qwen2":
+        del sizes["head_dim"]
+    return models.build_real(models.load_config(name, "debug", **sizes, **options), dtype=torch.float32)
+
+
 CASES = [
     Case("transformer", partial(fla, "transformer", qk_norm=True, num_kv_heads=4, qkv_bias=True)),
     Case("transformer, tied", partial(fla, "transformer", tie_word_embeddings=True, fuse_swiglu=False)),
     Case("gla", partial(fla, "gla", use_short_conv=True)),
     Case("gla, hybrid", partial(fla, "gla", attn=dict(layers=[1], num_heads=8, num_kv_heads=4))),
+    *(
+        Case(name, partial(dense, name))
+        for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
+    ),
     Case("tiny", Tiny, TinyPlan, hidden=16, vocabulary=32),
 ]
 
@@ -128,6 +140,11 @@ def issued(communication: Communication, part: str, direction: str) -> Counter:
 
 
 GRID = [TPOptions(*o) for o in itertools.product((2, 4), (True, False), (True, False))]
+
+
+def test_every_registered_plan_is_counted():
+    names = {case.name for case in CASES}
+    assert names >= {name for name in registered_plans() if not name.startswith("test_")}
 
 
 @pytest.mark.parametrize("options", GRID, ids=str)

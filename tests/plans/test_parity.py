@@ -1,15 +1,14 @@
 """FLA's transformer and GLA, with every option that their configs have, equal to the unsharded model."""
 
-import itertools
+from functools import partial
 
 import pytest
-import torch
-from simulate import compare
 from tiny import Tiny, TinyPlan
 from torch import nn
 
 import models.kernels
 from plans import TPPlan
+from plans.proof import verify
 
 SMALL = dict(
     hidden_size=64, num_hidden_layers=1, vocab_size=96, hidden_ratio=4, intermediate_size=48, use_cache=False
@@ -51,99 +50,55 @@ def cpu_kernels():
     models.kernels.install("cpu")
 
 
-def builder(kind: str, options: dict):
+def build(kind: str, options: dict) -> nn.Module:
     from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
 
     config_class, model_class = {
         "transformer": (TransformerConfig, TransformerForCausalLM),
         "gla": (GLAConfig, GLAForCausalLM),
     }[kind]
-    config = config_class(num_heads=8, **{**SMALL, **options})
-    state = {}
-
-    def build():
-        torch.manual_seed(0)
-        model = model_class(config).double()
-        if not state:
-            for name, param in model.named_parameters():
-                # Far from their initial values, so that a wrong path to the loss can't hide.
-                state[name] = torch.randn(param.shape, dtype=torch.float64) * (0.5 if param.ndim > 1 else 0.3)
-                if param.ndim > 1:
-                    state[name] *= param.shape[-1] ** -0.5
-                elif "norm" in name:
-                    state[name] += 1
-        for name, param in model.named_parameters():
-            param.data.copy_(state[name])
-        return model
-
-    return build
+    return model_class(config_class(num_heads=8, **{**SMALL, **options}))
 
 
 @pytest.mark.parametrize(("kind", "name", "options"), CASES, ids=[f"{k}-{n}" for k, n, _ in CASES])
-def test_equal_to_unsharded(kind, name, options):
-    build = builder(kind, options)
-    tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))
-    many = 4 if "grouped" in name or "hybrid" in name else 8
-    switches = list(itertools.product((True, False), repeat=2))
-    grid = [(2, *both) for both in switches] + [(many, True, True)]
-    for degree, loss_parallel, sequence_parallel in grid:
-        result = compare(
-            build, tokens, degree, loss_parallel=loss_parallel, sequence_parallel=sequence_parallel
-        )
-        what = (degree, loss_parallel, sequence_parallel, result)
-        assert not result.missing, what
-        # float64: sums of at most a few hundred terms, reordered; 1e-11 is 10^5 epsilons, and the
-        # least wrong placement (a gradient that is not reduced) is off by more than 1e-2.
-        assert result.loss < 1e-13, what
-        assert result.gradient < 1e-11, what
+def test_every_option_of_the_config(kind, name, options):
+    report = verify(partial(build, kind, options), degrees=[2])
+    assert report.passed, report.table()
+    report = verify(partial(build, kind, options), degrees=[8], loss_parallel=True, sequence_parallel=True)
+    assert report.passed, report.table()
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_form_that_users_write(tied):
     """attn_input with rowwise, biases in every projection, a norm over each head."""
-
-    def build():
-        torch.manual_seed(0)
-        return Tiny(tied).double()
-
-    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
-    for degree, (loss_parallel, sequence_parallel) in itertools.product(
-        (2, 4), itertools.product((True, False), repeat=2)
-    ):
-        result = compare(
-            build,
-            tokens,
-            degree,
-            plan=TinyPlan,
-            loss_parallel=loss_parallel,
-            sequence_parallel=sequence_parallel,
-        )
-        assert not result.missing
-        assert max(result.loss, result.gradient) < 1e-11, (degree, loss_parallel, sequence_parallel, result)
+    report = verify(partial(Tiny, tied), TinyPlan, degrees=[2, 4], seq_len=8)
+    assert report.passed, report.table()
 
 
-def test_positions_come_from_the_tokens():
-    """A model of transformers counts positions in its embedding's output, which sequence parallelism shards."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def test_positions_and_masks_come_from_whole_embeddings():
+    """A model of transformers reads both off its embedding's output, which must not be a shard."""
+    config = models.load_config("mistral", "debug", num_hidden_layers=1, sliding_window=5)
 
-    class LlamaPlan(TPPlan):
+    class Plan(TPPlan):
+        begins_stream = False
+
         def attn_plan(self, attn):
-            projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
+            projections = {"q_proj": self.colwise()} | {
+                n: self.kv_colwise(attn) for n in ("k_proj", "v_proj")
+            }
             return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
 
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
-    )
+        def vocab_embedding(self, *, begins_stream=False):
+            return super().vocab_embedding(begins_stream=self.begins_stream)
 
-    def build():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).double()
+    class AtTheEmbedding(Plan):
+        begins_stream = True
 
-    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
-    result = compare(build, tokens, 2, plan=LlamaPlan, sequence_parallel=True)
-    assert not result.missing
-    # transformers makes its rotary tables in float32, the same for both models.
-    assert max(result.loss, result.gradient) < 1e-11, result
+    options = dict(degrees=[2], loss_parallel=True, sequence_parallel=True)
+    assert verify(partial(models.build_real, config), Plan, **options).passed
+    report = verify(partial(models.build_real, config), AtTheEmbedding, **options)
+    assert not report.passed
+    assert "model.layers.0" in report.table()
 
 
 class SequenceFirst(nn.Module):
@@ -172,13 +127,11 @@ def test_the_sequence_may_come_first():
             return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
 
     def build():
-        torch.manual_seed(0)
         model = Tiny()
         for layer in model.layers:
             layer.attn = SequenceFirst()
-        return model.double()
+        return model
 
-    tokens = torch.randint(0, 32, (8, 3), generator=torch.Generator().manual_seed(1))  # 3: not divisible
-    result = compare(build, tokens, 2, plan=Plan, sequence_parallel=True, sequence_dim=0)
-    assert not result.missing
-    assert max(result.loss, result.gradient) < 1e-11, result
+    # 3 sequences: what is not the sequence need not be divisible.
+    report = verify(build, Plan, degrees=[2, 4], sequence_dim=0, seq_len=8, batch_size=3)
+    assert report.passed, report.table()

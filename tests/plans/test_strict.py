@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from simulate import ranks
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from plans import PlanError, TransformerPlan, apply_plan, check_plan, register_plan, registered_plans
+from plans.proof.simulate import ranks
 
 
 def edited(**edits):
