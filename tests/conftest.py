@@ -1,5 +1,6 @@
-"""torchtitan settles on a device when it is imported: on a CPU the choice has to be made for it, before any test is."""
+"""What holds for all tests: the device that torchtitan settles on when it is imported, threads, no clocks."""
 
+import hypothesis
 import torch
 
 from training.device import prepare_device
@@ -7,3 +8,6 @@ from training.device import prepare_device
 prepare_device()
 # Tensors here are tiny, and ranks have processes of their own: a second thread only waits, on a core that is busy.
 torch.set_num_threads(1)
+# A property is true or false; how long an example takes says something of the machine alone.
+hypothesis.settings.register_profile("titanplans", deadline=None)
+hypothesis.settings.load_profile("titanplans")
