@@ -30,6 +30,25 @@ def ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     Raises:
         PlanError: this process is a rank already.
     """
+    with _fake_group(number), LocalTensorMode(number), einsum_by_rank():
+        yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
+
+
+@contextmanager
+def fake_ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
+    """Give a 1-D mesh "tp" of `number` ranks of which this process is the first, and the others do not exist.
+
+    What a collective returns has the right shape and arbitrary values.
+
+    Raises:
+        PlanError: this process is a rank already.
+    """
+    with _fake_group(number):
+        yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
+
+
+@contextmanager
+def _fake_group(number: int) -> Iterator[None]:
     if dist.is_initialized():
         raise PlanError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, so it can't simulate "
@@ -40,8 +59,7 @@ def ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
         # DTensor remembers shardings by mesh, and takes a mesh of the same shape for the same one,
         # with a process group that is gone.
         _clear_sharding_prop_cache()
-        with LocalTensorMode(number), einsum_by_rank():
-            yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
+        yield
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()

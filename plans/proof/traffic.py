@@ -10,7 +10,7 @@ so a region's reduce-scatter on one of its projections, and the gather where the
 first block's norm, as if it were the block's own.
 
 Seen is what reaches the dispatcher, so it works on a process group, on ranks simulated in one process,
-and, ten times as fast, on one rank whose peers do not exist (`fake_ranks`): under a `FakeTensorMode`
+and, ten times as fast, on one rank whose peers do not exist (`plans.proof.simulate.fake_ranks`): under a `FakeTensorMode`
 no size is too large there. Not seen is what a compiled graph has fused: count before compile. A
 checkpointed block, which issues its forward's collectives again, is refused.
 """
@@ -25,10 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._local_tensor import LocalTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -112,30 +109,6 @@ def record_collectives(model: nn.Module) -> Iterator[list[Collective]]:
             hooks.callback(module.register_forward_hook(places.leave).remove)
         with recorder:
             yield recorder.collectives
-
-
-@contextmanager
-def fake_ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
-    """Give a 1-D mesh "tp" of `number` ranks of which this process is the first, and the others do not exist.
-
-    What a collective returns has the right shape and arbitrary values.
-
-    Raises:
-        PlanError: this process is a rank already.
-    """
-    if dist.is_initialized():
-        raise PlanError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already: "
-            "destroy the process group before fake_ranks makes another"
-        )
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
-    try:
-        # DTensor remembers shardings by mesh, and would take this one for an equal one whose group is gone.
-        _clear_sharding_prop_cache()
-        yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
 
 
 class _Places:

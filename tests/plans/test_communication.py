@@ -31,8 +31,8 @@ import models.kernels
 from plans import PlanError, TPOptions, apply_plan, registered_plans
 from plans.proof.communication import Communication, count_communication
 from plans.proof.communication_bound import bound
-from plans.proof.simulate import ranks
-from plans.proof.traffic import fake_ranks, record_collectives
+from plans.proof.simulate import fake_ranks, ranks
+from plans.proof.traffic import record_collectives
 
 BATCH, SEQUENCE = 2, 16
 
