@@ -117,7 +117,8 @@ def _failing_part(split: Callable[[], tuple[nn.Module, Plan]], reference: Refere
         return _SPLITTING
     if record.running:
         last = record.running[-1]
-        after = f" after {record.order[-1]}" if record.order and record.order[-1].startswith(last) else ""
+        inside = bool(record.order) and (not last or record.order[-1].startswith(f"{last}."))
+        after = f" after {record.order[-1]}" if inside else ""
         return f"in {last or 'the model'}{after}"
     came_back = [key for key in record.order if gradient_key(key) in record.tensors]
     return f"in the backward of {came_back[0]}" if came_back else "in the loss"

@@ -1,0 +1,181 @@
+"""Models and styles in which real bugs can be made again: as small as they can be, in the forms in which they were shipped.
+
+What the corpus has already (tests/mutants/faults.py) is not repeated here.
+"""
+
+from typing import Any
+
+import torch
+from tiny import MLP, Tiny, TinyPlan
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from mutants.faults import scale_gradient
+from plans import TPPlan
+from plans.local import ParameterMemo
+from plans.plan import Plan
+from plans.styles import SequenceParallel, VocabHead
+
+HEADS, WIDTH = 4, 16
+
+
+def with_mixer(mixer: type[nn.Module]) -> nn.Module:
+    """Return a Tiny whose blocks mix tokens by `mixer`."""
+    model = Tiny()
+    for layer in model.layers:
+        layer.attn = mixer()
+    return model
+
+
+def changed(plan: type[TPPlan], **changes: Any) -> type[TPPlan]:
+    """Return `plan` with styles replaced, by last part of the key: a function of the plan and of the old style."""
+
+    class Changed(plan):  # type: ignore[misc, valid-type]
+        def full_plan(self, model: nn.Module) -> Plan:
+            return {
+                key: changes[last](self, style) if (last := key.rpartition(".")[2]) in changes else style
+                for key, style in super().full_plan(model).items()
+            }
+
+    return Changed
+
+
+# Models.
+
+
+class PackedMLP(MLP):
+    """Gate and up in one matrix, the rows of one after those of the other: Phi's, Baichuan's W_pack."""
+
+    def __init__(self):
+        super().__init__()
+        del self.gate_proj, self.up_proj
+        self.gate_up_proj = nn.Linear(WIDTH, 2 * 24)
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+def packed() -> nn.Module:
+    model = Tiny()
+    for layer in model.layers:
+        layer.mlp = PackedMLP()
+    return model
+
+
+class PackedPlan(TinyPlan):
+    """Splits the packed rows evenly: the first rank gets the gate, the last one gets up."""
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        return {**self.mlp_input(), "gate_up_proj": self.colwise(), "down_proj": self.rowwise()}
+
+
+class Mixer(nn.Module):
+    """Linear attention with a decay: o_t = q_t sum over s <= t of decay^(t - s) k_s v_s, by heads."""
+
+    keys = 1
+    """Keys per token and head; their rows come in the order (n h d), as those of FLA's gated DeltaProduct."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.q_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.k_proj = nn.Linear(WIDTH, self.keys * WIDTH, bias=False)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def decay(self, heads: int) -> torch.Tensor:
+        return torch.full((heads,), 0.5, dtype=torch.float64)
+
+    def forward(self, hidden_states):
+        q, v = (p(hidden_states).unflatten(-1, (-1, WIDTH // HEADS)) for p in (self.q_proj, self.v_proj))
+        k = self.k_proj(hidden_states).unflatten(-1, (self.keys, -1, WIDTH // HEADS))
+        # The keys of a token are read one after the other, so that it matters which is which.
+        k = sum((n + 1) * k[:, :, n] for n in range(self.keys))
+        length, heads = q.shape[1], q.shape[2]
+        age = torch.arange(length).view(-1, 1) - torch.arange(length)
+        weight = self.decay(heads).view(-1, 1, 1) ** age.clamp_min(0) * (age >= 0)
+        scores = torch.einsum("bthd,bshd->bhts", q, k) * weight
+        return self.o_proj(torch.einsum("bhts,bshd->bthd", scores, v).flatten(2))
+
+
+class TwoKeys(Mixer):
+    """Rows ordered (n h d): a contiguous share of them holds one key of all heads."""
+
+    keys = 2
+
+
+class LocalDecay(Mixer):
+    """Each head has a decay by its number, as RetNet's has; a rank counts its own heads from 0."""
+
+    def decay(self, heads: int) -> torch.Tensor:
+        return 1 - 2.0 ** -(1 + torch.arange(heads, dtype=torch.float64))
+
+
+class MixerPlan(TinyPlan):
+    """All projections by contiguous rows."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        split = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
+        return {**self.attn_input(), **split, "o_proj": self.rowwise()}
+
+
+class Latent(Mixer):
+    """Keys by way of a latent that all heads share, as in multi-head latent attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.k_proj = nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False))
+
+
+class LatentPlan(MixerPlan):
+    """The shared projection as if every rank saw all heads."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        plan = super().attn_plan(attn)
+        del plan["k_proj"]
+        return plan | {"k_proj.0": self.no_parallel(), "k_proj.1": self.colwise()}
+
+
+# Styles.
+
+
+class CountedOnEveryRank(SequenceParallel):
+    """A replica on each rank that is taken for a shard: a norm over all shards counts it once for each."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
+        super().apply(module, mesh, memo)
+        for name, param in list(module._parameters.items()):
+            module._parameters[name] = _with_local(param, param.to_local(), Shard(0))  # type: ignore[union-attr, arg-type]
+            module.__dict__["_gradient_placements"][name] = (Shard(0),)
+
+
+class DrawnOnEveryRank(SequenceParallel):
+    """Each rank keeps what it drew itself."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
+        super().apply(module, mesh, memo)
+        rank = torch.arange(mesh.size()).narrow(0, mesh.get_local_rank(), 1)
+        for name, param in list(module._parameters.items()):
+            drawn = param.to_local() * (1 + 0.1 * rank)  # type: ignore[union-attr]
+            module._parameters[name] = _with_local(param, drawn, Replicate())  # type: ignore[arg-type]
+
+
+def _with_local(param: DTensor, local: torch.Tensor, placement: Any) -> nn.Parameter:
+    return nn.Parameter(DTensor.from_local(local.detach(), param.device_mesh, (placement,), run_check=False))
+
+
+class LossOverRanks(VocabHead):
+    """The loss is divided by the number of ranks before its backward, as if they held shards of the batch."""
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.register_forward_hook(lambda module, args, output: scale_gradient(output, 1 / mesh.size()))
+        super().install(module, mesh)
+
+
+class LeavesPlain(ParallelStyle):
+    """A style of someone else that replicates by doing nothing."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module

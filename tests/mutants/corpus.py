@@ -1,0 +1,132 @@
+"""Every operator on every key: the mutants of one architecture."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from mutants.architectures import MIXER, MODEL, Architecture
+from mutants.operators import (
+    AT_SHARED_HEADS,
+    BACKWARD,
+    BLIND,
+    DROP,
+    FORWARD,
+    SKIP,
+    Change,
+    shift_half,
+    summed_again,
+)
+from mutants.site import Site
+from plans import TPOptions, TPPlan
+from plans.plan import Plan
+from plans.structure import find_layers, find_mixers
+from plans.styles import KVColwise, NoParallel, Style
+
+LOCAL_ATTRIBUTES = "local_attributes"
+"""The one operator that is not done to a style: a mixer keeps the attributes of the whole one."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A registered plan with one fault, and the options of the case in which it is proved."""
+
+    architecture: Architecture
+    key: str
+    operator: str
+    options: TPOptions
+    plan: type[TPPlan]
+    change: Change = DROP
+
+    def __str__(self) -> str:
+        sequence = "sharded" if self.options.sequence_parallel else "whole"
+        return f"{self.architecture.name}, tp {self.options.degree}, sequence {sequence}: {self.operator} at {self.key}"
+
+    @property
+    def effect(self) -> object:
+        """What two mutants have in common that differ in their words only: styles without hooks, the same layouts."""
+        style = self.change
+        if not isinstance(style, Style) or (type(style).install, type(style).apply) != (
+            Style.install,
+            Style.apply,
+        ):
+            return self
+        module = self.architecture.reference().pristine.get_submodule(self.key)
+        return self.key, self.options, tuple(sorted(style.layouts(module).items()))
+
+
+def mutants(architecture: Architecture) -> Iterator[Mutant]:
+    """Yield the mutants at tp 2, and at tp 4 those of key/value heads, which are shared there.
+
+    With the sequence sharded and with the sequence whole, where that makes a difference.
+    """
+    model = architecture.reference().pristine
+    for degree in (2, 4):
+        for sequence_parallel in (True, False):
+            options = TPOptions(degree, True, sequence_parallel)
+            yield from _of_styles(architecture, model, options)
+            yield from _of_attributes(architecture, model, options)
+
+
+def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
+    source = architecture.plan(options)
+    blocks, mixers = find_layers(model), find_mixers(model)
+    sharing = options.degree > 2
+    for key, style in source.full_plan(model).items():
+        block = next((name for name in blocks if key.startswith(f"{name}.")), None)
+        in_mixer = any(key == name or key.startswith(f"{name}.") for name in mixers)
+        if (architecture.part == MODEL and block) or (architecture.part == MIXER and not in_mixer):
+            continue
+        if (
+            sharing
+            and not (isinstance(style, KVColwise) and options.degree > style.heads)
+            and not key.endswith("k_norm")
+        ):
+            continue
+        for operator in (*FORWARD, *BACKWARD):
+            if block not in (None, blocks[0] if operator in FORWARD else blocks[-1]):
+                continue
+            if sharing and operator not in AT_SHARED_HEADS:
+                continue
+            if options.sequence_parallel == (operator is shift_half) and _blind(operator, style):
+                continue
+            if (change := operator(Site(key, style, model, source))) != SKIP:
+                plan = mutated(architecture.plan, key, operator)
+                yield Mutant(architecture, key, operator.__name__, options, plan, change)
+
+
+def _of_attributes(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
+    source = architecture.plan(options)
+    key, mixer = next(iter(find_mixers(model).items()))
+    if architecture.part != MODEL and options.sequence_parallel and source.local_attributes(mixer):
+        yield Mutant(architecture, key, LOCAL_ATTRIBUTES, options, forgetful(architecture.plan, mixer))
+
+
+def _blind(operator: Callable[[Site], Change], style: Style) -> bool:
+    """Whether it makes no difference to the fault how the sequence is laid out, so that one case is enough."""
+    return (operator in BLIND and style.inside) or (
+        operator is summed_again and isinstance(style, NoParallel)
+    )
+
+
+def mutated(base: type[TPPlan], key: str, operator: Callable[[Site], Change]) -> type[TPPlan]:
+    """Return `base` with the style of `key` changed by `operator`."""
+
+    class Mutated(base):  # type: ignore[misc, valid-type]
+        def full_plan(self, model: nn.Module) -> Plan:
+            plan = super().full_plan(model)
+            # In its place: of tied weights the first one counts.
+            plan[key] = operator(Site(key, plan[key], model, self))
+            return {name: style for name, style in plan.items() if style != DROP}
+
+    return Mutated
+
+
+def forgetful(base: type[TPPlan], mixer: nn.Module) -> type[TPPlan]:
+    """Return `base`, which leaves the attributes of the first block's mixer as they were."""
+
+    class Forgetful(base):  # type: ignore[misc, valid-type]
+        def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+            return {} if attn.layer_idx == mixer.layer_idx else super().local_attributes(attn)
+
+    return Forgetful

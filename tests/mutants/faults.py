@@ -1,0 +1,224 @@
+"""Styles with one fault each, made from a right one: a copy that does all else as before.
+
+A fault is a subclass of the right style's class, made at run time, so that strict application sees the
+kind of style that it was.
+"""
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from plans.collectives import Border, Stream, shard_size
+from plans.local import Layout, ParameterMemo, local_parameter
+from plans.styles import Region, Rowwise, Style, VocabHead
+from plans.vocab import VocabEmbedding
+
+
+def _faulty(style: Style, name: str, **methods: Any) -> Style:
+    """Return a copy of `style` with other methods; the first argument of each is the copy."""
+    fault = copy.copy(style)
+    fault.__class__ = type(name, (type(style),), methods)
+    return fault
+
+
+def on_stream(style: Any, stream: Stream) -> Style:
+    """`style`, made for another stream than the rest of its plan."""
+    other = copy.copy(style)
+    other.stream = stream
+    return other
+
+
+def with_option(style: Style, **options: Any) -> Style:
+    """`style` with other arguments."""
+    other = copy.copy(style)
+    vars(other).update(options)
+    return other
+
+
+# Gradients of replicated parameters.
+
+
+def unreduced(style: Style) -> Style:
+    """A Partial gradient of a replicated parameter is taken for a whole one."""
+    return _relabelled(style, "Unreduced", Partial(), Replicate())
+
+
+def summed_again(style: Style) -> Style:
+    """A whole gradient of a replicated parameter is taken for a Partial one."""
+    return _relabelled(style, "SummedAgain", Replicate(), Partial())
+
+
+def _relabelled(style: Style, name: str, old: Any, new: Any) -> Style:
+    base = type(style).layouts
+
+    def layouts(self: Style, module: nn.Module) -> Mapping[str, Layout]:
+        return {
+            n: layout._replace(gradient=new) if layout.gradient == old else layout
+            for n, layout in base(self, module).items()
+        }
+
+    return _faulty(style, name, layouts=layouts)
+
+
+# Borders of regions.
+
+
+class _Unsummed(Border):
+    """Enters as ever; backwards each rank goes on with its own share of the gradient."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stream.dim is None:
+            return x
+        return _GatherUnsummed.apply(x, super().enter(x.detach()), self.stream.dim, self.rank, self.group[1])
+
+
+class _GatherUnsummed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, whole, dim, rank, ranks):
+        ctx.dim, ctx.rank, ctx.ranks = dim, rank, ranks
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad):
+        size = shard_size(grad.shape[ctx.dim], ctx.ranks)
+        missing = size * ctx.ranks - grad.shape[ctx.dim]
+        shape = [*grad.shape[: ctx.dim], missing, *grad.shape[ctx.dim + 1 :]]
+        padded = torch.cat([grad, grad.new_zeros(shape)], ctx.dim)
+        return padded.narrow(ctx.dim, ctx.rank * size, size).contiguous(), None, None, None, None
+
+
+class _Doubled(Border):
+    """Enters as ever; backwards the gradient is summed again after it is whole."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return super().enter(scale_gradient(x, self.group[1]))
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return `x`, whose gradient comes back `factor` times as large."""
+    return _Scale.apply(x, factor)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad):
+        return grad * ctx.factor, None
+
+
+def entry_unsummed(style: Style) -> Style:
+    """The gradient of a region's input, or of the head's, is not summed over the ranks."""
+    return _other_border(style, "EntryUnsummed", _Unsummed)
+
+
+def entry_summed_again(style: Style) -> Style:
+    """The gradient of a region's input, or of the head's, is summed twice."""
+    return _other_border(style, "EntrySummedAgain", _Doubled)
+
+
+def _other_border(style: Style, name: str, kind: type[Border]) -> Style:
+    def enter(self: Region, border: Border, module, args, kwargs):
+        return Region._enter(self, kind(self.mesh, border.stream), module, args, kwargs)  # type: ignore[attr-defined]
+
+    def install_region(self: Region, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.mesh = mesh  # type: ignore[attr-defined]
+        Region.install(self, module, mesh)
+
+    def install_head(self: VocabHead, module: nn.Module, mesh: DeviceMesh) -> None:
+        border = kind(mesh, self.stream)
+        module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
+        vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        module.register_forward_hook(partial(self._logits, mesh, vocabulary))
+
+    if isinstance(style, Region):
+        return _faulty(style, name, _enter=enter, install=install_region)
+    return _faulty(style, name, install=install_head)
+
+
+# Values.
+
+
+def bias_on_every_rank(style: Rowwise) -> Style:
+    """The bias is part of each rank's product, and so counted once for each rank."""
+
+    def layouts(self: Rowwise, module: nn.Module) -> Mapping[str, Layout]:
+        return {n: layout._replace(hidden=False) for n, layout in Rowwise.layouts(self, module).items()}
+
+    def leave(self: Rowwise, border: Border, module, args, output):
+        return border.leave(output)
+
+    return _faulty(style, "BiasOnEveryRank", layouts=layouts, _leave=leave)
+
+
+def bias_forgotten(style: Rowwise) -> Style:
+    """The bias is kept out of each rank's product, and not added to the sum."""
+    return _faulty(
+        style, "BiasForgotten", _leave=lambda self, border, module, args, output: border.leave(output)
+    )
+
+
+def shifted(style: Style, rows: int) -> Style:
+    """The shards begin `rows` further on: what a rank holds is not what its place says."""
+
+    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
+        for name, layout in self.layouts(module).items():
+            if isinstance(layout.placement, Shard):
+                param = module._parameters[name]
+                param.data = param.data.roll(rows, layout.placement.dim)  # type: ignore[union-attr]
+        type(style).apply(self, module, mesh, memo)
+
+    return _faulty(style, f"ShiftedBy{rows}", apply=apply)
+
+
+def other_head(style: Style) -> Style:
+    """Ranks that share key/value heads read another head than theirs."""
+
+    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
+        type(style).apply(self, module, mesh, memo)
+        for name, rows in module.__dict__["_local_rows"].items():
+            if rows is not None:
+                first, size = rows
+                whole = module._parameters[name].shape[0]  # type: ignore[union-attr]
+                module.__dict__["_local_rows"][name] = (first + size) % whole, size
+
+    return _faulty(style, "OtherHead", apply=apply)
+
+
+def offset_by_local_rows(style: VocabEmbedding) -> Style:
+    """Each rank's first token is its number times the rows that it holds, of which the last holds fewer."""
+
+    def install(self: VocabEmbedding, module: nn.Module, mesh: DeviceMesh) -> None:
+        VocabEmbedding.install(self, module, mesh)
+        _, border = module.__dict__["_tp_rows"]
+        module.__dict__["_tp_rows"] = local_parameter(module, "weight").shape[0], border  # type: ignore[union-attr]
+
+    return _faulty(style, "OffsetByLocalRows", install=install)
+
+
+def offset_by_one(style: VocabEmbedding) -> Style:
+    """Each rank takes its first token to be one further on than it is."""
+
+    def install(self: VocabEmbedding, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.register_forward_pre_hook(lambda module, args: (args[0] - 1, *args[1:]))
+        VocabEmbedding.install(self, module, mesh)
+
+    return _faulty(style, "OffsetByOne", install=install)
+
+
+def untied(style: Style) -> Style:
+    """The parameters are distributed without a look at what other modules hold."""
+
+    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
+        type(style).apply(self, module, mesh, ParameterMemo())
+
+    return _faulty(style, "Untied", apply=apply)

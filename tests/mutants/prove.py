@@ -1,0 +1,88 @@
+"""Verdicts: what strict application and the proof say of each mutant."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from mutants import threads
+from mutants.corpus import Mutant
+from plans import PlanError, check_plan
+from plans.proof.case import prove_cases
+from plans.proof.report import CaseResult
+from plans.proof.world import World, simulated
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A mutant, and how it ended: refused with words, or else with a case."""
+
+    mutant: Mutant
+    refusal: str | None
+    case: CaseResult | None
+
+    @property
+    def survived(self) -> bool:
+        return self.case is not None and self.case.passed
+
+    def said(self) -> list[str]:
+        """Return what a user would be told."""
+        if self.refusal is not None:
+            return [self.refusal]
+        assert self.case is not None
+        found = self.case.localisation
+        return [self.case.worst, *(found.lines() if found else ())]
+
+
+def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
+    """Prove mutants of one architecture, those of a degree in one world, and those of one effect once."""
+    ready: dict[object, list[Mutant]] = {}
+    for mutant in mutants:
+        if (refusal := _refused(mutant)) is not None:
+            yield Verdict(mutant, refusal, None)
+        else:
+            ready.setdefault(mutant.effect, []).append(mutant)
+    for degree, alike in itertools.groupby(ready.values(), key=lambda group: group[0].options.degree):
+        groups = list(alike)
+        for group, verdict in zip(groups, _over_threads(degree, [group[0] for group in groups]), strict=True):
+            yield from (replace(verdict, mutant=mutant) for mutant in group)
+
+
+def simulate(mutant: Mutant) -> Verdict:
+    """Prove a mutant as `verify` does by default: over simulated ranks."""
+    return _verdict(mutant, partial(simulated, mutant.options.degree, torch.device("cpu")))
+
+
+def _refused(mutant: Mutant) -> str | None:
+    options = mutant.options
+    try:
+        check_plan(
+            mutant.architecture.reference().pristine,
+            options.degree,
+            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.sequence_parallel,
+            plan=mutant.plan,
+        )
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def _over_threads(degree: int, mutants: list[Mutant]) -> list[Verdict]:
+    return threads.run(
+        degree, lambda world: [_verdict(mutant, partial(nullcontext, world)) for mutant in mutants]
+    )
+
+
+def _verdict(mutant: Mutant, world: "partial[nullcontext[World]] | partial") -> Verdict:
+    reference = mutant.architecture.reference()
+    try:
+        (case,) = prove_cases(
+            reference, mutant.plan, [mutant.options], world, find=True, tell=lambda words: None
+        )
+    except PlanError as error:
+        return Verdict(mutant, str(error), None)
+    return Verdict(mutant, None, case)
