@@ -104,6 +104,7 @@ def apply_plan(
     memo = ParameterMemo()
     for key, style in styles.items():
         module = model.get_submodule(key)
+        module.__dict__["_plan_key"] = key  # for errors at run time
         if isinstance(style, Style):
             style.apply(module, tp_mesh, memo)
         elif style._apply(module, tp_mesh) is not module:

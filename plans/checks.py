@@ -202,7 +202,9 @@ def sizes(plan: Plan, source: TPPlan, model: nn.Module) -> Iterator[Size]:
                     yield Size(what, value, where, partial(_divides, value))
                 else:
                     also = f", or a size of {_next_multiple(value, source.options.degree)}"
-                    yield Size(what, value, where, partial(_fills, value), "leaves a rank without a share of", also)
+                    yield Size(
+                        what, value, where, partial(_fills, value), "leaves a rank without a share of", also
+                    )
 
 
 def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator[Size]:

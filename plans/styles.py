@@ -105,7 +105,7 @@ class Region(Style):
             return (border.enter(args[0]), *args[1:]), kwargs
         if self.input_name not in kwargs:
             raise PlanError(
-                f"{type(module).__name__} was called without a positional input and without "
+                f"plan key '{module._plan_key}' ({type(module).__name__}) was called without a positional input and without "
                 f"'{self.input_name}' (got {', '.join(kwargs) or 'nothing'}): give the plan's region input_name="
             )
         return args, {**kwargs, self.input_name: border.enter(kwargs[self.input_name])}
