@@ -55,6 +55,11 @@ def registered_plans() -> dict[str, type[TPPlan]]:
     return dict(sorted(_BY_MODEL_TYPE.items()))
 
 
+def registered_mixers() -> dict[str, type[TPPlan]]:
+    """Return the registered plans by qualified name of the token mixer that they split, sorted."""
+    return dict(sorted(_BY_MIXER.items()))
+
+
 def plan_for_model(model: nn.Module) -> type[TPPlan]:
     """Return the plan class registered for `model.config.model_type`.
 

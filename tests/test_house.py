@@ -13,6 +13,7 @@ FORBIDDEN = {
     "parallel": {"models", "training", "torchtitan", "transformers", "fla"},
     "training": {"train"},
 }
+COMMAND_LINE = ROOT / "plans" / "__main__.py"  # at the top of the house, as train.py is
 
 
 def imported(file: Path) -> set[str]:
@@ -28,7 +29,8 @@ def imported(file: Path) -> set[str]:
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_imports_run_one_way(package):
     for file in (ROOT / package).rglob("*.py"):
-        assert not imported(file) & FORBIDDEN[package], file
+        allowed = {"training"} if file == COMMAND_LINE else set()
+        assert not imported(file) & (FORBIDDEN[package] - allowed), file
 
 
 def test_every_dependency_is_imported_and_every_import_is_a_dependency():
