@@ -156,7 +156,9 @@ def test_positional_layouts_for_keyword_inputs():
     assert where == {"layers.0.attn"}
     assert failed(case) == {"runs"}
     ours = bugs.changed(bugs.MixerPlan, attn=lambda plan, style: plan.attn_input("x")[""])
-    with pytest.raises(PlanError, match=r"'layers\.0\.attn' \(Mixer\) was called .* without 'x' \(got hidden_states\)"):
+    with pytest.raises(
+        PlanError, match=r"'layers\.0\.attn' \(Mixer\) was called .* without 'x' \(got hidden_states\)"
+    ):
         verify(model, ours, degrees=[2], sequence_parallel=True)
 
 
