@@ -1,0 +1,229 @@
+"""FSDP2 on a decoder: what each unit keeps gathered, its dtypes, where its shards lie, what is prefetched.
+
+Which modules are units is in `fsdp_units`. `shard` applies at every size of the mesh: over one
+process it shards nothing, and still casts for mixed precision and offloads. The loss is divided by
+the number of tokens of the whole batch before the backward, so gradients are summed, not averaged.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from parallel.errors import ParallelError
+from parallel.fsdp_prefetch import chain_units, check_depth
+from parallel.fsdp_units import Unit, find_units, fsdp_module, split_dtypes
+from plans.errors import either
+
+Reshard = Literal["default", "always", "never"] | int
+
+
+class ShardOptions(TypedDict, total=False):
+    """What `shard` and `shard_model` have in common; see `shard`."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    cast_forward_inputs: bool
+    reshard_after_forward: Reshard
+    cpu_offload: bool
+    pin_memory: bool | None
+    symmetric_memory: bool
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = False,
+    reshard_after_forward: Reshard = "default",
+    cpu_offload: bool = False,
+    pin_memory: bool | None = None,
+    forward_prefetch: int = 0,
+    backward_prefetch: int = 0,
+    towers: Literal["units", "root"] = "units",
+    symmetric_memory: bool = False,
+) -> list[Unit]:
+    """Shard `model` over the data-parallel `mesh`, in place, and return its units.
+
+    Parameters may be DTensors on a TP mesh that comes from the same root mesh as `mesh`. Gradients
+    are summed over the mesh.
+
+    Args:
+        model: a decoder (`plans.structure`), before its first forward, on meta or not.
+        mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
+        param_dtype: dtype of gathered parameters, and so of compute; None: as stored.
+        reduce_dtype: dtype in which gradients are summed and, if the sum is deferred, accumulated;
+            None: that of the gradients, which is `param_dtype`.
+        output_dtype: dtype of the floating-point tensors that `model` returns (a tensor, or a dict,
+            tuple or dataclass of them); None: as computed. Units inside hand on what they compute.
+        cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`: needed for images in
+            another dtype; takes rotary tables that are handed to the blocks along.
+        reshard_after_forward: what is freed between forward and backward, and gathered again.
+            "default": blocks, towers and the embedding, not the last block, the ends, or the root,
+            which the backward needs at once; "always": every unit; "never": none; a number of ranks, a
+            divisor of the shard size: as "default", but to shards over that many neighbouring ranks,
+            from which the backward gathers; only if `mesh` covers all ranks.
+        cpu_offload: keep parameters, gradients and with them the optimizer's states on the CPU.
+        pin_memory: page-locked memory for these; None: if there is an accelerator.
+        forward_prefetch, backward_prefetch: how many units ahead are gathered, in the order of
+            execution; 0: torch's own rule (none ahead in the forward, one in the backward).
+        towers: whether each block of another list than the decoder's, such as a vision encoder's, is a
+            unit, or part of the root. As units, every rank must run the tower in a step, or none.
+        symmetric_memory: communicate through symmetric memory (CUDA, NCCL).
+
+    Raises:
+        PlanError: `model` has no list of blocks.
+        ParallelError: an option can't be honoured, or parameters can't be grouped. Before anything is sharded.
+    """
+    if towers not in ("units", "root"):
+        raise ParallelError(f"towers = {towers!r}: 'units' or 'root'")
+    units = split_dtypes(model, find_units(model, towers))
+    gathers = shard_size(mesh) > 1
+    check_depth("forward_prefetch", forward_prefetch, len(units), gathers, True)
+    check_depth(
+        "backward_prefetch", backward_prefetch, len(units), gathers, reshard_after_forward not in ("never", 1)
+    )
+    apply_units(
+        model,
+        units,
+        mesh,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        output_dtype=output_dtype,
+        cast_forward_inputs=cast_forward_inputs,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+        pin_memory=pin_memory,
+        symmetric_memory=symmetric_memory,
+    )
+    chain_units(model, units, forward_prefetch, backward_prefetch)
+    if towers == "root":
+        # A rank without images has no gradient for the tower, and must still join the others' sum.
+        fsdp_module(model, "").set_reduce_scatter_unused_params(True, recurse=False)
+    return units
+
+
+def apply_units(
+    model: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = False,
+    reshard_after_forward: Reshard = "default",
+    cpu_offload: bool = False,
+    pin_memory: bool | None = None,
+    symmetric_memory: bool = False,
+) -> None:
+    """Shard the given units, the root among them, innermost first; for the options see `shard`."""
+    policy = _reshard_policy(reshard_after_forward, mesh)
+    offload = _offload_policy(cpu_offload, pin_memory)
+    if symmetric_memory and mesh.device_type != "cuda":
+        raise ParallelError(f"symmetric memory needs CUDA; this mesh is on {mesh.device_type}: switch it off")
+    inside = MixedPrecisionPolicy(param_dtype, reduce_dtype, None, cast_forward_inputs)
+    outside = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
+    shared: Any = None
+    for unit in sorted(units, key=_depth, reverse=True):
+        for part in (*unit.inner, unit):
+            modules = [model.get_submodule(name) for name in part.names]
+            reshard = _resharded(unit, policy)  # what is inside a unit lives as long as the unit itself
+            to_some = not isinstance(reshard, bool)
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=mesh,
+                mp_policy=outside if part.role == "root" else inside,
+                offload_policy=offload,
+                reshard_after_forward=True if to_some and shared else reshard,
+            )
+            if to_some:
+                shared = _share_mesh(fsdp_module(model, part.names[0]), shared)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Otherwise a factor of 1 is a PREMUL_SUM, which gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
+            if symmetric_memory:
+                module.set_symm_mem_for_comm()
+
+
+def _share_mesh(unit: FSDPModule, shared: Any) -> Any:
+    """Let `unit` reshard to the mesh of the units before it, or return its own: FSDP2 makes two groups a unit."""
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    if group is None or shared is None:
+        return shared if group is None else group.post_forward_mesh_info
+    for holder in (group, *group.fsdp_params):
+        holder.post_forward_mesh_info = shared
+    return shared
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that share one copy of the parameters: the last dimension's size."""
+    if mesh.ndim > 2:
+        raise ParallelError(
+            f"FSDP over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: one to shard over, or two to "
+            "replicate and shard; flatten the others"
+        )
+    return mesh.size(mesh.ndim - 1)
+
+
+def _depth(unit: Unit) -> int:
+    # Several modules in one unit stand beside each other, outside of every other unit but the root.
+    return 0 if unit.role == "root" else max(name.count(".") for name in unit.names) + 1
+
+
+def _reshard_policy(value: Reshard, mesh: DeviceMesh) -> Literal["default", "always", "never"] | int:
+    size = shard_size(mesh)
+    if isinstance(value, int) and not isinstance(value, bool):
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        if value not in divisors:
+            raise ParallelError(
+                f"reshard_after_forward = {value}: parameters are sharded over {size} ranks, of which "
+                f"{either(divisors)} can hold a copy"
+            )
+        if value not in (1, size) and mesh.size() != dist.get_world_size():
+            # FSDP2 makes the smaller groups rank by rank, under one name for all: they wait for each other for ever.
+            raise ParallelError(
+                f"reshard_after_forward = {value}: torch can reshard to some ranks only where data parallelism covers "
+                f"all {dist.get_world_size()} ranks, here {mesh.size()}: take 'default', or degrees of 1 beside it"
+            )
+        return value
+    if value not in ("default", "always", "never"):
+        raise ParallelError(
+            f"reshard_after_forward = {value!r}: 'default', 'always', 'never' or a number of ranks"
+        )
+    return value
+
+
+def _resharded(unit: Unit, policy: Literal["default", "always", "never"] | int) -> bool | int:
+    if policy in ("always", "never"):
+        return policy == "always"
+    if unit.last or unit.role in ("ends", "root"):
+        return False
+    # FSDP2 takes 1 for a mistake, and means False by it.
+    return True if policy == "default" else policy != 1 and policy
+
+
+def _offload_policy(cpu_offload: bool, pin_memory: bool | None) -> OffloadPolicy:
+    if not cpu_offload:
+        if pin_memory:
+            raise ParallelError("pin_memory = true without cpu_offload pins nothing: switch cpu_offload on")
+        return OffloadPolicy()
+    if pin_memory and not torch.accelerator.is_available():
+        raise ParallelError("pin_memory = true, and there is no accelerator to pin for: leave it out")
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available() if pin_memory is None else pin_memory)
