@@ -73,6 +73,15 @@ def test_a_body_may_destroy_the_group():
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def interruptible():
+    """A shell starts background jobs with SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_the_tear_down_is_neither_lost_nor_in_its_way():
     before, done = signal.getsignal(signal.SIGINT), []
 
