@@ -1,0 +1,360 @@
+"""Activation checkpointing: what is recomputed is counted, operator by operator, in real backwards."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import worlds
+from tiny import Tiny, TinyPlan
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel import ParallelError
+from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from parallel.kept import KeepMixer
+from parallel.selective import Selective
+
+TOKENS = torch.arange(16).reshape(2, 8) % 7
+PRODUCTS = {"mm", "addmm"}
+BLOCKS, IN_BLOCK, IN_MLP = 2, 7, 3  # Tiny: q, k, v, o, gate, up, down
+
+
+class Count(TorchDispatchMode):
+    """Operators by name, in whatever runs inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *names):
+        return sum(self.ops[name] for name in names)
+
+
+def drops(model, p=0.5):
+    """Dropout after every mixer and every MLP."""
+    for layer in model.layers:
+        for part in (layer.attn, layer.mlp):
+            part.register_forward_hook(lambda module, args, output: F.dropout(output, p))
+
+
+def build(policy=None, dropout=False):
+    torch.manual_seed(0)
+    model = Tiny()
+    if dropout:
+        drops(model)
+    if policy is not None:
+        policy.apply(model)
+    return model
+
+
+def loss_of(model):
+    return model(TOKENS).logits.square().mean()
+
+
+def gradients(model):
+    """The gradients by name, and what ran in the backward."""
+    torch.manual_seed(1)
+    loss = loss_of(model)
+    with Count() as count:
+        loss.backward()
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()
+    }, count
+
+
+def products_again(policy):
+    extra = gradients(build(policy))[1].of(*PRODUCTS) - gradients(build())[1].of(*PRODUCTS)
+    return extra
+
+
+EXPECTED = {
+    Full(): BLOCKS * IN_BLOCK,
+    Full(early_stop=True): BLOCKS * (IN_BLOCK - 1),  # nothing in the backward needs down_proj's result
+    MLPOnly(): BLOCKS * IN_MLP,
+    KeepMixer(): BLOCKS * IN_MLP,
+    EveryNthLayer(2): IN_BLOCK,
+    EveryNthLayer(1): BLOCKS * IN_BLOCK,
+    Selective(matmuls="all"): 0,
+    Selective(): BLOCKS * 3,  # of seven, the second, fourth and sixth
+    Selective(matmuls="none"): BLOCKS * IN_BLOCK,
+    Selective(matmuls="all", recompute_linears=("gate_proj",)): BLOCKS * 2,  # up_proj has gate_proj's size
+    Selective(recompute_linears=("attn.",)): BLOCKS
+    * 5,  # four of attention's; the rest counts gate, up, down
+}
+
+
+@pytest.mark.parametrize("policy", EXPECTED, ids=str)
+def test_products_that_are_computed_again(policy):
+    assert products_again(policy) == EXPECTED[policy]
+
+
+@pytest.mark.parametrize("policy", EXPECTED, ids=str)
+@pytest.mark.parametrize("dropout", [False, True])
+def test_gradients_are_those_without_checkpointing(policy, dropout):
+    expected, _ = gradients(build(dropout=dropout))
+    found, _ = gradients(build(policy, dropout))
+    for name, value in expected.items():
+        # The same operators on the same numbers in the same order: nothing may differ.
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("policy", [Full, KeepMixer, MLPOnly, Selective])
+def test_dropout_needs_the_random_state(policy):
+    expected, _ = gradients(build(dropout=True))
+    found, _ = gradients(build(policy(preserve_rng_state=False), dropout=True))
+    assert not torch.allclose(found["embed.weight"], expected["embed.weight"])
+
+
+def attention_in_backward(policy):
+    return gradients(build(policy))[1].of("_scaled_dot_product_flash_attention_for_cpu")
+
+
+def test_attention_is_kept_or_recomputed():
+    assert attention_in_backward(Full()) == BLOCKS
+    assert attention_in_backward(Selective(attention=False)) == BLOCKS
+    for policy in (Selective(), KeepMixer(), MLPOnly()):
+        assert attention_in_backward(policy) == 0
+
+
+@pytest.mark.parametrize("policy", [Selective(), KeepMixer(), EveryNthLayer(2)], ids=str)
+def test_two_models_at_once_do_not_know_of_each_other(policy):
+    expected, alone = gradients(build(policy, dropout=True))
+    models, losses, counts = [build(policy, dropout=True) for _ in range(2)], [], []
+    for model in models:
+        torch.manual_seed(1)
+        losses.append(loss_of(model))
+    for model, loss in zip(models, losses, strict=True):
+        with Count() as count:
+            loss.backward()
+        counts.append(count.ops)
+        assert all(
+            torch.equal(p.grad, expected[n.replace("_checkpoint_wrapped_module.", "")])
+            for n, p in model.named_parameters()
+        )
+    assert counts == [alone.ops, alone.ops]
+
+
+@pytest.mark.parametrize("policy", [Full(), KeepMixer()], ids=str)  # torch's own limit: by operator, once
+def test_a_retained_graph_is_recomputed_twice(policy):
+    model = build(policy, dropout=True)
+    torch.manual_seed(1)
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    once = model.embed.weight.grad.clone()
+    loss.backward()
+    assert torch.equal(model.embed.weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("policy", [*EXPECTED, MemoryBudget(0.5)], ids=str)
+def test_names_in_state_dicts_stay(policy):
+    plain, model = build(), build(policy)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+def test_kernels_of_a_function_of_their_own():
+    """An autograd.Function runs again whatever is kept; as an operator, or in a kept mixer, it does not."""
+    runs = Counter()
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            runs["function"] += 1
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    @torch.library.custom_op("titanplans_test::square", mutates_args=())
+    def square(x: torch.Tensor) -> torch.Tensor:
+        runs["operator"] += 1
+        return x.square()
+
+    square.register_autograd(
+        lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+
+    def runs_under(policy):
+        model = Tiny()
+        for layer in model.layers:
+            layer.attn.register_forward_hook(lambda module, args, output: square(Square.apply(output)))
+        runs.clear()
+        policy.apply(model)
+        loss_of(model).backward()
+        return runs["function"] // BLOCKS, runs["operator"] // BLOCKS
+
+    assert runs_under(Full()) == (2, 2)
+    assert runs_under(Selective()) == (2, 2)
+    assert runs_under(Selective(operators=("titanplans_test::square",))) == (2, 1)
+    assert runs_under(Selective(operators=("titanplans_test::square.default",))) == (2, 1)
+    assert runs_under(KeepMixer()) == (1, 1)
+
+
+def test_what_a_kept_mixer_returned_may_not_change():
+    model = build(KeepMixer())
+    layer = model.layers[0]
+    layer.mlp_norm.register_forward_pre_hook(lambda module, args: None)
+
+    def in_place(module, args, output):
+        module.seen = output
+
+    layer.attn.register_forward_hook(in_place)
+    loss = loss_of(model)
+    with torch.no_grad():
+        layer.attn.seen.mul_(2)
+    with pytest.raises(ParallelError, match="output of Attention was changed in place"):
+        loss.backward()
+
+
+REFUSED = {
+    "every how many layers": lambda: EveryNthLayer(0),
+    "lists of blocks have 2": lambda: EveryNthLayer(3).apply(Tiny()),
+    "scope = 'audio': one of all, language, vision": lambda: Full(scope="audio"),
+    "has no vision tower": lambda: Full(scope="vision").apply(Tiny()),
+    "none of its blocks has an MLP": lambda: MLPOnly().apply(without("mlp")),
+    "none of its blocks has a token mixer": lambda: KeepMixer().apply(without("attn")),
+    '"nobody::knows" is no operator': lambda: Selective(operators=("nobody::knows",)).apply(Tiny()),
+    '"relu" is no operator': lambda: Selective(operators=("relu",)).apply(Tiny()),
+    '"aten::relu.loud" is no operator': lambda: Selective(operators=("aten::relu.loud",)).apply(Tiny()),
+    "draws random numbers": lambda: Selective(operators=("aten::native_dropout",)).apply(Tiny()),
+    "which matmuls decides": lambda: Selective(operators=("aten::mm",)).apply(Tiny()),
+    "matmuls = 'half'": lambda: Selective(matmuls="half"),
+    "makes exceptions from matmuls": lambda: Selective(matmuls="none", recompute_linears=("o_proj",)),
+    "in no name of a Linear": lambda: Selective(recompute_linears=("router",)).apply(Tiny()),
+    "keeps nothing that way": lambda: Selective(matmuls="none", attention=False, collectives=False),
+    "checkpointed already": lambda: [
+        policy.apply(model) for model in [Tiny()] for policy in (MLPOnly(), Full())
+    ],
+    "is checkpointed already": lambda: [
+        MemoryBudget(0.5).apply(model) for model in [Tiny()] for _ in range(2)
+    ],
+    "memory_budget = 1.5": lambda: MemoryBudget(1.5),
+    "recomputes its blocks itself": lambda: Full().apply(checkpointing_itself()),
+}
+
+
+def without(part):
+    model = Tiny()
+    for layer in model.layers:
+        delattr(layer, part)
+    return model
+
+
+def checkpointing_itself():
+    model = gemma3()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words):
+    with pytest.raises(ParallelError, match=words):
+        REFUSED[words]()
+
+
+def gemma3():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
+    with torch.device("meta"):
+        return Gemma3ForConditionalGeneration(
+            Gemma3Config(
+                text_config=dict(**sizes, num_key_value_heads=1, head_dim=8, vocab_size=64),
+                vision_config=dict(**sizes, image_size=28, patch_size=14),
+                mm_tokens_per_image=4,
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("scope", "towers"),
+    {
+        "all": {"vision_tower", "language_model"},
+        "language": {"language_model"},
+        "vision": {"vision_tower"},
+    }.items(),
+)
+def test_scopes(scope, towers):
+    model = gemma3()
+    EveryNthLayer(2, scope=scope).apply(model)
+    wrapped = [n.split(".") for n, m in model.named_modules() if type(m).__name__ == "CheckpointWrapper"]
+    assert {name[1] for name in wrapped} == towers
+    assert [name[-1] for name in wrapped] == ["1"] * len(towers), "each list counts for itself"
+
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+UNDER_TP = {
+    "none": None,
+    "full": Full(),
+    "full, early stop": Full(early_stop=True),
+    "kept": Selective(matmuls="none"),
+    "not kept": Selective(collectives=False),
+    "mlp": MLPOnly(),
+    "mixer": KeepMixer(),
+}
+
+
+def collectives_in_backward(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from plans import apply_plan
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    results = {}
+    for sequence_parallel in (True, False):
+        for name, policy in UNDER_TP.items():
+            torch.manual_seed(0)
+            model = Tiny()
+            apply_plan(model, mesh, plan=TinyPlan, sequence_parallel=sequence_parallel, loss_parallel=False)
+            if policy is not None:
+                policy.apply(model)
+            grads, count = gradients(SimpleTokens(model))
+            grads = {n: g.full_tensor() for n, g in grads.items()}
+            results[sequence_parallel, name] = grads, count.of(*COLLECTIVES)
+    return results
+
+
+class SimpleTokens(torch.nn.Module):
+    """The model under its own names, whatever its logits are."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._modules = model._modules
+        self.__dict__["model"] = model
+
+    def forward(self, tokens):
+        return SimpleNamespace(logits=self.model(tokens).logits)
+
+
+@pytest.fixture(scope="module")
+def under_tp():
+    return worlds.run(collectives_in_backward, 2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_kept_collectives_are_not_sent_again(under_tp, sequence_parallel):
+    (expected, least), counts = under_tp[sequence_parallel, "none"], {}
+    for name in UNDER_TP:
+        grads, counts[name] = under_tp[sequence_parallel, name]
+        for key, value in expected.items():
+            assert torch.equal(grads[key], value), (name, key)
+    # A block's forward: with sequence parallelism in and out of mixer and MLP, without it out of each.
+    each = 2 if sequence_parallel else 1
+    again = {name: count - least for name, count in counts.items()}
+    assert again == {
+        "none": 0,
+        "full": BLOCKS * 2 * each,
+        "full, early stop": BLOCKS * (2 * each - 1),
+        "kept": 0,
+        "not kept": BLOCKS * 2 * each,
+        "mlp": BLOCKS * each,
+        "mixer": BLOCKS * each,
+    }

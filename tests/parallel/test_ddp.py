@@ -1,0 +1,457 @@
+"""DDP over real process groups: each option reaches the reducer, and a step is the single process's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+from tiny import Block, Tiny, TinyPlan
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel import ParallelError
+from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.compile import apply_compile
+from parallel.ddp import accumulate, apply_ddp, refuse_degrees
+from parallel.degrees import Degrees
+from parallel.strategies import DDPConfig
+
+RANKS, BATCH, LENGTH, LAYERS = 2, 8, 8, 4
+
+
+class AsDict(Tiny):
+    """Returns what torch can look into; one block is only used if asked for, and one bias never."""
+
+    def __init__(self):
+        super().__init__()
+        self.sometimes = Block()
+        self.never = nn.Parameter(torch.zeros(16))
+
+    def forward(self, input_ids, extra=True):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        if extra:
+            x = self.sometimes(x)
+        return {"logits": self.lm_head(self.norm(x))}
+
+
+class Wide(Tiny):
+    """Its blocks are larger than a bucket of 1 MiB."""
+
+    def widen(self):
+        for layer in self.layers:
+            torch.manual_seed(2)
+            layer.mlp.gate_proj, layer.mlp.up_proj = nn.Linear(16, 8192), nn.Linear(16, 8192)
+            layer.mlp.down_proj = nn.Linear(8192, 16)
+
+
+class Counting(Tiny):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids):
+        self.seen += 1 + dist.get_rank() if dist.is_initialized() else 1
+        return super().forward(input_ids)
+
+
+def build(cls=Tiny, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    model = cls()
+    model.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+    if cls is Wide:
+        model.widen()
+    return model.to(dtype)  # float64, so that the order of a sum does not show
+
+
+def data(rows=slice(None)):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 32, (BATCH, LENGTH), generator=generator)
+    labels = tokens.masked_fill(torch.rand(BATCH, LENGTH, generator=generator) < 0.3, -100)
+    labels[
+        : BATCH // 2, 2:
+    ] = -100  # ranks with different numbers of tokens: their means' mean is not the mean
+    return tokens[rows], labels[rows], (labels != -100).sum()
+
+
+def loss_of(model, rows=slice(None), **kwargs):
+    tokens, labels, count = data(rows)
+    out = model(tokens, **kwargs)
+    logits = (out["logits"] if isinstance(out, dict) else out.logits).to(torch.float64)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+
+def mine(rank, part=0, parts=1):
+    """The rank's rows, or one micro batch of them."""
+    rows = BATCH // RANKS // parts
+    return slice(rank * BATCH // RANKS + part * rows, rank * BATCH // RANKS + (part + 1) * rows)
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+class Reductions(TorchDispatchMode):
+    """Counts all-reduces; those of the backward too, which on a CPU runs on this thread."""
+
+    count = 0
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.c10d.allreduce_.default
+        return func(*args, **(kwargs or {}))
+
+
+def prepared(config, cls=Tiny, seed=0):
+    # autocast leaves float64 alone
+    model = build(cls, seed, torch.float64 if config.autocast_dtype is None else torch.float32)
+    policy = config.activation_checkpointing.policy()
+    if policy is not None:
+        apply_activation_checkpointing(model, policy, "")
+    if config.compile.blocks:
+        apply_compile(model, config.compile, None)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    apply_ddp(model, mesh, config)
+    return model
+
+
+def step(rank, options, cls=Tiny, steps=1, **kwargs):
+    """The gradients and the number of all-reduces of the last of `steps`, and the weights after it."""
+    model = prepared(DDPConfig(**options), cls, seed=rank)  # rank 0's values must reach the other
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, mine(rank), **kwargs)
+        with Reductions() as sums:  # not around the forward: nothing compiles under such a mode
+            loss.backward()
+        optimizer.step()
+    return gradients(model), sums.count, {n: t.clone() for n, t in model.state_dict().items()}
+
+
+CASES = {
+    "default": {},
+    "small buckets": {"bucket_cap_mb": 0.005},
+    "bucket view": {"gradient_as_bucket_view": True},
+    "full": {"activation_checkpointing": {"mode": "full"}},
+    "compiled, full": {
+        "compile": {"enable": True, "backend": "aot_eager"},
+        "activation_checkpointing": {"mode": "full"},
+    },
+}
+UNUSED = {
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True, "defer_grad_sync": False},
+    "static, full, view": {
+        "static_graph": True,
+        "defer_grad_sync": False,
+        "activation_checkpointing": {"mode": "full"},
+        "gradient_as_bucket_view": True,
+    },
+    "unused, selective": {
+        "find_unused_parameters": True,
+        "activation_checkpointing": {"mode": "selective"},
+    },
+}
+ACCUMULATED = {
+    "default": {},
+    "static": {"static_graph": True, "defer_grad_sync": False},
+    "bucket view": {"gradient_as_bucket_view": True},
+    "each, default": {"defer_grad_sync": False},
+    "each, bucket view": {"defer_grad_sync": False, "gradient_as_bucket_view": True},
+}
+
+
+def all_cases(rank):
+    results = {name: step(rank, options) for name, options in CASES.items()}
+    results["buckets"] = [step(rank, CASES[case], steps=2)[1] for case in ("default", "small buckets")]
+    # Two steps: a static graph learns in the first, buckets are rebuilt before the second.
+    results |= {name: step(rank, options, AsDict, steps=2) for name, options in UNUSED.items()}
+    results["a rank without"] = step(rank, UNUSED["unused"], AsDict, extra=rank == 0)
+    for name, options in ACCUMULATED.items():
+        results[f"accumulated, {name}"] = accumulated(rank, options)
+    results["graphs"] = {split: graphs(rank, split) for split in (False, True)}
+    results["autocast"] = step(rank, {"autocast_dtype": "bfloat16"})[0]
+    results["buffers"] = {flag: buffers(rank, flag) for flag in (False, True)}
+    results["refusals"] = refusals()
+    results["names"] = names()
+    return results
+
+
+def accumulated(rank, options):
+    config = DDPConfig(**options)
+    model = prepared(config, AsDict if config.static_graph else Tiny)
+    for _ in range(2):
+        model.zero_grad()
+        with Reductions() as sums:
+            for part in range(2):
+                with accumulate(model, last=part == 1, defer=config.defer_grad_sync):
+                    loss_of(model, mine(rank, part, 2)).backward()
+    return gradients(model), sums.count, None
+
+
+def graphs(rank, split):
+    """How many graphs the compiler made of equal blocks, larger than a bucket, and the gradients."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = build(Wide)
+    for layer in model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    options = {"bucket_cap_mb": 1, "split_compiled_blocks": split, "compile": {"enable": True}}
+    apply_ddp(model, mesh, DDPConfig(**options))
+    loss_of(model, mine(rank)).backward()
+    return counter.frame_count, gradients(model)
+
+
+def buffers(rank, flag):
+    model = build(Counting)
+    model.seen.fill_(10.0 * (rank + 1))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    apply_ddp(model, mesh, DDPConfig(broadcast_buffers=flag))
+    for _ in range(3):
+        loss_of(model, mine(rank)).backward()
+    with torch.no_grad():
+        model(data()[0])  # not in training: no communication
+    seen = [torch.zeros_like(model.seen) for _ in range(RANKS)]
+    dist.all_gather(seen, model.seen)
+    return [float(value) for value in seen]
+
+
+def names():
+    reducer = prepared(
+        DDPConfig(bucket_cap_mb=3.5, gradient_as_bucket_view=True, find_unused_parameters=True), AsDict
+    )
+    torch_ddp = replicate.state(reducer)._ddp_weakref()
+    return {
+        "parameters": [name for name, _ in reducer.named_parameters()],
+        "state": list(reducer.state_dict()),
+        "options": (
+            torch_ddp.bucket_bytes_cap,
+            torch_ddp.gradient_as_bucket_view,
+            torch_ddp.find_unused_parameters,
+            torch_ddp.static_graph,
+        ),
+        "static": replicate.state(prepared(DDPConfig(static_graph=True, defer_grad_sync=False), AsDict))
+        ._ddp_weakref()
+        .static_graph,
+    }
+
+
+def refusals():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("x", "dp"))
+    line = mesh["dp"]
+
+    def refusal(prepare, config=None, on=line):
+        try:
+            model = build()
+            result = prepare(model)
+            apply_ddp(result if isinstance(result, nn.Module) else model, on, config or DDPConfig())
+        except ParallelError as error:
+            return str(error)
+
+    def split(model):
+        from plans import apply_plan
+
+        apply_plan(model, line, loss_parallel=False, plan=TinyPlan)
+
+    def sharded(model):
+        torch.distributed.fsdp.fully_shard(model, mesh=line)
+
+    def hidden(**options):
+        model = prepared(DDPConfig(**options))
+        try:
+            loss_of(model)
+        except ParallelError as error:
+            return str(error)
+
+    def deferred(model):
+        apply_ddp(model, line, DDPConfig(static_graph=True, defer_grad_sync=False))
+        with accumulate(model, last=False):
+            pass
+
+    return {
+        "deferred": refusal(deferred),
+        "tp": refusal(split),
+        "fsdp": refusal(sharded),
+        "meta": refusal(lambda model: model.to("meta")),
+        "twice": refusal(lambda model: apply_ddp(model, line, DDPConfig())),
+        "frozen": refusal(lambda model: model.requires_grad_(False)),
+        "whole": refusal(lambda model: model.compile()),
+        "wrapped": refusal(lambda model: torch.compile(model)),
+        "not compiled": refusal(lambda model: None, DDPConfig(compile={"enable": True})),
+        "not recomputed": refusal(lambda model: None, DDPConfig(activation_checkpointing={"mode": "full"})),
+        "2-D": refusal(lambda model: None, on=mesh),
+        "hidden, unused": hidden(find_unused_parameters=True),
+        "hidden, static": hidden(static_graph=True, defer_grad_sync=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    return worlds.run(all_cases, RANKS)
+
+
+def reference(cls=Tiny, steps=1, **kwargs):
+    model = build(cls)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, **kwargs).backward()
+        optimizer.step()
+    return gradients(model), model.state_dict()
+
+
+def check(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # float64: what differs is the order of sums, some 1e-16 of values around 1
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12) if value is not None else None
+        assert (found[name] is None) == (value is None), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_single_process_s(results, case):
+    found, _, weights = results[case]
+    expected, after = reference()
+    check(plain(found), expected)
+    check(weights, after)
+
+
+def plain(found):
+    """Without what a checkpoint wrapper adds to the names of parameters (not to those of state dicts)."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_parameters_that_nothing_uses(results, case):
+    found, _, weights = results[case]
+    expected, after = reference(AsDict, steps=2)
+    found = plain(found)
+    if "static" in case:  # gives zeros to what is unused; SGD without momentum sees no difference
+        assert found["never"] is None or not found["never"].any()
+        expected["never"] = found["never"]
+    check(found, expected)
+    check(weights, after)
+
+
+def test_parameters_that_one_rank_uses(results):
+    found, _, _ = results["a rank without"]
+    model = build(AsDict)
+    loss_of(model, mine(0)).backward()
+    loss_of(model, mine(1), extra=False).backward()
+    check(found, gradients(model))
+
+
+@pytest.mark.parametrize("case", [f"accumulated, {name}" for name in ACCUMULATED])
+def test_accumulated_gradients_are_the_whole_batch_s(results, case):
+    found, sums, _ = results[case]
+    cls = AsDict if "static" in case else Tiny
+    expected, _ = reference(cls)
+    if "static" in case:
+        expected["never"] = found["never"]
+    check(found, expected)
+    assert sums == (1 if ACCUMULATED[case.removeprefix("accumulated, ")].get("defer_grad_sync", True) else 2)
+
+
+def test_bucket_size_is_what_one_all_reduce_sums(results):
+    default, small = results["buckets"]  # in the second step: until the first ran, torch makes one bucket
+    sizes = [p.numel() * p.element_size() for p in build().parameters()]
+    assert default == 1  # 80 KB
+    # A bucket ends with the tensor that fills it, so it is of the size asked for, and less than a tensor more.
+    cap = 0.005 * 2**20
+    assert sum(sizes) / (cap + max(sizes)) <= small <= sum(sizes) / cap + 1
+
+
+def test_equal_blocks_stay_one_graph_unless_buckets_may_cut_them(results):
+    whole, split = results["graphs"][False], results["graphs"][True]
+    assert whole[0] == 1  # for all blocks
+    assert split[0] > 1
+    for _, found in (whole, split):
+        check(found, reference(Wide)[0])
+
+
+def test_autocast_computes_in_its_dtype_and_keeps_the_parameters(results):
+    found = results["autocast"]
+    model = build(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens, labels, count = data()
+        logits = model(tokens).logits
+    assert logits.dtype == torch.bfloat16
+    loss = (
+        nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum") / count
+    )
+    loss.backward()
+    exact = reference()[0]
+    for name, value in gradients(model).items():
+        assert found[name].dtype == torch.float32
+        # Both are bfloat16's: half a per cent of each product, in another order for other batch sizes.
+        torch.testing.assert_close(found[name], value, rtol=0.02, atol=0.02 * float(value.abs().max()))
+    assert any(not torch.allclose(found[name].double(), exact[name], rtol=1e-4) for name in exact)
+
+
+def test_buffers_take_rank_0_s_values_once_or_each_time(results):
+    # 10 at the start, from rank 0; each forward adds 1 on rank 0 and 2 on rank 1
+    assert results["buffers"][False] == [14.0, 18.0]
+    # the last forward but one began with rank 0's 12, the last was not in training
+    assert results["buffers"][True] == [14.0, 16.0]
+
+
+def test_names_are_the_model_s_and_options_reach_torch(results):
+    model = build(AsDict)
+    assert results["names"]["parameters"] == [name for name, _ in model.named_parameters()]
+    assert results["names"]["state"] == list(model.state_dict())
+    assert results["names"]["options"] == (3.5 * 2**20, True, True, False)
+    assert results["names"]["static"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("deferred", "loses count"),
+        ("tp", "take FSDP2Config with dp_replicate"),
+        ("fsdp", "take FSDP2Config with dp_replicate"),
+        ("meta", "embed.weight"),
+        ("twice", "replicated already"),
+        ("frozen", "all parameters are frozen"),
+        ("whole", "compile its blocks one by one"),
+        ("wrapped", "compile its blocks one by one"),
+        ("not compiled", "apply_compile"),
+        ("not recomputed", 'activation_checkpointing.mode = "full"'),
+        ("2-D", 'get_mesh("dp")'),
+        ("hidden, unused", "a SimpleNamespace"),
+        ("hidden, static", "a SimpleNamespace"),
+    ],
+)
+def test_refusals_name_the_value_and_the_remedy(results, case, words):
+    message = results["refusals"][case]
+    assert message is not None
+    assert words in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (Degrees(dp_replicate=2, dp_shard=1, tp=2), "ddp with tp = 2"),
+        (Degrees(dp_shard=4), "set dp_shard to 1 and dp_replicate to 4"),
+        (Degrees(dp_shard=1, pp=2), "pp = 2"),
+        (Degrees(dp_shard=1, cp=2), "cp = 2"),
+    ],
+)
+def test_degrees_that_split_the_model_are_refused(degrees, words):
+    with pytest.raises(ParallelError, match=words):
+        refuse_degrees(degrees)
+
+
+def test_copies_are_not_refused():
+    refuse_degrees(Degrees(dp_replicate=4, dp_shard=1))
+
+
+def test_accumulate_needs_ddp():
+    with pytest.raises(ParallelError, match="call apply_ddp first"), accumulate(build(), last=True):
+        pass

@@ -1,0 +1,300 @@
+"""Megatron-FSDP: every option reaches the package or is refused; what needs CUDA says so before anything else.
+
+What runs depends on what is installed: with the package, its own signatures and its optimizer; without, the error.
+Nothing here trains: that takes two GPUs.
+"""
+
+import importlib.util
+import inspect
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import Block, Tiny
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from parallel import ParallelError
+from parallel.activation_checkpoint import Full
+from parallel.megatron_fsdp import (
+    accumulate,
+    apply_megatron_fsdp,
+    arguments,
+    refuse_mesh,
+    register_optimizer,
+    unit_classes,
+)
+from parallel.strategies import MegatronFSDPConfig
+from plans.errors import PlanError
+
+INSTALLED = importlib.util.find_spec("megatron_fsdp") is not None
+needs_package = pytest.mark.skipif(not INSTALLED, reason="megatron-fsdp is an extra, and not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    """Eight ranks of which only this one exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh(*sizes, names=("dp_replicate", "dp_shard", "tp")):
+    return DeviceMesh("cpu", torch.arange(8).view(sizes), mesh_dim_names=names)
+
+
+def refusal(fn, *args, **kwargs):
+    with pytest.raises(ParallelError) as caught:
+        fn(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def call(model=None, **options):
+    library = importlib.import_module("megatron_fsdp")
+    return arguments(library, model or Tiny(), mesh(1, 8, 1), MegatronFSDPConfig(**options), "dp_shard")
+
+
+# ---------------------------------------------------------------- before anything else
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_without_cuda_the_error_comes_first():
+    """Before the mesh and the model, which are wrong too, are looked at."""
+    message = refusal(apply_megatron_fsdp, nn.Linear(2, 2), mesh(8, 1, 1), MegatronFSDPConfig())
+    assert message.startswith("megatron_fsdp needs CUDA, and torch sees no such device: take FSDP2Config")
+
+
+@pytest.mark.skipif(INSTALLED, reason="says what happens without the package")
+def test_without_the_package_the_error_names_the_extra():
+    for fn, args in (
+        (apply_megatron_fsdp, (Tiny(), mesh(1, 8, 1), MegatronFSDPConfig())),
+        (register_optimizer, (torch.optim.SGD([nn.Parameter(torch.ones(1))]),)),
+    ):
+        assert "pip install titanplans[megatron-fsdp]" in refusal(fn, *args)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: mesh(1, 8, 1, names=None), "without names"),
+        (
+            lambda: mesh(1, 8, 1, names=("a", "b", "c")),
+            'no dimension "dp_shard": shard_dim is one of a, b, c',
+        ),
+        (
+            lambda: DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("dp_shard",)),
+            "dp_shard = 1: over one rank it doubles",
+        ),
+        (lambda: mesh(2, 4, 1), "dp_replicate = 2"),
+        (lambda: mesh(1, 4, 2), "tp = 2"),
+    ],
+)
+def test_a_mesh_is_sharded_over_as_a_whole(make, words):
+    assert words in refusal(refuse_mesh, make(), "dp_shard")
+
+
+def test_a_mesh_that_will_do():
+    refuse_mesh(mesh(1, 8, 1), "dp_shard")
+
+
+def test_units_are_the_blocks_or_the_classes_named():
+    def units(*names):
+        return unit_classes(Tiny(), MegatronFSDPConfig(megatron_fsdp_unit_modules=names or None))
+
+    assert units() == [Block]
+    assert units("Block", "torch.nn.modules.sparse.Embedding") == [Block, nn.Embedding]
+    assert "no module of the model is of that class; give one of" in refusal(units, "Blok")
+    with pytest.raises(PlanError):
+        unit_classes(nn.Linear(2, 2), MegatronFSDPConfig())
+
+    model = Tiny()
+    model.other = type("Block", (nn.Module,), {})()
+    config = MegatronFSDPConfig(megatron_fsdp_unit_modules=["Block"])
+    assert "several classes have that name; give one of" in refusal(unit_classes, model, config)
+
+
+# ---------------------------------------------------------------- the package's own signatures
+
+CHANGED = {
+    "megatron_fsdp_unit_modules": {"megatron_fsdp_unit_modules": ["Embedding"]},
+    "zero_dp_strategy": {"zero_dp_strategy": 1},
+    "grad_reduce_in_fp32": {"grad_reduce_in_fp32": True},
+    "preserve_fp32_weights": {"preserve_fp32_weights": False},
+    "overlap_grad_reduce": {"overlap_grad_reduce": False, "zero_dp_strategy": 1},
+    "overlap_param_gather": {"overlap_param_gather": False, "zero_dp_strategy": 1},
+    "report_nan_in_param_grad": {"report_nan_in_param_grad": True},
+    "average_in_collective": {"average_in_collective": True, "calculate_per_token_loss": False},
+    "calculate_per_token_loss": {"calculate_per_token_loss": False},
+    "fsdp_double_buffer": {"fsdp_double_buffer": True},
+}
+REFUSED = {
+    "check_for_nan_in_grad": ({"check_for_nan_in_grad": True}, "does not take it"),
+    "disable_bucketing": ({"disable_bucketing": True}, "changes nothing"),
+    "keep_fp8_transpose_cache": ({"keep_fp8_transpose_cache": True}, "Transformer Engine"),
+    "nccl_ub": ({"nccl_ub": True, "fsdp_double_buffer": True}, "megatron-core or apex"),
+    "activation_checkpointing": ({"activation_checkpointing": True}, "take FSDP2Config"),
+    "init_fsdp_with_meta_device": ({"init_fsdp_with_meta_device": True}, "no parameter is on meta"),
+}
+
+
+def test_the_sixteen_are_all_tried():
+    assert {*CHANGED, *REFUSED} == {item.name for item in fields(MegatronFSDPConfig)}
+
+
+@needs_package
+@pytest.mark.parametrize("option", CHANGED)
+def test_an_option_reaches_the_package(option):
+    from megatron_fsdp import fully_shard_model
+
+    changed = CHANGED[option]
+    base = call(**{name: value for name, value in changed.items() if name != option})
+    given = call(**changed)
+    inspect.signature(fully_shard_model).bind(**given)
+    base.pop("module"), given.pop("module"), base.pop("device_mesh"), given.pop("device_mesh")
+    assert len([name for name in given if given[name] != base[name]]) == 1
+
+
+@needs_package
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_option_that_does_not_reach_it_is_refused(option):
+    options, words = REFUSED[option]
+    if option in ("nccl_ub", "keep_fp8_transpose_cache"):
+        from megatron_fsdp import param_and_grad_buffer as buffers
+
+        if buffers.HAVE_TE if option == "keep_fp8_transpose_cache" else buffers.NCCL_ALLOCATOR:
+            pytest.skip("what it needs is installed")
+    message = refusal(call, **options)
+    assert f"megatron_fsdp.{option} = true" in message
+    assert words in message
+
+
+@needs_package
+def test_dtypes_are_the_package_s_policy():
+    policy = call(grad_reduce_in_fp32=True)["mixed_precision_policy"]
+    assert (policy.main_params_dtype, policy.main_grads_dtype) == (torch.float32, torch.float32)
+    policy = call(preserve_fp32_weights=False)["mixed_precision_policy"]
+    assert (policy.main_params_dtype, policy.main_grads_dtype) == (None, None)
+
+
+@needs_package
+def test_models_that_it_can_t_have():
+    class Older(nn.Module):
+        """A module whose parameters nobody gives values."""
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+    with torch.device("meta"):
+        meta, without = Tiny(), Tiny()
+        without.older = Older()
+    assert "embed.weight among them: set it to true" in refusal(call, meta)
+    assert call(meta, init_fsdp_with_meta_device=True)["init_model_with_meta_device"]
+    assert "older (Older) has no reset_parameters" in refusal(call, without, init_fsdp_with_meta_device=True)
+
+    recomputed, compiled = Tiny(), Tiny()
+    Full().apply(recomputed)
+    compiled.layers[0].compile()
+    assert "layers.0 is recomputed" in refusal(call, recomputed)
+    assert "layers.0 is compiled" in refusal(call, compiled)
+
+
+@needs_package
+def test_a_version_that_lacks_an_option_refuses_it():
+    import megatron_fsdp
+
+    def fully_shard_model(
+        module, device_mesh, dp_shard_dim, fsdp_unit_modules, zero_dp_strategy, init_model_with_meta_device
+    ):
+        """What an older version might take."""
+
+    older = SimpleNamespace(
+        fully_shard_model=fully_shard_model,
+        MixedPrecisionPolicy=megatron_fsdp.MixedPrecisionPolicy,
+        __version__="0.0.1",
+    )
+    message = refusal(arguments, older, Tiny(), mesh(1, 8, 1), MegatronFSDPConfig(), "dp_shard")
+    assert message.startswith(
+        "megatron_fsdp.overlap_grad_reduce = true: megatron-fsdp 0.0.1 does not take it"
+    )
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+class Managed:
+    """What the package's optimizer half asks of its model; the parameters are plain ones of the CPU."""
+
+    model_auto_sync = True
+
+    def install_optimized_model_weights(self): ...
+
+    def zero_grad_buffer(self): ...
+
+
+def optimizer():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4))
+    other = nn.Parameter(torch.randn(4))
+    for parameter in (weight, other):
+        parameter._megatron_fsdp_model = Managed()
+    groups = [{"params": [weight], "lr": 0.1}, {"params": [other], "lr": 0.01, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1), weight, other
+
+
+def stepped(adam, *parameters):
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    adam.step()
+    adam.zero_grad()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@needs_package
+def test_the_first_update_is_the_optimizer_s():
+    from megatron_fsdp import fully_shard_optimizer
+
+    adam, *parameters = optimizer()
+    expected = stepped(adam, *parameters)
+
+    adam, *parameters = optimizer()
+    before = [parameter.detach().clone() for parameter in parameters]
+    register_optimizer(adam)
+    torch.testing.assert_close([p.detach() for p in parameters], before, rtol=0, atol=0)
+    torch.testing.assert_close(stepped(adam, *parameters), expected, rtol=0, atol=0)
+    assert [group["lr"] for group in adam.param_groups] == [0.1, 0.01]
+
+    # What it is done for: when this fails, the package no longer takes a step by itself.
+    adam, *parameters = optimizer()
+    fully_shard_optimizer(adam)
+    assert not torch.allclose(stepped(adam, *parameters)[0], expected[0], rtol=1e-3)
+
+
+@needs_package
+def test_an_optimizer_of_other_parameters_is_refused_and_still_steps():
+    plain = nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([plain], lr=1.0)
+    assert "build it on the parameters of what apply_megatron_fsdp returned" in refusal(
+        register_optimizer, sgd
+    )
+    stepped(sgd, plain)
+    assert plain.tolist() == [0.5, 0.5]
+
+
+@needs_package
+def test_only_the_last_micro_batch_reduces():
+    from megatron_fsdp import MegatronFSDP
+
+    model = MegatronFSDP.__new__(MegatronFSDP)  # without CUDA there is no whole one
+    nn.Module.__init__(model)
+    model.data_parallel_sharding_strategy, model.dist_index = "optim", SimpleNamespace(use_hybrid_fsdp=False)
+    seen = []
+    for last in (False, True):
+        with accumulate(model, last=last):
+            seen.append(model.model_auto_sync)
+        assert model.model_auto_sync
+    assert seen == [False, True]
