@@ -167,23 +167,23 @@ def test_a_plan_of_the_users_own_reaches_every_rank(folder):
         """
 from plans import TPPlan, register_plan
 
-@register_plan("llama")
-class LlamaPlan(TPPlan):
+@register_plan("granite")
+class GranitePlan(TPPlan):
     def attn_plan(self, attn):
         projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
         return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
 """
     )
-    llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    llama |= {"num_attention_heads": 4, "vocab_size": 4096}
-    (folder / "gla.json").write_text(json.dumps(llama))
+    granite = {"model_type": "granite", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    granite |= {"num_attention_heads": 4, "vocab_size": 4096}
+    (folder / "gla.json").write_text(json.dumps(granite))
     options = ("--experimental.custom_import", "my_plans", "--training.steps", "2", "--checkpoint.no-enable")
     status, out, err = run(folder, "job.toml", *options, PYTHONPATH=str(folder))
     assert status == 0, err
     assert len(LOSS.findall(out)) == 2
     status, out, err = run(folder, "job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
-    assert "no plan is registered for LlamaForCausalLM" in err
+    assert "no plan is registered for GraniteForCausalLM" in err
 
 
 def test_wandb_gets_the_run_offline(folder):
