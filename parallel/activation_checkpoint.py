@@ -50,8 +50,8 @@ class _OfBlocks:
         """Return the policy itself: torchtitan's way to a policy, here the same object."""
         return self
 
-    def apply(self, model: nn.Module) -> None:
-        """Wrap what the policy recomputes in the blocks of `model`, in place.
+    def check(self, model: nn.Module) -> list[str]:
+        """Return the names of the modules that `apply` would wrap; nothing is touched.
 
         Raises:
             ParallelError: nothing matches, or another policy was there before.
@@ -59,14 +59,24 @@ class _OfBlocks:
         """
         lists = block_lists(model, self.scope)
         _refuse_second_policy(model, lists)
-        wrapped = sum(self._wrap(model, name, index) for names in lists for index, name in enumerate(names))
-        if not wrapped:
+        chosen = [self._chosen(model, name, index) for names in lists for index, name in enumerate(names)]
+        if not any(chosen):
             raise ParallelError(
                 f"{self} recomputes nothing of {type(model).__name__}: {self._nothing(lists)}"
             )
+        return [name for name in chosen if name is not None]
 
-    def _wrap(self, model: nn.Module, name: str, index: int) -> int:
-        """Wrap within block `name`, the list's `index`-th; return how many modules."""
+    def apply(self, model: nn.Module) -> None:
+        """Wrap what the policy recomputes in the blocks of `model`, in place; raises what `check` does."""
+        for name in self.check(model):
+            self._wrap(model, name)
+
+    def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
+        """Return what is wrapped of block `name`, the `index`-th of its list; None for nothing."""
+        return name
+
+    def _wrap(self, model: nn.Module, name: str) -> None:
+        """Wrap the module called `name`."""
         raise NotImplementedError
 
     def _nothing(self, lists: list[tuple[str, ...]]) -> str:
@@ -91,9 +101,8 @@ class Full(_OfBlocks):
     tensor parallelism its last collective, are not repeated. Not where FSDP units lie inside what is
     recomputed: their hooks after the forward would be skipped."""
 
-    def _wrap(self, model: nn.Module, name: str, index: int) -> int:
+    def _wrap(self, model: nn.Module, name: str) -> None:
         self.recompute(model, name)
-        return 1
 
     def recompute(
         self, model: nn.Module, name: str, context_fn: Callable[[], Contexts] | None = None
@@ -127,8 +136,8 @@ class EveryNthLayer(Full):
                 f"selective_ac_option = {self.n}: every how many layers? A whole number from 1 up"
             )
 
-    def _wrap(self, model: nn.Module, name: str, index: int) -> int:
-        return super()._wrap(model, name, index) if (index + 1) % self.n == 0 else 0
+    def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
+        return name if (index + 1) % self.n == 0 else None
 
     def _nothing(self, lists: list[tuple[str, ...]]) -> str:
         return f"its lists of blocks have {', '.join(str(len(names)) for names in lists)}; n may be that many at most"
@@ -138,12 +147,9 @@ class EveryNthLayer(Full):
 class MLPOnly(Full):
     """Recompute the MLP of every block, and keep the rest."""
 
-    def _wrap(self, model: nn.Module, name: str, index: int) -> int:
+    def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
         mlp = find_mlp(model.get_submodule(name))
-        if mlp is None:
-            return 0
-        self.recompute(model, join(name, mlp))
-        return 1
+        return None if mlp is None else join(name, mlp)
 
     def _nothing(self, lists: list[tuple[str, ...]]) -> str:
         return "none of its blocks has an MLP under one of the usual names"
@@ -175,11 +181,10 @@ class MemoryBudget(_OfBlocks):
         }  # fmt: skip
         return {"activation_memory_budget": self.budget, **drawing}
 
-    def _wrap(self, model: nn.Module, name: str, index: int) -> int:
+    def _wrap(self, model: nn.Module, name: str) -> None:
         if self.pareto_folder is not None:
             Path(self.pareto_folder).mkdir(parents=True, exist_ok=True)
         model.get_submodule(name).__dict__[_BUDGET] = self
-        return 1
 
     def _nothing(self, lists: list[tuple[str, ...]]) -> str:
         return "its lists of blocks are empty"

@@ -120,14 +120,14 @@ def refuse_degrees(degrees: Any) -> None:
     """Refuse degrees other than data parallel copies.
 
     Args:
-        degrees: `Degrees`, resolved, or a `Mesh`.
+        degrees: `Degrees`, resolved, a `Mesh`, or torchtitan's ParallelDims.
 
     Raises:
         ParallelError: a degree that splits the model is above 1; says what to use.
     """
     if degrees.tp > 1:
         raise ParallelError(_with_tp(f"tp = {degrees.tp}"))
-    for name in ("cp", "pp"):
+    for name in ("cp", "pp", "ep"):
         if getattr(degrees, name) > 1:
             raise ParallelError(
                 f"ddp with {name} = {getattr(degrees, name)}: DDP copies whole models and sequences; set it to 1"

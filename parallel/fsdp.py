@@ -9,23 +9,18 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 
 from parallel.errors import ParallelError
+from parallel.fsdp_policies import Reshard, fsdp_policies, shard_size
 from parallel.fsdp_prefetch import chain_units, check_depth
 from parallel.fsdp_units import Unit, find_units, fsdp_module, split_dtypes
-from plans.errors import either
-
-Reshard = Literal["default", "always", "never"] | int
 
 
 class ShardOptions(TypedDict, total=False):
@@ -89,13 +84,16 @@ def shard(
         PlanError: `model` has no list of blocks.
         ParallelError: an option can't be honoured, or parameters can't be grouped. Before anything is sharded.
     """
-    if towers not in ("units", "root"):
-        raise ParallelError(f"towers = {towers!r}: 'units' or 'root'")
-    units = split_dtypes(model, find_units(model, towers))
-    gathers = shard_size(mesh) > 1
-    check_depth("forward_prefetch", forward_prefetch, len(units), gathers, True)
-    check_depth(
-        "backward_prefetch", backward_prefetch, len(units), gathers, reshard_after_forward not in ("never", 1)
+    units = check_shard(
+        model,
+        mesh,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+        pin_memory=pin_memory,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
+        towers=towers,
+        symmetric_memory=symmetric_memory,
     )
     apply_units(
         model,
@@ -117,6 +115,32 @@ def shard(
     return units
 
 
+def check_shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: Reshard = "default",
+    cpu_offload: bool = False,
+    pin_memory: bool | None = None,
+    forward_prefetch: int = 0,
+    backward_prefetch: int = 0,
+    towers: Literal["units", "root"] = "units",
+    symmetric_memory: bool = False,
+    **dtypes: Any,
+) -> list[Unit]:
+    """Return the units that `shard` would make, with nothing touched; arguments and errors are those of `shard`."""
+    if towers not in ("units", "root"):
+        raise ParallelError(f"towers = {towers!r}: 'units' or 'root'")
+    units = split_dtypes(model, find_units(model, towers))
+    gathers = shard_size(mesh) > 1
+    check_depth("forward_prefetch", forward_prefetch, len(units), gathers, True)
+    check_depth(
+        "backward_prefetch", backward_prefetch, len(units), gathers, reshard_after_forward not in ("never", 1)
+    )
+    fsdp_policies(mesh, reshard_after_forward, cpu_offload, pin_memory, symmetric_memory)
+    return units
+
+
 def apply_units(
     model: nn.Module,
     units: Sequence[Unit],
@@ -132,10 +156,7 @@ def apply_units(
     symmetric_memory: bool = False,
 ) -> None:
     """Shard the given units, the root among them, innermost first; for the options see `shard`."""
-    policy = _reshard_policy(reshard_after_forward, mesh)
-    offload = _offload_policy(cpu_offload, pin_memory)
-    if symmetric_memory and mesh.device_type != "cuda":
-        raise ParallelError(f"symmetric memory needs CUDA; this mesh is on {mesh.device_type}: switch it off")
+    policy, offload = fsdp_policies(mesh, reshard_after_forward, cpu_offload, pin_memory, symmetric_memory)
     inside = MixedPrecisionPolicy(param_dtype, reduce_dtype, None, cast_forward_inputs)
     outside = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
     shared: Any = None
@@ -172,42 +193,9 @@ def _share_mesh(unit: FSDPModule, shared: Any) -> Any:
     return shared
 
 
-def shard_size(mesh: DeviceMesh) -> int:
-    """Return the number of ranks that share one copy of the parameters: the last dimension's size."""
-    if mesh.ndim > 2:
-        raise ParallelError(
-            f"FSDP over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: one to shard over, or two to "
-            "replicate and shard; flatten the others"
-        )
-    return mesh.size(mesh.ndim - 1)
-
-
 def _depth(unit: Unit) -> int:
     # Several modules in one unit stand beside each other, outside of every other unit but the root.
     return 0 if unit.role == "root" else max(name.count(".") for name in unit.names) + 1
-
-
-def _reshard_policy(value: Reshard, mesh: DeviceMesh) -> Literal["default", "always", "never"] | int:
-    size = shard_size(mesh)
-    if isinstance(value, int) and not isinstance(value, bool):
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        if value not in divisors:
-            raise ParallelError(
-                f"reshard_after_forward = {value}: parameters are sharded over {size} ranks, of which "
-                f"{either(divisors)} can hold a copy"
-            )
-        if value not in (1, size) and mesh.size() != dist.get_world_size():
-            # FSDP2 makes the smaller groups rank by rank, under one name for all: they wait for each other for ever.
-            raise ParallelError(
-                f"reshard_after_forward = {value}: torch can reshard to some ranks only where data parallelism covers "
-                f"all {dist.get_world_size()} ranks, here {mesh.size()}: take 'default', or degrees of 1 beside it"
-            )
-        return value
-    if value not in ("default", "always", "never"):
-        raise ParallelError(
-            f"reshard_after_forward = {value!r}: 'default', 'always', 'never' or a number of ranks"
-        )
-    return value
 
 
 def _resharded(unit: Unit, policy: Literal["default", "always", "never"] | int) -> bool | int:
@@ -217,13 +205,3 @@ def _resharded(unit: Unit, policy: Literal["default", "always", "never"] | int) 
         return False
     # FSDP2 takes 1 for a mistake, and means False by it.
     return True if policy == "default" else policy != 1 and policy
-
-
-def _offload_policy(cpu_offload: bool, pin_memory: bool | None) -> OffloadPolicy:
-    if not cpu_offload:
-        if pin_memory:
-            raise ParallelError("pin_memory = true without cpu_offload pins nothing: switch cpu_offload on")
-        return OffloadPolicy()
-    if pin_memory and not torch.accelerator.is_available():
-        raise ParallelError("pin_memory = true, and there is no accelerator to pin for: leave it out")
-    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available() if pin_memory is None else pin_memory)

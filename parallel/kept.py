@@ -28,13 +28,14 @@ class KeepMixer(Full):
     Works where operators can't be told apart: Triton kernels, autograd.Functions. Not in a compiled block.
     """
 
-    def _wrap(self, model: nn.Module, name: str, index: int) -> int:
+    def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
+        return None if find_mixer(model.get_submodule(name)) is None else name
+
+    def _wrap(self, model: nn.Module, name: str) -> None:
         mixer = find_mixer(model.get_submodule(name))
-        if mixer is None:
-            return 0
+        assert mixer is not None  # `_chosen` has seen to it
         replace(model, join(name, mixer), partial(Kept, preserve_rng_state=self.preserve_rng_state))
         self.recompute(model, name, keep_modules)
-        return 1
 
     def _nothing(self, lists: list[tuple[str, ...]]) -> str:
         return "none of its blocks has a token mixer under one of the usual names"

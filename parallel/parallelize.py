@@ -1,22 +1,16 @@
-"""The entry: a model on meta becomes a parallel one, step by step, in the order that the steps need.
+"""The entry in torchtitan's convention: its configs are read by their attributes, and become a strategy.
 
-Each step is a named function in a file of its own; this one only says in which order, and why.
+What is done in which order is in `order`, what excludes what in `interplay`.
 """
 
-import logging
-from collections import Counter
 from typing import Any
 
 from torch import nn
 
-from parallel.activation_checkpoint import apply_activation_checkpointing
-from parallel.compile import apply_compile, one_graph_a_block
-from parallel.data_parallel import apply_fsdp
 from parallel.errors import ParallelError
-from plans import apply_plan
+from parallel.order import apply_strategy
+from parallel.strategies import Compile, FSDP2Config, MixedPrecision
 from plans.custom import PlanSource
-
-_log = logging.getLogger(__name__)
 
 
 def parallelize(
@@ -35,14 +29,14 @@ def parallelize(
 
     Args:
         model: a causal language model, normally on meta (token ids [batch, sequence] in, logits out).
-        parallel_dims: torchtitan's ParallelDims: the degrees, and the meshes "tp" and "fsdp" (with
-            "dp_replicate").
+        parallel_dims: torchtitan's ParallelDims, or a `Mesh`: the degrees, and the meshes "tp" and "fsdp"
+            (with "dp_replicate").
         training: `mixed_precision_param`, `mixed_precision_reduce` (names of dtypes) and
             `enable_cpu_offload`.
         parallelism: `enable_sequence_parallel`, `fsdp_reshard_after_forward`, `enable_fsdp_symm_mem`.
         compile_config: `enable`, `components`, `backend`, `enable_async_tensor_parallel`.
-        ac_config: what to recompute: a torchtitan ActivationCheckpointing.Config, an
-            `EveryNthLayer`, or None for nothing.
+        ac_config: what to recompute: a torchtitan ActivationCheckpointing.Config, a policy of
+            `parallel.activation_checkpoint`, or None for nothing.
         dump_folder: folder for what a step writes.
         loss_parallel: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
         plan: a plan of the user's own; None for the registered one. See `plans.apply_plan`.
@@ -51,80 +45,41 @@ def parallelize(
         PlanError: the plan does not fit the model or the degree.
         ParallelError: an option can't be honoured. Both before any weight moves.
     """
-    _refuse(model, parallel_dims, parallelism, compile_config, ac_config, plan)
-
-    # First: a plan names modules as the model has them, and shards whole parameters.
-    if parallel_dims.tp_enabled:
-        styles = apply_plan(
-            model,
-            parallel_dims.get_mesh("tp"),
-            loss_parallel=loss_parallel,
-            sequence_parallel=parallelism.enable_sequence_parallel,
-            plan=plan,
-        )
-        counts = Counter(type(style).__name__ for style in styles.values())
-        _log.info(
-            f"Tensor parallel {parallel_dims.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items())
-        )
-
-    # Before compile, so that the compiler sees what is recomputed.
-    if ac_config is not None:
-        apply_activation_checkpointing(model, ac_config, dump_folder)
-
-    # Before FSDP, whose hooks on each block stay outside the compiled graph.
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model, compile_config, parallel_dims)
-
-    # Last, and always: at degree 1 it shards nothing but still gives mixed precision.
-    apply_fsdp(model, parallel_dims, training, parallelism)
+    if compile_config.enable_async_tensor_parallel:
+        _refuse_async_tp(parallelism, compile_config)
+    config = FSDP2Config(
+        sequence_parallel=parallelism.enable_sequence_parallel,
+        loss_parallel=loss_parallel,
+        tp_plan=plan,  # pyrefly: ignore[bad-argument-type]
+        mixed_precision=MixedPrecision(
+            param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce
+        ),
+        cpu_offload=training.enable_cpu_offload,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        symmetric_memory=parallelism.enable_fsdp_symm_mem,
+        compile=_compile(compile_config),
+    )
+    apply_strategy(model, parallel_dims, config, policy=ac_config, dump_folder=dump_folder)
     return model
 
 
-def _refuse(
-    model: nn.Module,
-    parallel_dims: Any,
-    parallelism: Any,
-    compile_config: Any,
-    ac_config: Any,
-    plan: PlanSource,
-) -> None:
-    for name, degree in (
-        ("context", parallel_dims.cp),
-        ("pipeline", parallel_dims.pp),
-        ("expert", parallel_dims.ep),
-    ):
-        if degree > 1:
-            raise ParallelError(
-                f"{name}_parallel_degree = {degree}: this entry parallelises by tensor and data; set it to 1"
-            )
-    if plan is not None and not parallel_dims.tp_enabled:
-        raise ParallelError(
-            "a plan is given, but tensor_parallel_degree = 1 splits nothing: raise it, or leave it out"
-        )
-    compiles = compile_config.enable and "model" in compile_config.components
-    if compile_config.enable_async_tensor_parallel:
-        _refuse_async_tp(parallel_dims, parallelism, compiles)
-    if compiles and ac_config is not None and parallel_dims.tp_enabled and one_graph_a_block(model):
-        raise ParallelError(
-            "compile, activation checkpointing and tensor_parallel_degree > 1 together fail in torch 2.13 where a block "
-            "is one graph (its partitioner miscounts what a DTensor brings along): switch one of the three off"
-        )
+def _compile(compile_config: Any) -> Compile:
+    if not compile_config.enable:
+        return Compile()
+    return Compile(
+        enable=True,
+        components=tuple(compile_config.components),
+        backend=compile_config.backend,
+        enable_async_tensor_parallel=compile_config.enable_async_tensor_parallel,
+    )
 
 
-def _refuse_async_tp(parallel_dims: Any, parallelism: Any, compiles: bool) -> None:
-    missing = [
-        what
-        for what, there in (
-            ("tensor_parallel_degree above 1", parallel_dims.tp_enabled),
-            ("enable_sequence_parallel", parallelism.enable_sequence_parallel),
-            ("[compile] enable with 'model' in its components", compiles),
-            (
-                "CUDA with NCCL",
-                parallel_dims.tp_enabled and parallel_dims.get_mesh("tp").device_type == "cuda",
-            ),
-        )
-        if not there
-    ]
+def _refuse_async_tp(parallelism: Any, compile_config: Any) -> None:
+    missing = []
+    if not parallelism.enable_sequence_parallel:
+        missing.append("enable_sequence_parallel")
+    if not (compile_config.enable and "model" in compile_config.components):
+        missing.append("[compile] enable with 'model' in its components")
     if missing:
         raise ParallelError(
             f"enable_async_tensor_parallel needs {', '.join(missing)}: add what is missing, or drop it"

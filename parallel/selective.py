@@ -85,8 +85,8 @@ class Selective(Full):
         if self.matmuls == "none" and not (self.attention or self.collectives or self.operators):
             raise ParallelError("Selective keeps nothing that way: use Full, or say what to keep")
 
-    def apply(self, model: nn.Module) -> None:
-        """Wrap the blocks of `model`, in place.
+    def check(self, model: nn.Module) -> list[str]:
+        """Return the names of the blocks that `apply` would wrap; nothing is touched.
 
         Raises:
             ParallelError: an operator is not registered, a name is in no Linear's, another policy was there
@@ -98,9 +98,9 @@ class Selective(Full):
         for part in self.recompute_linears:
             if not any(part in name for name in linears):
                 raise ParallelError(f'recompute_linears: "{part}" is in no name of a Linear of the model')
-        super().apply(model)
+        return super().check(model)
 
-    def _wrap(self, model: nn.Module, name: str, index: int) -> int:
+    def _wrap(self, model: nn.Module, name: str) -> None:
         keep = SMALL | find_operators(self.operators)
         keep |= ATTENTION if self.attention else frozenset()
         keep |= COLLECTIVES if self.collectives else frozenset()
@@ -111,7 +111,6 @@ class Selective(Full):
             if isinstance(module, nn.Linear) and any(part in inner for part in self.recompute_linears)
         }
         self.recompute(model, name, keep_operators(keep, self.matmuls, sizes))
-        return 1
 
 
 def find_operators(names: Collection[str]) -> frozenset[Any]:

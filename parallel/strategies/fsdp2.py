@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from parallel.fsdp import Reshard
+from parallel.fsdp_policies import Reshard
 from parallel.gradient_sync import Defer
 from parallel.strategies.options import Options
 from parallel.strategies.sections import (

@@ -212,34 +212,3 @@ def test_step_equals_single_process(name, results, references):
         )
     layers = 2 if case.get("kind") in ("tiny", "qwen3") else SMALL["num_hidden_layers"]
     assert compiled == (layers if case.get("compile") else 0)
-
-
-REFUSED = {
-    "context_parallel_degree = 2": dict(cp=2),
-    "pipeline_parallel_degree = 2": dict(pp=2),
-    "a plan is given, but tensor_parallel_degree = 1": dict(plan=TinyPlan),
-    "enable_async_tensor_parallel needs tensor_parallel_degree above 1": dict(async_tp=True),
-    "together fail in torch 2.13": dict(tp=2, ac_config=object(), compile=True),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refusals_come_before_anything_moves(words):
-    from parallel import ParallelError, parallelize
-
-    case = dict(cp=1, pp=1, tp=1, plan=None, async_tp=False, ac_config=None, compile=False) | REFUSED[words]
-    model = Tiny()
-    with pytest.raises(ParallelError, match=words):
-        parallelize(
-            model,
-            parallel_dims=SimpleNamespace(cp=case["cp"], pp=case["pp"], ep=1, tp_enabled=case["tp"] > 1),
-            training=None,
-            parallelism=SimpleNamespace(enable_sequence_parallel=True),
-            compile_config=SimpleNamespace(
-                enable=case["compile"], components=["model"], enable_async_tensor_parallel=case["async_tp"]
-            ),
-            ac_config=case["ac_config"],
-            dump_folder="",
-            plan=case["plan"],
-        )
-    assert not any(isinstance(p, DTensor) for p in model.parameters())

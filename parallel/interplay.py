@@ -1,0 +1,122 @@
+"""Which options exclude each other, or the model: every refusal here comes before any weight moves.
+
+Each check names the two options and which to change. What one option alone can't be is refused where it
+is made (`strategies`); what a plan can't do to a model is `plans`' own to say. Which combinations are
+left, and that they train, is in docs/combinations.md, which the tests write.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from parallel.compile import compile_options, one_graph_a_block
+from parallel.ddp import refuse_degrees
+from parallel.degrees import refuse_unsupported
+from parallel.errors import ParallelError
+from parallel.fsdp import check_shard
+from parallel.kept import KeepMixer
+from parallel.selective import Selective
+from parallel.strategies import DDPConfig, FSDP2Config
+
+
+def refuse(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig, policy: Any) -> None:
+    """Refuse what can't be honoured of `config` together, for `model` on `mesh`.
+
+    Args:
+        model: not yet touched.
+        mesh: a `Mesh`, or torchtitan's ParallelDims.
+        config: the options.
+        policy: what recomputes, or None; in place of `config.activation_checkpointing`.
+
+    Raises:
+        ParallelError: two options exclude each other, or one the model.
+        PlanError: `model` has no list of blocks.
+    """
+    if isinstance(config, FSDP2Config):
+        refuse_unsupported(mesh)
+        _refuse_without_tp(mesh, config)
+        _refuse_replicas(mesh, config)
+        check_shard(model, fsdp_mesh(mesh), **config.shard_options())
+    else:
+        refuse_degrees(mesh)
+    if policy is not None and hasattr(policy, "check"):
+        policy.check(model)
+    _refuse_recomputation(policy, config.compile.blocks)
+    if config.compile.blocks:
+        compile_options(config.compile)
+        _refuse_compiled(model, mesh, config, policy)
+
+
+def fsdp_mesh(mesh: Any) -> Any:
+    """Return the mesh that FSDP shards over: 1-D, or 2-D where there are copies (HSDP)."""
+    return mesh.get_mesh(["dp_replicate", "fsdp"] if mesh.dp_replicate_enabled else ["fsdp"])
+
+
+def _refuse_without_tp(mesh: Any, config: FSDP2Config) -> None:
+    if mesh.tp_enabled:
+        return
+    if config.tp_plan is not None:
+        raise ParallelError(
+            "a plan is given, but tensor_parallel_degree = 1 splits nothing: raise it, or leave it out"
+        )
+
+
+def _refuse_replicas(mesh: Any, config: FSDP2Config) -> None:
+    if config.defer_fsdp_grad_sync == "replicas" and not mesh.dp_replicate_enabled:
+        raise config.refuse(
+            "defer_fsdp_grad_sync",
+            "there is one copy of the model (dp_replicate = 1), and no sum over copies to wait with: set it to all "
+            "or nothing, or dp_replicate above 1",
+        )
+
+
+def _refuse_recomputation(policy: Any, compiles: bool) -> None:
+    """Refuse what `strategies` refuses by name, of a policy that was made by hand."""
+    if isinstance(policy, MemoryBudget) and not compiles:
+        raise ParallelError(
+            "a memory budget is the compiler's to keep, and no block is compiled: compile the model, or take Selective"
+        )
+    if isinstance(policy, KeepMixer) and compiles:
+        raise ParallelError(
+            "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or take MLPOnly"
+        )
+
+
+def _refuse_compiled(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig, policy: Any) -> None:
+    one_graph = one_graph_a_block(model)
+    if config.compile.fullgraph and not one_graph:
+        raise ParallelError(
+            "compile.fullgraph = true, but blocks hold modules of flash-linear-attention, whose kernels take themselves "
+            "out of every graph: leave fullgraph out"
+        )
+    if config.compile.enable_async_tensor_parallel:
+        _refuse_async_tp(mesh)
+    if mesh.tp_enabled and one_graph and _recomputes_attention(policy):
+        raise ParallelError(
+            f"compile, tensor_parallel_degree = {mesh.tp} and activation checkpointing that computes attention again "
+            f"({type(policy).__name__}) fail together in torch 2.13 where a block is one graph: its partitioner counts "
+            "the random state of attention behind the device mesh; keep attention's output (selective by operator, mlp "
+            "or a memory budget), or switch compile off"
+        )
+
+
+def _recomputes_attention(policy: Any) -> bool:
+    """Whether attention, which the compiler takes for a random operator, lies in what `policy` recomputes."""
+    if policy is None or isinstance(policy, (MLPOnly, MemoryBudget)):
+        return False
+    if isinstance(policy, Selective):
+        return not policy.attention
+    return isinstance(policy, (Full, EveryNthLayer)) or not isinstance(policy, KeepMixer)
+
+
+def _refuse_async_tp(mesh: Any) -> None:
+    missing = []
+    if not mesh.tp_enabled:
+        missing.append("tensor_parallel_degree above 1")
+    elif mesh.get_mesh("tp").device_type != "cuda":
+        missing.append("CUDA with NCCL")
+    if missing:
+        raise ParallelError(
+            f"enable_async_tensor_parallel needs {', '.join(missing)}: add what is missing, or drop it"
+        )

@@ -1,0 +1,94 @@
+"""The order in which a model becomes a parallel one: each step is a named function in a file of its own.
+
+Here is only what comes after what, and why. `parallelize` (torchtitan's convention) and `ParallelManager`
+(for a loop of one's own) both end here.
+"""
+
+import logging
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from parallel import interplay
+from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.autocast import apply_autocast
+from parallel.compile import apply_compile
+from parallel.ddp import apply_ddp
+from parallel.fsdp import shard
+from parallel.strategies import DDPConfig, FSDP2Config
+from parallel.strategies.sections import dtype
+from plans import apply_plan
+
+_log = logging.getLogger(__name__)
+
+
+def apply_strategy(
+    model: nn.Module,
+    mesh: Any,
+    config: FSDP2Config | DDPConfig,
+    *,
+    policy: Any = None,
+    dump_folder: str = "",
+) -> None:
+    """Parallelise `model` in place, by every step of `config`.
+
+    Args:
+        model: a causal language model; under FSDP2 normally on meta, under DDP with its values. See
+            `apply_to_blocks` for the steps that also a model on meta takes under DDP.
+        mesh: a `Mesh`, or torchtitan's ParallelDims.
+        config: the options.
+        policy: what recomputes, in place of `config.activation_checkpointing`.
+        dump_folder: folder for what a policy writes.
+
+    Raises:
+        PlanError: the plan does not fit the model or the degree.
+        ParallelError: an option can't be honoured. Both before any weight moves.
+    """
+    apply_to_blocks(model, mesh, config, policy=policy, dump_folder=dump_folder)
+    apply_data_parallelism(model, mesh, config)
+
+
+def apply_to_blocks(
+    model: nn.Module,
+    mesh: Any,
+    config: FSDP2Config | DDPConfig,
+    *,
+    policy: Any = None,
+    dump_folder: str = "",
+) -> None:
+    """Take every step but data parallelism; arguments and errors are those of `apply_strategy`."""
+    if policy is None:
+        policy = config.activation_checkpointing.policy()
+    interplay.refuse(model, mesh, config, policy)
+
+    # First: a plan names modules as the model has them, and shards whole parameters.
+    if isinstance(config, FSDP2Config) and mesh.tp_enabled:
+        styles = apply_plan(
+            model,
+            mesh.get_mesh("tp"),
+            loss_parallel=config.loss_parallel,
+            sequence_parallel=config.sequence_parallel,
+            plan=config.tp_plan,
+        )
+        counts = Counter(type(style).__name__ for style in styles.values())
+        _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+
+    # Before compile, so that the compiler sees what is recomputed.
+    if policy is not None:
+        apply_activation_checkpointing(model, policy, dump_folder)
+
+    # Before data parallelism, whose hooks on blocks and parameters stay outside the compiled graphs.
+    if config.compile.blocks:
+        apply_compile(model, config.compile, mesh)
+
+
+def apply_data_parallelism(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig) -> None:
+    """Take the last step: FSDP2 at every size (over one rank it still gives mixed precision), or DDP."""
+    if isinstance(config, DDPConfig):
+        apply_ddp(model, mesh.get_mesh("batch" if mesh.dp_enabled else "fsdp"), config)
+        return
+    over = interplay.fsdp_mesh(mesh)
+    if (autocast := dtype(config.autocast_dtype)) is not None:
+        apply_autocast(model, over.device_type, autocast)
+    shard(model, over, **config.shard_options())

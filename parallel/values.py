@@ -1,0 +1,77 @@
+"""Whether all ranks hold the same values: those of a model that was not built on meta, before it is split."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel.errors import ParallelError
+
+_PIECE = 2**24
+
+
+def check_equal_values(model: nn.Module, device: torch.device) -> None:
+    """Check that parameters and buffers of `model` are the same on every rank; tensors on meta are passed over.
+
+    FSDP and tensor parallelism take each rank's part of what that rank holds: of models with different first
+    values they make one that nobody built. Collective over all ranks: one all-reduce of three numbers a tensor.
+    Checksums are compared, of shape, bytes, and bytes by their place.
+
+    Args:
+        model: whole, not yet parallelised.
+        device: where collectives run.
+
+    Raises:
+        ParallelError: names what differs.
+    """
+    named = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not tensor.is_meta
+    }
+    if dist.get_world_size() == 1:
+        return
+    number = torch.tensor([len(named), -len(named)], device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    if number[0] != -number[1]:
+        raise ParallelError(
+            f"ranks have models of {-number[1]} to {number[0]} tensors with values: build the same model on every rank"
+        )
+    if not named:
+        return
+    sums = torch.tensor([_checksum(tensor) for tensor in named.values()], device=device)
+    both = torch.stack([sums, -sums])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    differ = (both[0] != -both[1]).any(-1).tolist()
+    if any(differ):
+        names = [name for name, other in zip(named, differ, strict=True) if other]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ParallelError(
+            f"ranks hold different values of {', '.join(names[:3])}{more}: build the model on meta, load the same weights, "
+            "or call torch.manual_seed with one number on every rank before it is built"
+        )
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> list[int]:
+    """Return three numbers of 62 bits that depend on the shape, the bytes, and where each byte is."""
+    data = (
+        tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_zeros(0, dtype=torch.uint8)
+    )
+    plain = placed = 0
+    for start, piece in _pieces(data):
+        wide = piece.to(torch.int64)
+        place = (
+            torch.arange(start, start + len(piece), device=piece.device) % 65521 + 1
+        )  # a prime below 2**16
+        plain += int(wide.sum())
+        placed += int((wide * place).sum())
+    return [hash(tuple(tensor.shape)) % 2**62, plain % 2**62, placed % 2**62]
+
+
+def _pieces(data: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+    for start in range(0, len(data), _PIECE):
+        yield start, data[start : start + _PIECE]

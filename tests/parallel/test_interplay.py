@@ -1,0 +1,178 @@
+"""Options that exclude each other are refused by name, before any weight moves; the entry and the manager alike."""
+
+from types import SimpleNamespace
+
+import pytest
+from tiny import Tiny, TinyPlan
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+
+import models
+import models.kernels
+from parallel import (
+    DDPConfig,
+    Degrees,
+    EveryNthLayer,
+    FSDP2Config,
+    Full,
+    KeepMixer,
+    MemoryBudget,
+    Mesh,
+    MLPOnly,
+    ParallelError,
+    Selective,
+    apply_strategy,
+    parallelize,
+)
+from plans.errors import UserError
+from plans.proof.simulate import fake_ranks
+
+WORLD = 4
+COMPILED = {"enable": True, "backend": "aot_eager", "components": ["model"]}
+
+
+def llama():
+    return models.build(LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+    ))  # fmt: skip
+
+
+def gla():
+    models.kernels.install("cpu")
+    return models.build(models.load_config("gla", "debug"))
+
+
+def refused(config, degrees=None, model=llama, policy=None):
+    with fake_ranks(WORLD):
+        mesh = Mesh(degrees or Degrees(), "cpu")
+        built = model()
+        with pytest.raises(UserError) as error:
+            apply_strategy(built, mesh, config, policy=policy)
+    assert not any(isinstance(p, DTensor) for p in built.parameters())
+    assert not any(isinstance(m, ActivationWrapper) or m._compiled_call_impl for m in built.modules())
+    return str(error.value)
+
+
+TP = Degrees(tp=2)
+AGAIN = "that computes attention again"
+CASES = {
+    "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
+    "pipeline_parallel_degree = 2": (FSDP2Config(), Degrees(pp=2)),
+    "a plan is given, but tensor_parallel_degree = 1": (FSDP2Config(tp_plan=TinyPlan), None),
+    "dp_replicate above 1": (FSDP2Config(defer_fsdp_grad_sync="replicas"), None),
+    "the model has 5 units": (FSDP2Config(forward_prefetch=9), None),
+    "sharded over 1 rank": (FSDP2Config(forward_prefetch=1), Degrees(tp=4)),
+    "symmetric memory needs CUDA": (FSDP2Config(symmetric_memory=True), None),
+    "no accelerator to pin for": (FSDP2Config(cpu_offload=True, pin_memory=True), None),
+    "ddp with tp = 2": (DDPConfig(), Degrees(tp=2, dp_replicate=2, dp_shard=1)),
+    "ddp with dp_shard = 4": (DDPConfig(), None),
+    'scope = "vision"': (FSDP2Config(activation_checkpointing={"mode": "full", "scope": "vision"}), TP),
+    "is in no name of a Linear": (
+        FSDP2Config(activation_checkpointing={"mode": "selective", "recompute_linears": ["nothing"]}),
+        TP,
+    ),
+    "recomputes nothing of LlamaForCausalLM": (
+        FSDP2Config(activation_checkpointing={"mode": "every_nth", "every_nth": 3}),
+        TP,
+    ),
+    "enable_async_tensor_parallel needs tensor_parallel_degree above 1": (
+        FSDP2Config(compile=COMPILED | {"enable_async_tensor_parallel": True}),
+        None,
+    ),
+    "enable_async_tensor_parallel needs CUDA with NCCL": (
+        FSDP2Config(compile=COMPILED | {"enable_async_tensor_parallel": True}),
+        TP,
+    ),
+}
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_refused_before_anything_moves(words):
+    assert words in refused(*CASES[words])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Full(), EveryNthLayer(2), Selective(attention=False), SimpleNamespace(build=None)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_recomputed_attention_of_a_split_block_that_is_one_graph(policy):
+    said = refused(FSDP2Config(compile=COMPILED), TP, policy=policy)
+    assert AGAIN in said
+    assert type(policy).__name__ in said
+    assert "selective by operator" in said
+
+
+def test_policies_that_compile_excludes_or_needs():
+    assert "no block is compiled" in refused(FSDP2Config(), policy=MemoryBudget())
+    assert "can't be in a compiled block" in refused(FSDP2Config(compile=COMPILED), policy=KeepMixer())
+
+
+def test_fullgraph_and_kernels_outside_of_graphs():
+    assert "leave fullgraph out" in refused(FSDP2Config(compile=COMPILED | {"fullgraph": True}), model=gla)
+
+
+ACCEPTED = {
+    "kept attention": (llama, Selective(), TP),
+    "mlp": (llama, MLPOnly(), TP),
+    "budget": (llama, MemoryBudget(), TP),
+    "attention without tensor parallelism": (llama, Full(), None),
+    "blocks of several graphs": (gla, Full(), TP),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_torch_can_do_is_not_refused(name):
+    model, policy, degrees = ACCEPTED[name]
+    with fake_ranks(WORLD):
+        built = model()
+        apply_strategy(built, Mesh(degrees or Degrees(), "cpu"), FSDP2Config(compile=COMPILED), policy=policy)
+    assert all(isinstance(p, DTensor) for p in built.parameters())
+
+
+def entry(model=Tiny, **changed):
+    """The torchtitan-style entry, with its configs as torchtitan has them."""
+    case = dict(async_tp=False, sequence=True, compile=False, reshard="default") | changed
+    with fake_ranks(WORLD):
+        return parallelize(
+            model(),
+            parallel_dims=Mesh(Degrees(tp=case.get("tp", 1)), "cpu"),
+            training=SimpleNamespace(
+                mixed_precision_param="bfloat16", mixed_precision_reduce="float32", enable_cpu_offload=False
+            ),
+            parallelism=SimpleNamespace(
+                enable_sequence_parallel=case["sequence"],
+                fsdp_reshard_after_forward=case["reshard"],
+                enable_fsdp_symm_mem=False,
+            ),
+            compile_config=SimpleNamespace(
+                enable=case["compile"],
+                components=["model"],
+                backend="aot_eager",
+                enable_async_tensor_parallel=case["async_tp"],
+            ),
+            ac_config=None,
+            dump_folder="",
+            plan=case.get("plan"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "case"),
+    [
+        ("needs enable_sequence_parallel, [compile] enable", dict(async_tp=True, sequence=False)),
+        ("needs [compile] enable with 'model'", dict(async_tp=True)),
+        ("a plan is given, but", dict(plan=TinyPlan)),
+        ("reshard_after_forward = 3", dict(reshard=3)),
+    ],
+)
+def test_the_entry_refuses_alike(words, case):
+    with pytest.raises(ParallelError) as error:
+        entry(**case)
+    assert words in str(error.value)
+
+
+def test_the_entry_takes_torchtitan_s_words():
+    model = entry(tp=2, plan=TinyPlan, reshard=1)
+    assert all(p.device_mesh.mesh_dim_names == ("dp_shard", "tp") for p in model.parameters())

@@ -1,0 +1,260 @@
+"""ParallelManager: a loop of one's own trains as one process does, under each strategy; and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import Tiny, TinyPlan
+from torch.distributed.tensor import DTensor
+from worlds import run
+
+from parallel import (
+    DDPConfig,
+    Degrees,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    ParallelError,
+    ParallelManager,
+    process_group,
+    read_strategy,
+)
+from parallel.loss import cross_entropy
+
+STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 6
+CASES = {
+    "fsdp2": (FSDP2Config(), Degrees()),
+    "tp": (FSDP2Config(tp_plan=TinyPlan), Degrees(tp=4)),
+    "tp x fsdp": (FSDP2Config(tp_plan=TinyPlan), Degrees(tp=2)),
+    "tp x fsdp, gathered logits": (FSDP2Config(tp_plan=TinyPlan, loss_parallel=False), Degrees(tp=2)),
+    "hsdp, summed over copies at the end": (
+        FSDP2Config(defer_fsdp_grad_sync="replicas"),
+        Degrees(dp_replicate=2),
+    ),
+    "fsdp2, kept gathered": (FSDP2Config(keep_gathered=True), Degrees()),
+    "fsdp2, summed each time": (FSDP2Config(defer_fsdp_grad_sync="nothing"), Degrees()),
+    "fsdp2, offloaded": (FSDP2Config(cpu_offload=True), Degrees(tp=1)),
+    "from toml": (
+        read_strategy('strategy = "fsdp2"\n[activation_checkpointing]\nmode = "mlp"\n'),
+        Degrees(dp_replicate=2, dp_shard=2),
+    ),
+    "ddp": (DDPConfig(), None),
+    "ddp, summed each time": (DDPConfig(defer_grad_sync=False), None),
+}
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return Tiny().double()
+
+
+def batches():
+    """Token ids of each step, [ROWS, LENGTH + 1], of which some labels don't count: a different number each row."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(32, (STEPS, ROWS, LENGTH + 1), generator=generator)
+    labels = tokens[:, :, 1:].clone()
+    for row in range(ROWS):
+        labels[:, row, : row % 4] = -100
+    return tokens[:, :, :-1], labels
+
+
+def plain():
+    """The losses, norms and weights of one process."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    for tokens, labels in zip(*batches(), strict=True):
+        logits = model(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {"losses": losses, "norms": norms, "weights": model.state_dict(), "eval": evaluate(model)}
+
+
+def evaluate(model):
+    with torch.no_grad():
+        logits = model(batches()[0][0]).logits
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def train(config, degrees):
+    """What `plain` does, over the ranks of this world."""
+    manager = ParallelManager(config, degrees, device_type="cpu")
+    model = manager.parallelize(build())
+    optimizer = manager.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    loss_of = manager.prepare_loss(manager.cross_entropy)
+    dp = manager.mesh.get_mesh("dp")
+    mine = slice(dp.get_local_rank() * ROWS // dp.size(), (dp.get_local_rank() + 1) * ROWS // dp.size())
+    losses, norms = [], []
+    for tokens, labels in zip(*batches(), strict=True):
+        tokens, labels = tokens[mine].chunk(MICRO), labels[mine].chunk(MICRO)
+        count = manager.count_tokens(torch.stack(labels))
+        total = torch.zeros((), dtype=torch.float64)
+        for i in range(MICRO):
+            with manager.accumulate(last=i == MICRO - 1):
+                loss = loss_of(model(tokens[i]).logits, labels[i], count)
+                loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total, group=dp.get_group())
+        norms.append(manager.clip_gradients(0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    with manager.evaluation():
+        assert not model.training
+        seen = evaluate(model)
+    assert model.training
+    weights = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    return {"losses": losses, "norms": norms, "weights": copy.deepcopy(weights), "eval": seen}
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def refusal(config, degrees=None, model=build, use=lambda manager, model: None):
+    try:
+        manager = ParallelManager(config, degrees, device_type="cpu")
+        use(manager, manager.parallelize(model()))
+    except ParallelError as error:
+        return str(error)
+    return None
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Tiny()
+
+
+def tokens_of(manager, model):
+    model(batches()[0][0])
+
+
+REFUSED = {
+    "ranks hold different values of embed.weight": (
+        FSDP2Config(),
+        None,
+        lambda: build(seed=dist.get_rank()),
+    ),
+    "ranks hold different values of layers.0.scale:": (
+        FSDP2Config(),
+        None,
+        lambda: with_buffer(dist.get_rank()),
+    ),
+    "still on meta": (FSDP2Config(), None, on_meta, tokens_of),
+    "has a model already": (FSDP2Config(), None, build, lambda m, model: m.parallelize(build())),
+    "call parallelize(model) first": (
+        FSDP2Config(),
+        None,
+        build,
+        lambda m, model: ParallelManager(FSDP2Config(), device_type="cpu").accumulate(),
+    ),
+    "ddp with tp = 2: DDP can't copy split layers": (DDPConfig(), Degrees(tp=2, dp_shard=1, dp_replicate=2)),
+    "set dp_shard to 1 and dp_replicate to 4": (DDPConfig(), Degrees()),
+    "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
+    "megatron_fsdp needs CUDA": (MegatronFSDPConfig(), None),
+    "dp_replicate = 1": (FSDP2Config(defer_fsdp_grad_sync="replicas"), None),
+    "one label for each position": (
+        FSDP2Config(),
+        None,
+        build,
+        lambda m, model: m.cross_entropy(model(batches()[0][0]).logits, batches()[1][0, :, 1:]),
+    ),
+}
+
+
+def with_buffer(value):
+    model = build()
+    model.layers[0].register_buffer("scale", torch.full((3,), float(value)))
+    return model
+
+
+def sharded_loss(vocabulary):
+    """Loss and gradient of logits over an uneven vocabulary, beside torch's own of the whole."""
+    mesh = ParallelManager(FSDP2Config(), Degrees(tp=4), device_type="cpu").mesh.get_mesh("tp")
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5, vocabulary, dtype=torch.float64).mul(20).requires_grad_()
+    labels = torch.randint(vocabulary, (3, 5))
+    labels[0, :2] = -100
+    split = torch.distributed.tensor.distribute_tensor(
+        logits.detach(), mesh, [torch.distributed.tensor.Shard(2)]
+    )
+    split.requires_grad_()
+    loss = cross_entropy(split, labels, 13)
+    loss.backward()
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 13
+    whole.backward()
+    return loss.detach(), split.grad.full_tensor(), whole.detach(), logits.grad
+
+
+def all_cases(rank):
+    found = {name: train(*case) for name, case in CASES.items()}
+    found["refused"] = {words: refusal(*case) for words, case in REFUSED.items()}
+    found["loss"] = {vocabulary: sharded_loss(vocabulary) for vocabulary in (16, 10, 3)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run(all_cases, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_trains_as_one_process_does(name, results):
+    expected, got = plain(), results[name]
+    # float64; two steps of AdamW, whose first divides each gradient by itself: 1e-16 becomes 1e-9 where it is near 0.
+    torch.testing.assert_close(torch.stack(got["losses"]), torch.stack(expected["losses"]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        torch.stack(got["norms"]).double(), torch.stack(expected["norms"]), rtol=1e-6, atol=0
+    )
+    assert got["weights"].keys() == expected["weights"].keys()
+    torch.testing.assert_close(got["weights"], expected["weights"], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(got["eval"], expected["eval"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_in_one_line(words, results):
+    said = results["refused"][words]
+    assert said is not None
+    assert "\n" not in said
+    assert words in said
+
+
+@pytest.mark.parametrize("vocabulary", [16, 10, 3])
+def test_the_loss_of_a_sharded_vocabulary_is_that_of_the_whole(vocabulary, results):
+    loss, gradient, expected, expected_gradient = results["loss"][vocabulary]
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_one_process_without_torchrun():
+    with process_group("cpu"):
+        got = train(FSDP2Config(), None)
+    torch.testing.assert_close(torch.stack(got["losses"]), torch.stack(plain()["losses"]), rtol=1e-9, atol=0)
+
+
+def test_loss_and_step_are_compiled_where_the_strategy_says_so():
+    torch._dynamo.reset()
+    options = {"enable": True, "components": ["loss", "optimizer"]}
+    with process_group("cpu"):
+        manager = ParallelManager(FSDP2Config(compile=options | {"backend": "eager"}), device_type="cpu")
+        model = manager.parallelize(build())
+        optimizer = manager.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        loss_of = manager.prepare_loss(manager.cross_entropy)
+        before = {name: whole(p) for name, p in model.named_parameters()}
+        tokens, labels = (x[0] for x in batches())
+        loss_of(model(tokens).logits, labels).backward()
+        expected = {name: before[name] - 0.01 * whole(p.grad) for name, p in model.named_parameters()}
+        frames = torch._dynamo.utils.counters["frames"]["ok"]
+        optimizer.step()
+        assert frames >= 1
+        assert torch._dynamo.utils.counters["frames"]["ok"] > frames
+        got = {name: whole(p) for name, p in model.named_parameters()}
+    # A compiled step has its learning rate as a float32.
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-8)
