@@ -28,6 +28,7 @@ from plans.local import ParameterMemo
 from plans.plan import Plan, TPOptions, TPPlan
 from plans.structure import find_decoder, find_mixers
 from plans.styles import Colwise, Style
+from plans.user_code import told_in_one_line
 from plans.vocab import VocabEmbedding
 
 
@@ -65,7 +66,8 @@ def check_plan(
 def _checked(source: TPPlan, model: nn.Module) -> Plan:
     options = source.options
     name = type(source).__name__
-    styles = source.full_plan(model)
+    with told_in_one_line(f"plan {name}"):
+        styles = source.full_plan(model)
     check_keys(styles, model, name)
     check_coverage(styles, model, name)
     check_regions(styles)

@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plans.errors import PlanError
+
 Group = tuple[str, int]
 """A process group's name and size: a compiled graph can hold these, but not a mesh."""
 
@@ -85,6 +87,12 @@ class Border:
         """
         if self.stream.dim is None:
             return _SumGradients.apply(x, self.group)
+        if shard_size(self.stream.length, self.group[1]) != x.shape[self.stream.dim]:
+            raise PlanError(
+                f"a region was entered by shards of {x.shape[self.stream.dim]} tokens on each of {self.group[1]} ranks, but "
+                f"the newest forward has {self.stream.length} tokens in all: under activation checkpointing with sequence "
+                "parallelism run backward before a forward of another length, or fill both up to one length"
+            )
         return _Gather.apply(x, self.stream.dim, self.stream.length, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:

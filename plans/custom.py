@@ -8,7 +8,6 @@ plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
 "model.layers.*.attn" = "attn_input"
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
@@ -19,6 +18,7 @@ from plans.errors import PlanError
 from plans.plan import Plan, TPOptions, TPPlan
 from plans.registry import plan_for_model, registered_plans
 from plans.structure import find_mixers
+from plans.user_code import import_module, told_in_one_line
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 
@@ -92,7 +92,8 @@ def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TP
     if isinstance(source, Mapping):
         return DictPlan(options, source)
     if isinstance(source, type) and issubclass(source, TPPlan):
-        return source(options)
+        with told_in_one_line(f"{source.__name__} can't be made of its options"):
+            return source(options)
     raise PlanError(f"plan = {source!r}: neither a TPPlan class nor a dict of module names and styles")
 
 
@@ -106,12 +107,7 @@ def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
                 "a plan of your own is named 'module:Class'"
             )
         return registered[name]
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise PlanError(
-            f"plan = '{name}': no module named '{error.name}'; is the package installed, or its folder in PYTHONPATH?"
-        ) from error
+    module = import_module(module_name, f"plan = '{name}'")
     if not hasattr(module, attribute):
         raise PlanError(f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'")
     return getattr(module, attribute)

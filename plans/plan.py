@@ -208,7 +208,7 @@ class TPPlan:
 
     def full_plan(self, model: nn.Module) -> Plan:
         """Return the whole plan, by fully qualified module name."""
-        plan = self.model_plan(model)
+        plan = prefixed("", self.model_plan(model))
         for name in find_decoder(model).layers:
             for key, style in prefixed(name, self.layer_plan(model.get_submodule(name))).items():
                 if key in plan:
@@ -218,5 +218,13 @@ class TPPlan:
 
 
 def prefixed(name: str, plan: Mapping[str, ParallelStyle]) -> Plan:
-    """Return `plan` with its keys relative to the parent of the module `name`."""
+    """Return `plan` with its keys relative to the parent of the module `name`.
+
+    Raises:
+        PlanError: `plan` is no mapping.
+    """
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"the plan of {name} is {plan!r}, not a dict of names and styles: does its method return one?"
+        )
     return {join(name, key): style for key, style in plan.items()}

@@ -1,5 +1,6 @@
 """`verify`: every degree and every choice of options of one plan and one model, proved one after the other."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -98,7 +99,8 @@ def verify(
     ]
     if inputs is None:
         inputs = token_ids(model, batch_size, seq_len, sequence_dim, seed)
-    accepted, refused = _checked(model, plan, grid, named)
+    # A plan is code: what it does to a module must not be done to the one that it is compared with.
+    accepted, refused = _checked(_without_values(model), plan, grid, named)
     randomise(model, seed)
     if process_group:
         _share(model)
@@ -148,6 +150,18 @@ def _checked(
     if not accepted:
         raise errors[0]
     return accepted, refused
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` on meta."""
+    with torch.no_grad():
+        values = {
+            id(tensor): nn.Parameter(tensor.to("meta"), tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else tensor.to("meta")
+            for tensor in itertools.chain(model.parameters(), model.buffers())
+        }
+    return copy.deepcopy(model, values)
 
 
 def _share(model: nn.Module) -> None:

@@ -38,7 +38,18 @@ def token_ids(
     shape = (seq_len, batch_size) if sequence_dim == 0 else (batch_size, seq_len)
     parameters = inspect.signature(model.forward).parameters
     name = "input_ids" if "input_ids" in parameters else next(iter(parameters))
-    return {name: _spread(shape, vocabulary_size(model), seed)}
+    ids = _spread(shape, vocabulary_size(model), seed)
+    if (padding := _padding(model)) is not None and ids.numel() > 2 and not (ids == padding).any():
+        # Its row of the embedding gets no gradient, which shows only where it is read; the ends stay.
+        inner = ((ids != ids.min()) & (ids != ids.max())).flatten().nonzero()
+        ids.view(-1)[inner[0]] = padding
+    return {name: ids}
+
+
+def _padding(model: nn.Module) -> int | None:
+    """Return the token whose row of the embedding gets no gradient; None for no such token."""
+    embedding = find_decoder(model).embedding
+    return None if embedding is None else getattr(model.get_submodule(embedding), "padding_idx", None)
 
 
 def labels_for(logits: torch.Tensor, seed: int) -> torch.Tensor:

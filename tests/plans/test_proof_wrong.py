@@ -246,3 +246,44 @@ def test_alike_cases_are_told_once():
     text = report.table()
     assert text.count("first off at") == 1
     assert "4 of 4 cases WRONG" in text
+
+
+class Meddling(TinyPlan):
+    """A plan that changes what the module computes, where it should only say how it is split."""
+
+    def mlp_plan(self, mlp):
+        mlp.up_proj.bias = None
+        return super().mlp_plan(mlp)
+
+
+def test_a_plan_that_changes_the_model_is_compared_with_the_model_before():
+    report = verify(Tiny, Meddling, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    assert not report.passed
+
+
+class ForgettingPadding(TinyPlan):
+    def vocab_embedding(self, *, begins_stream=False):
+        style = super().vocab_embedding(begins_stream=begins_stream)
+        install = style.install
+
+        def forget(module, mesh):
+            install(module, mesh)
+            module.padding_idx = None
+
+        style.install = forget
+        return style
+
+
+@pytest.mark.parametrize("padding", [0, 7, 31])
+def test_a_padding_row_that_gets_a_gradient(padding):
+    def build():
+        torch.manual_seed(0)
+        model = Tiny()
+        model.embed = nn.Embedding(32, 16, padding_idx=padding)
+        return model
+
+    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True, "seq_len": 6}
+    assert verify(build, TinyPlan, **options).passed
+    report = verify(build, ForgettingPadding, **options)
+    assert not report.passed
+    assert "embed.weight" in report.table()

@@ -75,6 +75,21 @@ def on_meta():
 
 def three():
     return 3
+
+def failing():
+    return {}["weights"]
+
+class Typo(Qwen3Plan):
+    def attn_plan(self, attn):
+        return {"q_norm": self.replicatd()}
+
+class NoReturn(Qwen3Plan):
+    def attn_plan(self, attn):
+        super().attn_plan(attn)
+
+class NoOptions(Qwen3Plan):
+    def __init__(self):
+        pass
 """
 ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 
@@ -87,6 +102,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
     (tmp_path / "broken_syntax.py").write_text("def f(:")
     (tmp_path / "broken_name.py").write_text("x = 1\ny = undefined\n")
+    (tmp_path / "broken_driver.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -267,11 +283,28 @@ REFUSED = {
     "dtype": (("verify", "gla", "--dtype", "bfloat16"), "'bfloat16' is neither float64 nor float32"),
     "float8": (("verify", "gla", "--float8", "rowwise"), "no plan has a float8 variant, so 'rowwise' can't"),
     "layers": (("verify", "gla", "--layers", "5"), "--layers 5: gla, flavor debug has 4 blocks"),
-    "no module": (("verify", "no_such:Plan"), "no module named no_such"),
+    "no module": (("verify", "no_such:Plan"), "no module named 'no_such'"),
     "no attribute": (("verify", "plans.qwen:Qwen4Plan"), "module plans.qwen has no Qwen4Plan; it has "),
     "no name": (("verify", "plans.qwen:"), "write module:attribute"),
     "syntax": (("verify", "broken_syntax:Plan"), "can't be imported: SyntaxError"),
     "import fails": (("verify", "gla", "--plan", "broken_name:Plan"), "broken_name.py, line 2)"),
+    "import raises": (("verify", "broken_driver:Plan"), "RuntimeError: no driver ("),
+    "a typo in a plan": (
+        ("verify", f"{OURS}:Typo", "--model", "qwen3"),
+        "plan Typo: AttributeError: 'Typo' object has no attribute 'replicatd' (",
+    ),
+    "a plan without return": (
+        ("verify", f"{OURS}:NoReturn", "--model", "qwen3"),
+        "the plan of self_attn is None, not a dict",
+    ),
+    "a plan without options": (
+        ("verify", f"{OURS}:NoOptions", "--model", "qwen3"),
+        "NoOptions can't be made of its options: TypeError",
+    ),
+    "a model that raises": (
+        ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:failing"),
+        "KeyError: 'weights'",
+    ),
     "no plan": (("verify", f"{OURS}:small"), "neither a TPPlan class nor a dict"),
     "registered for no model": (
         ("verify", f"{OURS}:Unregistered"),

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import models
 from plans.proof.sample import token_ids
+from plans.user_code import told_in_one_line
 from training.verify.arguments import Request
 from training.verify.cut import cut
 from training.verify.errors import VerifyError
@@ -84,7 +85,8 @@ def _made(source: Source, request: Request, ranks: Ranks) -> nn.Module:
         raise VerifyError(
             f"{source.words} is of type {type(source.make).__name__}, not a function that returns an nn.Module"
         )
-    model = source.make()
+    with told_in_one_line(source.words, VerifyError):
+        model = source.make()
     if not isinstance(model, nn.Module):
         raise VerifyError(
             f"{source.words} returned something of type {type(model).__name__}, not an nn.Module"

@@ -96,7 +96,7 @@ def _job(path: str, request: Request) -> Subject:
             f"--flavor {request.flavor}: {path} says which model; change [model] there, or name the model"
         )
     if custom := job.experimental.custom_import:
-        import_module(custom, f"{path}: experimental.custom_import = {custom}")
+        import_module(custom, f"{path}: experimental.custom_import = {custom}", VerifyError)
     degree = job.parallelism.tensor_parallel_degree
     if degree == 1 and request.degrees is None:
         raise VerifyError(
