@@ -18,7 +18,7 @@ train: $(VENV)/installed
 	$(BIN)/python train.py $(CONFIG)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -216,7 +216,9 @@ def _refuse_second_policy(model: nn.Module, lists: list[tuple[str, ...]]) -> Non
             raise ParallelError(
                 f"{type(model).__name__} is checkpointed already: one policy, applied once; build the model again"
             )
-    if getattr(model, "is_gradient_checkpointing", False):
+    # transformers' own; its name until 5.
+    name = "is_activation_checkpointing"
+    if getattr(model, name if hasattr(model, name) else "is_gradient_checkpointing", False):
         raise ParallelError(
             f"{type(model).__name__} recomputes its blocks itself: call gradient_checkpointing_disable() before "
             "another policy"

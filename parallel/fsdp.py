@@ -6,7 +6,7 @@ the number of tokens of the whole batch before the backward, so gradients are su
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -34,6 +34,14 @@ class ShardOptions(TypedDict, total=False):
     cpu_offload: bool
     pin_memory: bool | None
     symmetric_memory: bool
+
+
+class DecoderOptions(ShardOptions, total=False):
+    """What `shard` takes besides: it knows the order in which a decoder's units run."""
+
+    forward_prefetch: int
+    backward_prefetch: int
+    towers: Literal["units", "root"]
 
 
 def shard(
@@ -115,29 +123,29 @@ def shard(
     return units
 
 
-def check_shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    reshard_after_forward: Reshard = "default",
-    cpu_offload: bool = False,
-    pin_memory: bool | None = None,
-    forward_prefetch: int = 0,
-    backward_prefetch: int = 0,
-    towers: Literal["units", "root"] = "units",
-    symmetric_memory: bool = False,
-    **dtypes: Any,
-) -> list[Unit]:
+def check_shard(model: nn.Module, mesh: DeviceMesh, **options: Unpack[DecoderOptions]) -> list[Unit]:
     """Return the units that `shard` would make, with nothing touched; arguments and errors are those of `shard`."""
+    towers = options.get("towers", "units")
     if towers not in ("units", "root"):
         raise ParallelError(f"towers = {towers!r}: 'units' or 'root'")
     units = split_dtypes(model, find_units(model, towers))
     gathers = shard_size(mesh) > 1
-    check_depth("forward_prefetch", forward_prefetch, len(units), gathers, True)
+    reshard = options.get("reshard_after_forward", "default")
+    check_depth("forward_prefetch", options.get("forward_prefetch", 0), len(units), gathers, True)
     check_depth(
-        "backward_prefetch", backward_prefetch, len(units), gathers, reshard_after_forward not in ("never", 1)
+        "backward_prefetch",
+        options.get("backward_prefetch", 0),
+        len(units),
+        gathers,
+        reshard not in ("never", 1),
     )
-    fsdp_policies(mesh, reshard_after_forward, cpu_offload, pin_memory, symmetric_memory)
+    fsdp_policies(
+        mesh,
+        reshard,
+        options.get("cpu_offload", False),
+        options.get("pin_memory"),
+        options.get("symmetric_memory", False),
+    )
     return units
 
 

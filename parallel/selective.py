@@ -83,7 +83,7 @@ class Selective(Full):
                 'or "every second", or leave recompute_linears out'
             )
         if self.matmuls == "none" and not (self.attention or self.collectives or self.operators):
-            raise ParallelError("Selective keeps nothing that way: use Full, or say what to keep")
+            raise ParallelError('matmuls = "none", and nothing else is kept: take full, or say what to keep')
 
     def check(self, model: nn.Module) -> list[str]:
         """Return the names of the blocks that `apply` would wrap; nothing is touched.
@@ -126,14 +126,14 @@ def find_operators(names: Collection[str]) -> frozenset[Any]:
         packet = getattr(getattr(torch.ops, namespace), packet_name, None) if namespace and rest else None
         if packet is None or (overload and overload not in packet.overloads()):
             raise ParallelError(
-                f'"{name}" is no operator of this process: give "namespace::name" of one that is registered by '
+                f'operators = "{name}": no operator of this process: give "namespace::name" of one that is registered by '
                 "torch.library before the model is parallelised"
             )
         ops = {getattr(packet, each) for each in ([overload] if overload else packet.overloads())}
         if any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
             raise ParallelError(
-                f'"{name}" draws random numbers: kept, it would not draw them again, and what is recomputed after '
-                "it would draw others than the forward did; leave it out"
+                f'operators = "{name}" draws random numbers: kept, it would not draw them again, and what is recomputed '
+                "after it would draw others than the forward did; leave it out"
             )
         found |= ops
     return frozenset(found)

@@ -4,7 +4,6 @@ Everything here is known to each rank alone, so all ranks refuse alike. What a j
 itself is `training.config.validate`; what a checkpoint folder holds is `training.checkpoint_card`.
 """
 
-import importlib
 import importlib.util
 from pathlib import Path
 
@@ -14,12 +13,14 @@ from transformers import PreTrainedModel
 import models
 import models.kernels
 from plans import check_plan
+from plans.user_code import import_module
 from training import resolve
 from training.checkpoint_card import check_model_card, check_resumable, check_shapes, find_checkpoint
 from training.config import ConfigError, JobConfig, check_values
 from training.data import check_checkpoint as check_data_position
 from training.data import check_dataset, check_tokenizer
 from training.device import pick_device_type
+from training.strategy import strategy, told_by_key
 
 
 def check_job(job: JobConfig, world_size: int) -> None:
@@ -29,6 +30,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
         UserError: of the package whose matter it is, with the key, the value and what would work.
     """
     check_values(job)
+    strategy(job)
     data_parallel = resolve.data_parallel_degree(job, world_size)
     resolve.global_batch_size(job, data_parallel)
     device_type = pick_device_type()
@@ -63,6 +65,9 @@ def check_device(job: JobConfig, device_type: str) -> None:
         'optimizer.implementation = "fused_opt_states_bf16"': job.optimizer.implementation
         == "fused_opt_states_bf16",
         "training.enable_cpu_offload = true": device_type == "cpu" and job.training.enable_cpu_offload,
+        # On a CPU, autocast knows the small types alone, and switches itself off for others.
+        'training.autocast_dtype = "float32"': device_type == "cpu"
+        and job.training.autocast_dtype == "float32",
     }
     for setting, wanted in only_cuda.items():
         if wanted:
@@ -82,13 +87,7 @@ def import_custom(job: JobConfig) -> None:
     name = job.experimental.custom_import
     if not name:
         return
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f'experimental.custom_import = "{name}": no module named "{error.name}"; '
-            "install its package, or put its folder on PYTHONPATH"
-        ) from error
+    import_module(name, f'experimental.custom_import = "{name}"', ConfigError)
 
 
 def check_data(job: JobConfig) -> int:
@@ -122,7 +121,10 @@ def check_vocabulary(job: JobConfig, tokens: int, vocab_size: int) -> None:
 
 
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
-    """Refuse a model that the plan does not fit or the degree does not divide, and recomputation of nothing."""
+    """Refuse a model that the plan does not fit or the degree does not divide, and recomputation of nothing.
+
+    What depends on the meshes is refused when the model is parallelised.
+    """
     parallelism = job.parallelism
     if parallelism.tensor_parallel_degree > 1:
         check_plan(
@@ -132,13 +134,22 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             sequence_parallel=parallelism.enable_sequence_parallel,
             plan=job.model.plan,
         )
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for part in job.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns:
-        if not any(part in name for name in linears):
-            raise ConfigError(
-                f'activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: "{part}" is in no name of a '
-                f"Linear module; there is {linears[0]}, for one"
-            )
+    spread = strategy(job)
+    if pick_device_type() == "cpu" and spread.autocast_dtype is not None and _holds_fla(model):
+        key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
+        raise ConfigError(
+            f'training.{key} = "{spread.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
+            "accelerators only: on this CPU "
+            + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
+        )
+    policy = spread.activation_checkpointing.policy()
+    if policy is not None:
+        with told_by_key():
+            policy.check(model)  # pyrefly: ignore[missing-attribute]  the strategies' policies have it
+
+
+def _holds_fla(model: nn.Module) -> bool:
+    return any(type(module).__module__.startswith("fla.") for module in model.modules())
 
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:

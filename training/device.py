@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from parallel.process_group import available_cores, default_device_type
+
 _KIB = 1024
 
 
@@ -45,16 +47,7 @@ def prepare_device() -> str:
 
 def pick_device_type() -> str:
     """The accelerator that torch sees, or "cpu"; Apple's "mps" has no collectives, so it counts as none."""
-    # torchtitan asks the same function, so that on an accelerator both always agree.
-    device_type = torch._utils._get_available_device_type()
-    return "cpu" if device_type in (None, "mps") else device_type
-
-
-def available_cores() -> int:
-    """CPU cores this process may run on (its affinity mask, where the system has one)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return default_device_type()
 
 
 class HostDevice:

@@ -6,28 +6,20 @@ keys mean is documented on `training.config.JobConfig`; what unset ones stand fo
 
 import os
 from pathlib import Path
-from typing import Any
 
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
-from torchtitan.config.configs import (
-    CommConfig,
-    CompileConfig,
-    DebugConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
-from parallel.activation_checkpoint import EveryNthLayer
 from training import resolve
 from training.config import JobConfig, schedule_steps
 from training.config.sections.model import DataLoader
 from training.data.loader import TextDataLoader
+from training.loss import CrossEntropyLoss
 from training.metrics import MetricsProcessor
 from training.model import model_spec
+from training.strategy import strategy
 from training.trainer import Trainer, Validator
 
 
@@ -39,21 +31,17 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         world_size: number of processes; None reads torchrun's WORLD_SIZE, and 1 where there is none.
 
     Raises:
-        ConfigError: the degrees don't fit the processes, or the batch the degrees.
+        ConfigError: the degrees don't fit the processes, the batch the degrees, or an option of the strategy another.
         ModelError: the model is unknown.
     """
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     name, flavor = resolve.model_name(job)
+    spread = strategy(job)
     return Trainer.Config(
-        model_spec=model_spec(
-            resolve.hf_config(job),
-            name=name,
-            flavor=flavor,
-            loss_parallel=not job.parallelism.disable_loss_parallel,
-            sequence_parallel=job.parallelism.enable_sequence_parallel,
-            plan=job.model.plan,
-        ),
+        strategy=spread,
+        skip_nan_inf=job.training.skip_nan_inf,
+        model_spec=model_spec(resolve.hf_config(job), name=name, flavor=flavor, strategy=spread),
         hf_assets_path=resolve.tokenizer_path(job),
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
@@ -64,10 +52,9 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         training=_training(job, world_size),
         parallelism=_parallelism(job),
         checkpoint=_checkpoint(job),
-        activation_checkpoint=_activation_checkpoint(job),
-        compile=CompileConfig(
-            **vars(job.compile), enable_async_tensor_parallel=job.parallelism.enable_async_tensor_parallel
-        ),
+        activation_checkpoint=None,  # as the strategy says
+        # torchtitan hands it to the loss, which is ours.
+        compile=spread.compile,  # pyrefly: ignore[bad-argument-type]
         comm=CommConfig(**vars(job.comm)),
         validator=_validator(job),
         debug=DebugConfig(
@@ -94,6 +81,9 @@ def _dataloader(
 
 def _optimizer(job: JobConfig) -> OptimizersContainer.Config:
     o = job.optimizer
+    # A compiled step takes its learning rate as a tensor, which foreach's does only so.
+    compiled = job.compile.enable and "optimizer" in job.compile.components
+    capturable = {"capturable": True} if compiled and o.implementation == "foreach" else {}
     return OptimizersContainer.Config(
         implementation=o.implementation,
         param_groups=[
@@ -105,6 +95,7 @@ def _optimizer(job: JobConfig) -> OptimizersContainer.Config:
                     "betas": (o.beta1, o.beta2),
                     "eps": o.eps,
                     "weight_decay": o.weight_decay,
+                    **capturable,
                 },
             )
         ],
@@ -125,8 +116,6 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
         steps=t.steps,
         enable_cpu_offload=t.enable_cpu_offload,
         dtype=t.dtype,
-        mixed_precision_param=t.mixed_precision_param,
-        mixed_precision_reduce=t.mixed_precision_reduce,
         gc_freq=t.gc_freq,
         gc_debug=t.gc_debug,
         # Capture needs static addresses and no synchronisation with the host, which nothing here promises.
@@ -139,8 +128,7 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
     divisible = job.training.seq_len % p.tensor_parallel_degree == 0
     return ParallelismConfig(
         data_parallel_replicate_degree=p.data_parallel_replicate_degree,
-        data_parallel_shard_degree=p.data_parallel_shard_degree,
-        fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
+        data_parallel_shard_degree=p.shard_degree,
         enable_fsdp_symm_mem=p.enable_fsdp_symm_mem,
         tensor_parallel_degree=p.tensor_parallel_degree,
         # torchtitan reads it only to refuse lengths that the degree does not divide, which plans split unevenly;
@@ -166,33 +154,6 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     )
 
 
-def _activation_checkpoint(job: JobConfig) -> Any:
-    ac = job.activation_checkpoint
-    common = {
-        "preserve_rng_state": ac.preserve_rng_state,
-        "determinism_check": ac.determinism_check,
-        "debug": ac.debug,
-    }
-    match ac.mode, ac.selective_ac_option:
-        case "none", _:
-            return None
-        case "full", _:
-            return FullAC.Config(**common)
-        case "memory_budget", _:
-            return MemoryBudgetAC.Config(
-                **common,
-                memory_budget=ac.memory_budget,
-                visualize_memory_budget_pareto=ac.visualize_memory_budget_pareto,
-            )
-        case "selective", "op":
-            return SelectiveAC.Config(
-                **common,
-                force_recompute_mm_shapes_by_fqns=ac.per_op_sac_force_recompute_mm_shapes_by_fqns,
-            )
-        case _, n:
-            return EveryNthLayer(int(n), preserve_rng_state=ac.preserve_rng_state)
-
-
 def _validator(job: JobConfig) -> Validator.Config:
     v, data = job.validation, resolve.validation_data(job)
     return Validator.Config(
@@ -203,4 +164,5 @@ def _validator(job: JobConfig) -> Validator.Config:
         dataloader=_dataloader(job, data, v.dataloader, infinite=False),
         own_batch_size=data.local_batch_size,
         own_seq_len=data.seq_len,
+        unshard=v.unshard,
     )

@@ -30,21 +30,18 @@ def local_ranks(job: JobConfig) -> int:
     """How many processes to start here: the product of the degrees.
 
     `data_parallel_shard_degree = -1` takes the GPUs that the other degrees leave; on a CPU, where a
-    rank is just a share of the cores, it counts as 1.
+    rank is just a share of the cores, it counts as 1, and under DDP everywhere.
 
     Raises:
         UserError: the degrees need more GPUs than this machine has.
     """
-    degrees = job.parallelism
+    degrees, shards = job.parallelism, job.parallelism.shard_degree
     ranks = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
     ranks *= degrees.context_parallel_degree * degrees.pipeline_parallel_degree
     if pick_device_type() == "cpu":
-        return ranks * max(1, degrees.data_parallel_shard_degree)
+        return ranks * max(1, shards)
     gpus = torch.accelerator.device_count()
-    if degrees.data_parallel_shard_degree == -1:
-        ranks *= max(1, gpus // ranks)
-    else:
-        ranks *= degrees.data_parallel_shard_degree
+    ranks *= max(1, gpus // ranks) if shards == -1 else shards
     if ranks > gpus:
         raise UserError(
             f"[parallelism] the degrees multiply to {ranks} ranks, but this machine has {gpus} GPUs: "

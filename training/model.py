@@ -6,19 +6,20 @@ Which modules a model has is decided in `models`, how they are split in `paralle
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torchtitan.config.configs import ParallelismConfig
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 import models
-import parallel
-from plans.custom import PlanSource
+from parallel import DDPConfig, FSDP2Config
+from parallel.order import apply_data_parallelism, apply_strategy, apply_to_blocks
+from training.strategy import told_by_key
 
 
 class LanguageModel(BaseModel):
@@ -46,6 +47,8 @@ class LanguageModel(BaseModel):
             return models.count_flops(model.lm, seq_len)
 
     lm: PreTrainedModel
+    finish: Callable[[], None] | None = None
+    """What is left to do once the weights have values."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -69,7 +72,7 @@ class LanguageModel(BaseModel):
         """Initialise every parameter and buffer, after `to_empty`.
 
         The weights depend on torch's seed alone, which torchtitan makes equal on all ranks: not on
-        the degrees, nor on how often the generator was used since.
+        the degrees, nor on how often the generator was used since. Then DDP, which needs values, is applied.
 
         Args:
             buffer_device: where the buffers belong if not beside the parameters (CPU offload).
@@ -79,6 +82,9 @@ class LanguageModel(BaseModel):
             for module in self.lm.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = buffer.to(buffer_device)
+        if self.finish is not None:
+            with told_by_key():
+                self.finish()
 
     def verify_module_protocol(self) -> None:
         """Accepts third-party modules: they are initialised by `models`, not by torchtitan's protocol."""
@@ -103,31 +109,26 @@ class LanguageModel(BaseModel):
 
 
 def model_spec(
-    config: PretrainedConfig,
-    *,
-    name: str,
-    flavor: str,
-    loss_parallel: bool,
-    sequence_parallel: bool,
-    plan: PlanSource = None,
+    config: PretrainedConfig, *, name: str, flavor: str, strategy: FSDP2Config | DDPConfig
 ) -> ModelSpec:
     """What torchtitan's trainer needs to know of a model.
 
     Args:
         config: the architecture.
         name, flavor: for the log.
-        loss_parallel: keep the logits sharded over the vocabulary for the loss.
-        sequence_parallel: shard the sequence between mixers and MLPs.
-        plan: a custom plan, as `parallel.parallelize` takes it; None looks the plan up.
+        strategy: how it is spread. torchtitan's own configs, which the trainer hands over too, decide nothing.
     """
 
     def parallelize_language_model(
-        model: LanguageModel, *, parallelism: ParallelismConfig, **kwargs: Any
+        model: LanguageModel, *, parallel_dims: Any, dump_folder: str, **_: Any
     ) -> LanguageModel:
-        parallelism = replace(parallelism, enable_sequence_parallel=sequence_parallel)
-        parallel.parallelize(
-            model.lm, parallelism=parallelism, loss_parallel=loss_parallel, plan=plan, **kwargs
-        )
+        with told_by_key():
+            if isinstance(strategy, DDPConfig):
+                # DDP sends rank 0's values, and the trainer gives a model its values after this.
+                apply_to_blocks(model.lm, parallel_dims, strategy, dump_folder=dump_folder)
+                model.finish = partial(apply_data_parallelism, model.lm, parallel_dims, strategy)
+            else:
+                apply_strategy(model.lm, parallel_dims, strategy, dump_folder=dump_folder)
         return model
 
     return ModelSpec(

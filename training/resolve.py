@@ -80,6 +80,12 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
     """
     p = job.parallelism
+    if p.data_parallel_strategy == "ddp" and p.data_parallel_replicate_degree != world_size:
+        raise ConfigError(
+            f"parallelism.data_parallel_replicate_degree = {p.data_parallel_replicate_degree} is not the number of "
+            f'processes, {world_size}, and under data_parallel_strategy = "ddp" each holds a copy; set it to {world_size}, '
+            f"or start {_processes(p.data_parallel_replicate_degree)}"
+        )
     others = {
         key: getattr(p, key)
         for key in (
@@ -91,12 +97,13 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         if getattr(p, key) != 1
     }
     product = math.prod(others.values())
-    if p.data_parallel_shard_degree != -1:
-        degrees = {"data_parallel_shard_degree": p.data_parallel_shard_degree} | others
-        if product * p.data_parallel_shard_degree != world_size:
+    shards = p.shard_degree
+    if shards != -1:
+        degrees = {"data_parallel_shard_degree": shards} | others
+        if product * shards != world_size:
             raise ConfigError(
                 f"parallelism: {_product(degrees)} is not the number of processes, {world_size}; start "
-                f"{product * p.data_parallel_shard_degree}, or set data_parallel_shard_degree = -1 to use what is left"
+                f"{product * shards}, or set data_parallel_shard_degree = -1 to use what is left"
             )
     elif world_size % product:
         raise ConfigError(_indivisible(others, world_size))

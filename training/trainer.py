@@ -2,10 +2,12 @@
 
 A resumed run has to give the losses of an undisturbed one to the last bit, so the random generators
 go into the checkpoint; the last step is always logged; a run that ends early still ends its writes.
-The loop, the optimiser step, checkpoints and validation are torchtitan's.
+What is communicated when, the gradient's norm and which steps are left out are `parallel`'s. The loop, the
+optimiser step, checkpoints and validation are torchtitan's.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ import torchtitan.components.validate
 import torchtitan.trainer
 from torchtitan.tools.utils import device_module, device_type
 
+from parallel import DDPConfig, FSDP2Config, clip_gradients, ddp, gradient_sync
 from training.checkpoint_card import write_model_card
 from training.metrics import MetricsProcessor
 from training.model import LanguageModel
+from training.optimizer import prepare_optimizer
+from training.step import Skipped, clipping
+from training.strategy import told_by_key
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -29,14 +35,26 @@ class Trainer(torchtitan.trainer.Trainer):
     class Config(torchtitan.trainer.Trainer.Config):
         """torchtitan's, whose `build` makes this class."""
 
+        strategy: FSDP2Config | DDPConfig
+        """How the model is spread: what `model_spec` was given, for what is outside of the model."""
+
+        skip_nan_inf: bool = False
+        """Leave out steps whose gradient is not finite."""
+
     # What `training.model` and `training.metrics` have put into the config.
     model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
     metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    def __init__(self, config: torchtitan.trainer.Trainer.Config):
+    def __init__(self, config: Config):
         self._loaded_rng: dict[str, torch.Tensor] | None = None
+        self._batches_done = 0  # of this step
+        self.skipped = Skipped()
         super().__init__(config)
         self.metrics_processor.total_steps = config.training.steps
+        with told_by_key():
+            for optimizer in self.optimizers:
+                prepare_optimizer(optimizer, config.strategy.compile)
 
     def train(self) -> None:
         """Run the steps that are left, from the newest checkpoint on where there is one.
@@ -66,6 +84,35 @@ class Trainer(torchtitan.trainer.Trainer):
             self._loaded_rng = None
         yield batch
         yield from batches
+
+    def train_step(self, data_iterator: Iterator[_Batch]) -> None:
+        """torchtitan's, with the norm of the gradient, and with what is done where it is not finite, from here."""
+        self._batches_done = 0
+        if not self.config.skip_nan_inf:
+            with clipping(clip_gradients):
+                return super().train_step(data_iterator)
+        try:
+            with clipping(lambda parameters, norm: self.skipped.clip(parameters, norm, self.step)):
+                super().train_step(data_iterator)
+        except RuntimeError as error:
+            # The step is over by then, and left out: torchtitan ends a run so when it is about to log it.
+            if not (self.skipped.last and str(error).startswith("Loss is not finite")):
+                raise
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """torchtitan's, with gradients summed over ranks when the strategy says so."""
+        self._batches_done += 1
+        with self._accumulating(last=self._batches_done == self.gradient_accumulation_steps):
+            return super().forward_backward_step(**batch)
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        lm: Any = self.model_parts[0].lm
+        strategy = self.config.strategy
+        if isinstance(strategy, DDPConfig):
+            return ddp.accumulate(lm, last=last, defer=strategy.defer_grad_sync)
+        return gradient_sync.accumulate(
+            lm, last=last, defer=strategy.defer_fsdp_grad_sync, keep_gathered=strategy.keep_gathered
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Step, tokens seen, and the random generators.
@@ -99,6 +146,10 @@ class Validator(torchtitan.components.validate.Validator):
         own_seq_len: int
         """Tokens in a sequence."""
 
+        unshard: bool = False
+        """Gather the weights, sharded by FSDP2, once for all batches."""
+
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
     metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: Config, **kwargs: Any):
@@ -107,7 +158,9 @@ class Validator(torchtitan.components.validate.Validator):
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
         """Log the loss over `steps` batches of the validation data, in nats per token."""
-        with self.metrics_processor.paused():
+        lm: Any = model_parts[0].lm
+        whole = gradient_sync.unsharded(lm) if self.config.unshard else nullcontext()
+        with self.metrics_processor.paused(), whole:
             super().validate(model_parts, step)
 
 

@@ -63,9 +63,9 @@ class FSDP2Config(Options):
     symmetric_memory: bool = False
     """Communicate through symmetric memory (CUDA, NCCL)."""
 
-    defer_fsdp_grad_sync: Defer = "all"
-    """Over accumulated micro batches, what waits for the last: every sum of gradients (all), under HSDP the sum
-    over the copies (replicas), or nothing, for less memory."""
+    defer_fsdp_grad_sync: Defer = "nothing"
+    """Over accumulated micro batches, what waits for the last: nothing; under HSDP the sum over the copies
+    (replicas); or every sum (all), for which each rank holds a whole copy of the gradients."""
 
     keep_gathered: bool = False
     """Keep parameters gathered from one micro batch to the next."""

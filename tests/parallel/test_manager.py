@@ -32,7 +32,7 @@ CASES = {
         Degrees(dp_replicate=2),
     ),
     "fsdp2, kept gathered": (FSDP2Config(keep_gathered=True), Degrees()),
-    "fsdp2, summed each time": (FSDP2Config(defer_fsdp_grad_sync="nothing"), Degrees()),
+    "fsdp2, summed at the end": (FSDP2Config(defer_fsdp_grad_sync="all"), Degrees()),
     "fsdp2, offloaded": (FSDP2Config(cpu_offload=True), Degrees(tp=1)),
     "from toml": (
         read_strategy('strategy = "fsdp2"\n[activation_checkpointing]\nmode = "mlp"\n'),

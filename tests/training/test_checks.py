@@ -60,6 +60,14 @@ def refusal(job: JobConfig, world_size: int = 1) -> str:
             },
         ),
         (2, {"parallelism__tensor_parallel_degree": 2, "parallelism__disable_loss_parallel": "true"}),
+        (
+            2,
+            {
+                "parallelism__data_parallel_strategy": "ddp",
+                "parallelism__data_parallel_replicate_degree": 2,
+                "training__mixed_precision_param": "float32",
+            },
+        ),
     ],
 )
 def test_what_should_run_is_let_through(job, world_size, options):
@@ -93,6 +101,12 @@ PARALLEL = [
         "data_parallel_shard_degree x tensor_parallel_degree = 4 x 2 = 8 is not the number of processes, 4; start 8",
     ),
     (16, {"tensor_parallel_degree": 16}, "tensor_parallel_degree = 16 does not divide"),
+    (
+        2,
+        {"data_parallel_strategy": "ddp"},
+        "parallelism.data_parallel_replicate_degree = 1 is not the number of processes, 2, and under "
+        'data_parallel_strategy = "ddp" each holds a copy; set it to 2, or start 1 process',
+    ),
 ]
 
 
@@ -127,7 +141,7 @@ def test_the_sequence_need_not_divide(job):
         ({"validation__enable": "true", "validation__dataset_path": "nowhere"}, "nowhere"),
         (
             {"experimental__custom_import": "no_such_module"},
-            'no module named "no_such_module"; install its package',
+            "no module named 'no_such_module'; run in its folder",
         ),
         (
             {
@@ -135,7 +149,15 @@ def test_the_sequence_need_not_divide(job):
                 "activation_checkpoint__selective_ac_option": "op",
                 "activation_checkpoint__per_op_sac_force_recompute_mm_shapes_by_fqns": "moe.router",
             },
-            '"moe.router" is in no name of a Linear module',
+            'per_op_sac_force_recompute_mm_shapes_by_fqns: "moe.router" is in no name of a Linear of the model',
+        ),
+        (
+            {"activation_checkpoint__mode": "full", "activation_checkpoint__scope": "vision"},
+            'activation_checkpoint.scope = "vision": GLAForCausalLM has no vision tower',
+        ),
+        (
+            {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": 99},
+            "n may be",
         ),
     ],
 )
@@ -151,6 +173,7 @@ def test_what_is_not_there(job, options, message):
         {"checkpoint__async_mode": "async_with_pinned_mem"},
         {"optimizer__implementation": "fused_opt_states_bf16"},
         {"parallelism__enable_fsdp_symm_mem": "true"},
+        {"training__mixed_precision_param": "float32", "training__autocast_dtype": "float32"},
         {
             "parallelism__tensor_parallel_degree": 2,
             "parallelism__enable_async_tensor_parallel": "true",
@@ -162,6 +185,21 @@ def test_what_is_not_there(job, options, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA can do it")
 def test_what_needs_cuda(job, options):
     assert "needs CUDA, and this machine trains on cpu; leave it out" in refusal(job(**options), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"parallelism__data_parallel_strategy": "ddp"},
+            'training.mixed_precision_param = "bfloat16" is autocast here, which flash-linear-attention',
+        ),
+        ({"training__autocast_dtype": "bfloat16"}, "on this CPU leave it out"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an accelerator can do it")
+def test_autocast_of_linear_attention_on_a_cpu(job, options, message):
+    assert message in refusal(job(**options))
 
 
 def test_wandb_has_to_be_installed(job, monkeypatch):

@@ -122,7 +122,7 @@ def values_of(hint) -> st.SearchStrategy:
     if origin is list:
         return st.lists(values_of(args[0]), max_size=3)
     if origin is dict:
-        return st.dictionaries(st.text(), st.text(), max_size=3)
+        return st.dictionaries(st.text(), values_of(args[1]), max_size=3)
     return {
         NoneType: st.none(),
         bool: st.booleans(),
@@ -293,14 +293,37 @@ CONTRADICTIONS = [
         "[activation_checkpoint]\nper_op_sac_force_recompute_mm_shapes_by_fqns = ['q']",
         'selective_ac_option = "op"',
     ),
-    ("[activation_checkpoint]\ndebug = true", 'set mode = "full"'),
     ("[activation_checkpoint]\nmode = 'memory_budget'", "set compile.enable = true"),
+    ("[activation_checkpoint]\nper_op_sac_matmuls = 'all'", 'per_op_sac_matmuls = "all" works only with'),
     (
-        "[activation_checkpoint]\nmode = 'memory_budget'\n[compile]\nenable = true\n"
-        "[parallelism]\ntensor_parallel_degree = 2",
-        'mode = "selective" or "full" works',
+        "[parallelism]\ndata_parallel_strategy = 'megatron_fsdp'",
+        "in a loop of your own parallel.ParallelManager(MegatronFSDPConfig())",
     ),
-    ("[compile]\nenable = true\ncomponents = []", 'name "model", "loss" or both'),
+    (
+        "[ddp]\nstatic_graph = true",
+        'ddp.static_graph = true is given, and parallelism.data_parallel_strategy = "fsdp2"',
+    ),
+    *(
+        (f"[parallelism]\ndata_parallel_strategy = 'ddp'\n{more}", said)
+        for more, said in (
+            (
+                "tensor_parallel_degree = 2",
+                "tensor_parallel_degree = 2 and parallelism.data_parallel_strategy = ",
+            ),
+            ("data_parallel_shard_degree = 2", "data_parallel_replicate_degree for the copies"),
+            ("fsdp_forward_prefetch = 1", "parallelism.fsdp_forward_prefetch = 1 is FSDP2's"),
+            (
+                "[training]\nmixed_precision_output = 'float32'",
+                'mixed_precision_output = "float32" is FSDP2\'s',
+            ),
+            ("[validation]\nunshard = true", "validation.unshard = true is FSDP2's"),
+        )
+    ),
+    (
+        "[compile]\nenable = true\ncomponents = ['optimizer']",
+        'optimizer.implementation = "fused" is one kernel',
+    ),
+    ("[compile]\nenable = true\ncomponents = []", 'name "model", "loss" or "optimizer"'),
     (
         "[parallelism]\nenable_async_tensor_parallel = true",
         "needs parallelism.tensor_parallel_degree above 1 and",

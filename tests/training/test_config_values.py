@@ -10,6 +10,7 @@ from training.config.values import Rule, describe, from_text, from_toml
 Even = Annotated[int, Rule("even", lambda value: value % 2 == 0)]
 Choice = Literal["a", "b"]
 Plan = dict[str, str] | str | None
+Settings = dict[str, bool | int | float | str] | None
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,8 @@ Plan = dict[str, str] | str | None
         (["x"], list[str], ["x"]),
         ({"a.*": "colwise"}, Plan, {"a.*": "colwise"}),
         ("module:Plan", Plan, "module:Plan"),
+        ({"a": True, "b": 1, "c": 0.5, "d": "x"}, Settings, {"a": True, "b": 1, "c": 0.5, "d": "x"}),
+        (2, Choice | Even, 2),
     ],
 )
 def test_toml_values_that_fit(value, hint, expected):
@@ -45,6 +48,12 @@ def test_toml_values_that_fit(value, hint, expected):
         ("x", list[str], 'key = "x": expected a list of strings'),
         (["x"], list[Choice], 'key = ["x"]: expected a list of "a", "b"'),
         ({"a": 1}, Plan, "key = {'a': 1}: expected a table of strings or a string"),
+        (
+            {"a": [1]},
+            Settings,
+            "key = {'a': [1]}: expected a table, each value true or false or an integer or a number or a string",
+        ),
+        (3, Choice | Even, 'key = 3: expected one of "a", "b" or an integer, even'),
     ],
 )
 def test_toml_values_that_do_not(value, hint, message):
@@ -70,6 +79,9 @@ def test_toml_values_that_do_not(value, hint, message):
         ("model,loss", list[Literal["model", "loss"]], ["model", "loss"]),
         ('{"a.*" = "colwise"}', Plan, {"a.*": "colwise"}),
         ("module:Plan", Plan, "module:Plan"),
+        ("{a = true, b = 2}", Settings, {"a": True, "b": 2}),
+        ("true", bool | None, True),
+        ("4", Choice | Even, 4),
     ],
 )
 def test_words_that_fit(text, hint, expected):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel import FSDP2Config
 from training.config import ConfigError, JobConfig
 from training.config.schema import build_job, keys
 from training.device import prepare_device
@@ -25,21 +26,34 @@ ANOTHER = {
     "model.name": "transformer",
     "model.flavor": "340M",
     "training.mixed_precision_param": "float32",
+    "training.mixed_precision_reduce": "bfloat16",
+    "training.mixed_precision_output": "float32",
+    "training.autocast_dtype": "bfloat16",
+    "training.pin_cpu_memory": True,
     "training.dtype": "bfloat16",
     "training.global_batch_size": 16,
     "parallelism.tensor_parallel_degree": 2,
     "parallelism.data_parallel_replicate_degree": 2,
     "parallelism.data_parallel_shard_degree": 4,
-    "parallelism.fsdp_reshard_after_forward": "never",
+    "parallelism.fsdp_reshard_after_forward": 2,
+    "parallelism.fsdp_towers": "root",
+    "parallelism.fsdp_defer_grad_sync": "all",
+    "parallelism.data_parallel_strategy": "ddp",
     "optimizer.name": "Adam",
     "optimizer.implementation": "foreach",
     "lr_scheduler.decay_type": "cosine",
     "lr_scheduler.total_steps": 20000,
     "lr_scheduler.decay_ratio": 0.5,
     "activation_checkpoint.mode": "full",
+    "activation_checkpoint.scope": "language",
     "activation_checkpoint.selective_ac_option": "3",
+    "activation_checkpoint.per_op_sac_matmuls": "all",
     "activation_checkpoint.determinism_check": "none",
-    "compile.components": ["loss"],
+    "compile.components": ["loss", "optimizer"],
+    "compile.mode": "max-autotune",
+    "compile.fullgraph": True,
+    "compile.dynamic": False,
+    "compile.options": {"max_autotune": True},
     "checkpoint.export_dtype": "bfloat16",
     "checkpoint.async_mode": "async",
     "checkpoint.exclude_from_loading": ["dataloader"],
@@ -47,21 +61,24 @@ ANOTHER = {
 }
 
 # What a key needs beside it to mean anything.
+OP = {"activation_checkpoint.selective_ac_option": "op"}
+BUDGET = {"activation_checkpoint.mode": "memory_budget", "compile.enable": True}
+DDP = {"parallelism.data_parallel_strategy": "ddp"}
 BESIDE = {
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": {
-        "activation_checkpoint.selective_ac_option": "op"
+    **{key: OP for key in keys() if ".per_op_sac_" in key},
+    "activation_checkpoint.memory_budget": BUDGET,
+    "activation_checkpoint.visualize_memory_budget_pareto": BUDGET,
+    **{
+        key: {"compile.enable": True}
+        for key in keys()
+        if key.startswith("compile.") and key != "compile.enable"
     },
-    "activation_checkpoint.memory_budget": {
-        "activation_checkpoint.mode": "memory_budget",
-        "compile.enable": True,
-    },
-    "activation_checkpoint.visualize_memory_budget_pareto": {
-        "activation_checkpoint.mode": "memory_budget",
-        "compile.enable": True,
-    },
-    "activation_checkpoint.determinism_check": {"activation_checkpoint.mode": "full"},
-    "activation_checkpoint.debug": {"activation_checkpoint.mode": "full"},
     "parallelism.enable_async_tensor_parallel": {"compile.enable": True},
+    "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
+    "training.pin_cpu_memory": {"training.enable_cpu_offload": True},
+    **{key: DDP for key in keys() if key.startswith("ddp.")},
+    "ddp.static_graph": DDP | {"ddp.defer_grad_sync": False},
+    "ddp.split_compiled_blocks": DDP | {"compile.enable": True},
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": "/somewhere"},
     **{
         f"{section}.dataloader.{key}": {f"{section}.dataloader.num_workers": 2}
@@ -74,8 +91,6 @@ BESIDE = {
 ELSEWHERE = {
     "job.description": "test_config_load",
     "model.config": "below",
-    "model.plan": "below",
-    "parallelism.disable_loss_parallel": "below",
     "parallelism.pipeline_parallel_degree": "refused above 1",
     "parallelism.context_parallel_degree": "refused above 1",
     "parallelism.enable_fsdp_symm_mem": "torchtitan asks for a GPU of compute capability 9",
@@ -91,8 +106,10 @@ def test_every_key_reaches_torchtitan(name):
             value = ANOTHER[name]
         case bool():
             value = not key.default
-        case int() | float():
-            value = type(key.default)(key.default + 1) if key.default >= 1 else 0.25
+        case int():
+            value = abs(key.default) + 1
+        case float():
+            value = key.default + 1 if key.default >= 1 else 0.25
         case str():
             value = "other"
         case list():
@@ -112,34 +129,12 @@ def test_what_every_job_needs_of_torchtitan():
     assert config.training.disable_cuda_graphs
 
 
-def test_the_plan_and_loss_parallel_reach_the_parallelisation(monkeypatch):
-    given = {}
-    monkeypatch.setattr("parallel.parallelize", lambda model, **kwargs: given.update(kwargs))
-    plan = {"model.layers.*.attn": "attn_input"}
-    config = configure(model__plan=plan, parallelism__disable_loss_parallel=True)
-    assert config.model_spec is not None
-
-    class Model:
-        lm = None
-
-    config.model_spec.parallelize_fn(Model(), parallelism=config.parallelism)
-    assert given.pop("parallelism").enable_sequence_parallel
-    assert given == {"loss_parallel": False, "plan": plan}
-
-
-def test_sequence_parallelism_of_a_length_that_the_degree_does_not_divide(monkeypatch):
+def test_sequence_parallelism_of_a_length_that_the_degree_does_not_divide():
     """torchtitan's own check must not see it, and the plan must."""
-    given = {}
-    monkeypatch.setattr("parallel.parallelize", lambda model, **kwargs: given.update(kwargs))
     config = configure(2, training__seq_len=33, parallelism__tensor_parallel_degree=2)
     assert not config.parallelism.enable_sequence_parallel
-    assert config.model_spec is not None
-
-    class Model:
-        lm = None
-
-    config.model_spec.parallelize_fn(Model(), parallelism=config.parallelism)
-    assert given["parallelism"].enable_sequence_parallel
+    assert isinstance(config.strategy, FSDP2Config)
+    assert config.strategy.sequence_parallel
 
 
 def test_a_model_from_a_file():
@@ -190,17 +185,3 @@ def test_a_relative_checkpoint_is_taken_from_the_working_folder(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     config = configure(checkpoint__enable=True, checkpoint__initial_load_path="a/step-3")
     assert config.checkpoint.initial_load_path == str(tmp_path / "a" / "step-3")
-
-
-def test_recomputation_by_mode():
-    def policy(**options: object) -> str:
-        config = configure(
-            **{f"activation_checkpoint__{key}": value for key, value in options.items()}, compile__enable=True
-        )
-        return type(config.activation_checkpoint).__qualname__
-
-    assert policy() == "EveryNthLayer"
-    assert policy(mode="none") == "NoneType"
-    assert policy(mode="full") == "FullAC.Config"
-    assert policy(mode="memory_budget") == "MemoryBudgetAC.Config"
-    assert policy(selective_ac_option="op") == "SelectiveAC.Config"

@@ -186,6 +186,23 @@ class GranitePlan(TPPlan):
     assert "no plan is registered for GraniteForCausalLM" in err
 
 
+def test_ddp_and_steps_that_are_left_out(folder):
+    """A learning rate that no weight survives: from the second step on the loss is finite, and no gradient is."""
+    toml = JOB.replace(
+        "tensor_parallel_degree = 2", 'data_parallel_strategy = "ddp"\ndata_parallel_replicate_degree = 2'
+    )
+    (folder / "job.toml").write_text(toml + "[ddp]\nbucket_cap_mb = 1\n[optimizer]\nlr = 1e30\n")
+    options = ("--training.steps", "3", "--checkpoint.no-enable", "--training.skip_nan_inf")
+    status, out, err = run(folder, "job.toml", *options)
+    assert status == 0, err
+    (_, first), (_, second), (_, third) = LOSS.findall(out)
+    assert first != second == third, "a step that is left out has changed the weights"
+    left_out = re.findall(
+        r"step (\d): the gradient's norm is nan, and the step is left out \((\d) in this run\)", out
+    )
+    assert left_out == [("2", "1"), ("3", "2")]  # once, not once a rank
+
+
 def test_wandb_gets_the_run_offline(folder):
     options = (
         "--metrics.enable_wandb",

@@ -85,8 +85,11 @@ class Recorder:
         return {row["step"]: row[key] for row in self.rows if key in row}
 
 
-def train(folder: Path, model: str, dump: str, *options: str):
-    """Run a job in this process, within the process group that is up; return what it logged and the trainer."""
+def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
+    """Run a job in this process, within the process group that is up; return what it logged and the trainer.
+
+    `prepare` is given the trainer before it trains.
+    """
     from training.config import load_job
     from training.device import prepare_device
 
@@ -104,6 +107,8 @@ def train(folder: Path, model: str, dump: str, *options: str):
     trainer = Trainer(trainer_config(job))
     processor = trainer.metrics_processor
     recorder = processor.logger = Recorder(processor.logger)
+    if prepare is not None:
+        prepare(trainer)
     trainer.train()
     trainer.checkpointer.close()
     processor.close()

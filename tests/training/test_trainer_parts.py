@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parallel.process_group import available_cores
 from plans.errors import UserError
-from training.device import HostDevice, available_cores, peak_resident_bytes, pick_device_type, prepare_device
+from training.device import HostDevice, peak_resident_bytes, pick_device_type, prepare_device
 from training.logs import _worth_showing
 from training.outcome import fail, refuse
 

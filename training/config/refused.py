@@ -62,9 +62,6 @@ REFUSED: dict[str, Refused] = {
     "optimizer.early_step_in_backward": Refused(
         (False,), "gradients are clipped, which needs all of them before the first step; leave it out"
     ),
-    "activation_checkpoint.early_stop": Refused(
-        (False,), "torchtitan 0.3's policies recompute each region to its end; leave it out"
-    ),
     "activation_offload.mode": Refused(
         ("none",), 'activations are not offloaded; activation_checkpoint.mode = "full" saves the most memory'
     ),
@@ -201,11 +198,6 @@ REFUSED: dict[str, Refused] = {
     ),
     "training.varlen": Refused(
         (False,), "document boundaries are not handed to the mixers; documents are packed into seq_len tokens"
-    ),
-    "training.skip_nan_inf": Refused(
-        (False,),
-        "a step is never skipped: a loss that is not finite stops the run; leave it out, "
-        "and [checkpoint] enable = true keeps what was reached",
     ),
     "training.streaming": Refused(
         (True,), "a data set by name is always streamed; download it and give training.dataset_path"

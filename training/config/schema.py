@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 from training.config.sections.checkpoint import Checkpoint
 from training.config.sections.model import Model, Training, Validation
 from training.config.sections.optimization import LRScheduler, Optimizer
-from training.config.sections.parallelism import ActivationCheckpoint, Compile, Parallelism
+from training.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
 from training.config.sections.run import Comm, Debug, Experimental, Job, Metrics, Profiling
 from training.config.toml import write_toml
 
@@ -26,6 +26,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    ddp: DDP = field(default_factory=DDP)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)

@@ -1,18 +1,20 @@
 """Options that contradict each other, whatever the machine, the data and the number of processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from plans.errors import near_multiples
 from training.config.errors import ConfigError
 from training.config.refused import REFUSED
-from training.config.schema import JobConfig
+from training.config.schema import JobConfig, keys
 from training.config.sections.model import DataLoader
+from training.config.values import show
 
 
 def check_values(job: JobConfig) -> None:
     """Raise a ConfigError for the first contradiction, naming both keys and what would resolve it."""
     for problems in (
         _degrees,
+        _strategy,
         _model,
         _batch,
         _schedule,
@@ -31,6 +33,55 @@ def _degrees(job: JobConfig) -> Iterator[str]:
         if getattr(job.parallelism, key) != 1:
             dotted = f"parallelism.{key}"
             yield f"{dotted} = {getattr(job.parallelism, key)} is not supported: {REFUSED[dotted].reason}"
+
+
+_FSDP2_ONLY = (
+    "parallelism.fsdp_reshard_after_forward",
+    "parallelism.fsdp_forward_prefetch",
+    "parallelism.fsdp_backward_prefetch",
+    "parallelism.fsdp_towers",
+    "parallelism.fsdp_defer_grad_sync",
+    "parallelism.fsdp_keep_gathered",
+    "parallelism.enable_fsdp_symm_mem",
+    "training.enable_cpu_offload",
+    "training.pin_cpu_memory",
+    "training.mixed_precision_reduce",
+    "training.mixed_precision_output",
+    "training.mixed_precision_cast_inputs",
+    "validation.unshard",
+)
+"""Keys that DDP has no counterpart of."""
+
+
+def _strategy(job: JobConfig) -> Iterator[str]:
+    taken = f'parallelism.data_parallel_strategy = "{job.parallelism.data_parallel_strategy}"'
+    if job.parallelism.data_parallel_strategy == "megatron_fsdp":
+        yield (
+            f"{taken} is not supported: torchtitan's trainer initialises and saves models in ways that its wrapper has not; "
+            'take "fsdp2", or in a loop of your own parallel.ParallelManager(MegatronFSDPConfig())'
+        )
+    if job.parallelism.data_parallel_strategy != "ddp":
+        for name in _changed(job, [f"ddp.{name}" for name in vars(job.ddp)]):
+            yield f'{name} is given, and {taken}; set that to "ddp", or leave [ddp] out'
+        return
+    for key in ("tensor_parallel_degree", "data_parallel_shard_degree"):
+        degree = getattr(job.parallelism, key)
+        if degree > 1:
+            yield (
+                f"parallelism.{key} = {degree} and {taken}: DDP copies whole models; take "
+                '"fsdp2" with data_parallel_replicate_degree for the copies, or leave the degree out'
+            )
+    for name in _changed(job, _FSDP2_ONLY):
+        yield f'{name} is FSDP2\'s, and {taken}; leave it out, or take "fsdp2"'
+
+
+def _changed(job: JobConfig, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of `names` whose value is not their default, as "section.key = value"."""
+    for name in names:
+        section, _, key = name.rpartition(".")
+        value = getattr(getattr(job, section), key)
+        if value != keys()[name].default:
+            yield f"{name} = {show(value)}"
 
 
 def _model(job: JobConfig) -> Iterator[str]:
@@ -97,34 +148,29 @@ def schedule_steps(job: JobConfig) -> int:
 def _recomputation(job: JobConfig) -> Iterator[str]:
     ac = job.activation_checkpoint
     per_op = ac.mode == "selective" and ac.selective_ac_option == "op"
-    if ac.per_op_sac_force_recompute_mm_shapes_by_fqns and not per_op:
-        yield (
-            "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns works only with "
-            'activation_checkpoint.mode = "selective" and selective_ac_option = "op"'
-        )
-    if ac.mode == "selective" and not per_op:
-        for key, default in (("determinism_check", "default"), ("debug", False)):
-            if getattr(ac, key) != default:
-                yield (
-                    f"activation_checkpoint.{key} works only where operations are chosen: "
-                    'set mode = "full", or selective_ac_option = "op"'
-                )
+    if not per_op:
+        for name in _changed(
+            job, [f"activation_checkpoint.{key}" for key in vars(ac) if key.startswith("per_op_")]
+        ):
+            yield (
+                f'{name} works only with activation_checkpoint.mode = "selective" and selective_ac_option = "op"'
+            )
     if ac.mode == "memory_budget" and not _model_is_compiled(job):
         yield (
             'activation_checkpoint.mode = "memory_budget" is the compiler\'s work: '
             'set compile.enable = true, with "model" in compile.components'
         )
-    if ac.mode == "memory_budget" and job.parallelism.tensor_parallel_degree > 1:
-        yield (
-            'activation_checkpoint.mode = "memory_budget" and parallelism.tensor_parallel_degree = '
-            f"{job.parallelism.tensor_parallel_degree}: torch 2.13's compiler can't weigh the process groups in the graph "
-            'of a split layer; mode = "selective" or "full" works'
-        )
 
 
 def _compile(job: JobConfig) -> Iterator[str]:
     if job.compile.enable and not job.compile.components:
-        yield 'compile.enable = true, but compile.components = []; name "model", "loss" or both'
+        yield 'compile.enable = true, but compile.components = []; name "model", "loss" or "optimizer"'
+    fused = job.optimizer.implementation.startswith("fused")
+    if job.compile.enable and "optimizer" in job.compile.components and fused:
+        yield (
+            f'optimizer.implementation = "{job.optimizer.implementation}" is one kernel, of which nothing is left to '
+            'compile: set it to "foreach", or leave "optimizer" out of compile.components'
+        )
     parallel = job.parallelism
     if parallel.enable_async_tensor_parallel:
         wrong = [

@@ -1,7 +1,7 @@
 """The types of configuration values: TOML values and command-line words to Python, checked.
 
 A section's field is annotated with `bool`, `int`, `float`, `str`, a `Literal`, `list[str]`,
-`dict[str, str]`, `... | None` of these, or `Annotated[..., Rule]` where not every value of the
+`dict[str, ...]`, `... | None` of these, or `Annotated[..., Rule]` where not every value of the
 type will do. Nothing here knows a section or a key; `where` is only handed through to the message.
 """
 
@@ -79,6 +79,8 @@ def describe(hint: Any) -> str:
         return " or ".join(describe(option) for option in get_args(hint) if option is not types.NoneType)
     if origin is Literal:
         return "one of " + ", ".join(show(choice) for choice in get_args(hint))
+    if origin is dict and get_args(hint)[1] is not str:
+        return f"a table, each value {describe(get_args(hint)[1])}"
     if origin is list and get_origin(get_args(hint)[0]) is Literal:
         return "a list of " + ", ".join(show(choice) for choice in get_args(get_args(hint)[0]))
     return {

@@ -74,20 +74,35 @@ class Training:
     max_norm: PositiveFloat = 1.0
     """Norm to which the gradient is clipped."""
 
+    skip_nan_inf: bool = False
+    """Leave a step out whose gradient is not finite, and go on; otherwise a loss that is not finite ends the run."""
+
     steps: PositiveInt = 10000
     """Optimizer steps, in all, a resumed run's earlier ones included."""
 
     enable_cpu_offload: bool = False
-    """Under FSDP: keep parameters, gradients and optimizer states in CPU memory between uses."""
+    """Under FSDP2: keep parameters, gradients and optimizer states in CPU memory between uses."""
+
+    pin_cpu_memory: bool | None = None
+    """Under enable_cpu_offload: page-locked memory; unset: if there is an accelerator."""
 
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of the parameters, gradients and optimizer states that are kept."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which layers compute, given by FSDP's mixed precision."""
+    """Type in which layers compute, given by FSDP2's mixed precision; under ddp by autocast."""
 
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Type in which FSDP reduces gradients."""
+    mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
+    """Type in which FSDP2 sums gradients."""
+
+    mixed_precision_output: Literal["bfloat16", "float32"] | None = None
+    """Type of the logits, given by FSDP2's mixed precision; unset: as computed."""
+
+    mixed_precision_cast_inputs: bool = False
+    """Let FSDP2 cast the floating-point inputs of each layer to mixed_precision_param: for images of another type."""
+
+    autocast_dtype: Literal["bfloat16", "float32"] | None = None
+    """Run the forward under torch.autocast, operator by operator; unset: not, but under ddp in mixed_precision_param."""
 
     gc_freq: PositiveInt = 50
     """Steps between two collections of Python's garbage, made on all ranks together."""
@@ -128,5 +143,8 @@ class Validation:
 
     steps: PositiveOrAuto = -1
     """Batches a validation; -1: the whole split, once (only where every data-parallel rank has equally many)."""
+
+    unshard: bool = False
+    """Let FSDP2 gather the weights once for all batches of a validation: a whole copy of them a process."""
 
     dataloader: DataLoader = field(default_factory=DataLoader)

@@ -1,0 +1,352 @@
+"""Every combination of the options that interplay: what is refused, what runs, and the page that says so.
+
+    PYTHONPATH=. python tests/combinations.py            # runs what is not refused; half an hour on 2 cores
+    PYTHONPATH=. python tests/combinations.py --page     # writes docs/combinations.md
+
+A combination runs one step of a tiny model over real process groups, and is compared with one process:
+loss, gradient norm, and every gradient.
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import re
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import worlds
+from torch.distributed.tensor import DTensor
+
+from plans.errors import UserError
+from plans.proof.simulate import fake_ranks
+
+PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+BATCH, LENGTH = 4, 16
+
+KINDS = {
+    "qwen3": "a block is one graph (Qwen3)",
+    "gla": "a block is several graphs (GLA: its kernels take themselves out of every graph)",
+}
+TENSOR = {
+    "none": None,
+    "tp 2": {},
+    "tp 2, whole sequence": {"sequence_parallel": False},
+    "tp 2, gathered logits": {"loss_parallel": False},
+    "tp 2, whole sequence, gathered logits": {"sequence_parallel": False, "loss_parallel": False},
+}
+RECOMPUTE = {
+    "nothing": {"mode": "none"},
+    "every block": {"mode": "full"},
+    "every 2nd block": {"mode": "every_nth", "every_nth": 2},
+    "by operator": {"mode": "selective"},
+    "by operator, attention too": {"mode": "selective", "attention": False},
+    "the MLP": {"mode": "mlp"},
+    "all but the mixer": {"mode": "keep_mixer"},
+    "by memory budget": {"mode": "memory_budget"},
+}
+DATA = ("fsdp", "hsdp", "ddp")
+TOLERANCE = 1e-4
+"""Of a gradient, against the largest of its tensor: float32, sums of a few hundred terms in another order are some tens
+of epsilons (1.2e-7) off; a gradient that was summed once too often, or not at all, is off by 1."""
+
+
+class Combination(NamedTuple):
+    """One of each option."""
+
+    kind: str
+    tensor: str
+    recompute: str
+    compiled: bool
+    data: str
+    offload: bool
+
+    @property
+    def tp(self) -> int:
+        return 1 if self.tensor == "none" else 2
+
+    @property
+    def ranks(self) -> int:
+        return 8 if self.tp == 2 and self.data == "hsdp" else 4
+
+    def __str__(self) -> str:
+        parts = [self.kind, self.tensor, self.data, f"recompute {self.recompute}"]
+        return ", ".join(parts + ["compiled"] * self.compiled + ["offloaded"] * self.offload)
+
+
+ALL = [
+    Combination(*values)
+    for values in itertools.product(KINDS, TENSOR, RECOMPUTE, (False, True), DATA, (False, True))
+]
+
+
+def strategy(combination, backend="aot_eager"):
+    """Return the strategy and the degrees; raises where the strategy itself refuses."""
+    from parallel import Degrees, read_strategy
+
+    rest = combination.ranks // combination.tp
+    values = {
+        "strategy": "ddp" if combination.data == "ddp" else "fsdp2",
+        "activation_checkpointing": RECOMPUTE[combination.recompute],
+        **(TENSOR[combination.tensor] or {} if combination.data != "ddp" else {}),
+        **({"cpu_offload": True} if combination.offload else {}),
+    }
+    if combination.compiled:
+        values["compile"] = {"enable": True, "backend": backend, "components": ["model"]}
+    degrees = {
+        "fsdp": Degrees(tp=combination.tp, dp_shard=rest),
+        "hsdp": Degrees(tp=combination.tp, dp_replicate=2, dp_shard=rest // 2),
+        "ddp": Degrees(tp=combination.tp, dp_replicate=rest, dp_shard=1),
+    }
+    return read_strategy(values), degrees[combination.data]
+
+
+@functools.cache
+def on_meta(kind):
+    """Return the tiny model of a kind, on meta; nobody changes it."""
+    import models
+    import models.kernels
+
+    models.kernels.install("cpu")
+    if kind == "gla":
+        from fla.models import GLAConfig
+
+        return models.build(GLAConfig(
+            hidden_size=32, num_hidden_layers=2, num_heads=2, vocab_size=64, intermediate_size=64, expand_k=1.0,
+            expand_v=1.0, gate_low_rank_dim=8, fuse_cross_entropy=False,
+        ))  # fmt: skip
+    from transformers import Qwen3Config
+
+    return models.build(Qwen3Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
+        intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True,
+    ))  # fmt: skip
+
+
+def build(kind):
+    """Return the tiny model of a kind with values, the same each time."""
+    import models
+
+    model = copy.deepcopy(on_meta(kind))
+    model.to_empty(device="cpu")
+    models.initialize(model, seed=0)
+    return model
+
+
+def refusal(combination):
+    """Return why the combination is refused; None if it is not."""
+    from parallel import Mesh
+    from parallel.interplay import refuse
+
+    with fake_ranks(combination.ranks):
+        try:
+            config, degrees = strategy(combination)
+            refuse(
+                on_meta(combination.kind),
+                Mesh(degrees, "cpu"),
+                config,
+                config.activation_checkpointing.policy(),
+            )
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def step(model, rows, tokens, loss_of):
+    """Return loss and gradients of one forward and backward over `rows` of the batch."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(64, (BATCH, LENGTH + 1), generator=generator)[rows]
+    loss = loss_of(model(input_ids=ids[:, :-1], use_cache=False).logits, ids[:, 1:], tokens)
+    loss.backward()
+    return loss.detach()
+
+
+def single(kind):
+    """Return loss, norm and gradients of one process."""
+    from parallel import cross_entropy, total_norm
+
+    model = build(kind)
+    loss = step(model, slice(None), BATCH * LENGTH, cross_entropy)
+    return loss, total_norm(model.parameters()), {name: p.grad for name, p in model.named_parameters()}
+
+
+def run_one(combination):
+    """Run the combination on this rank of its world; return the worst error of a gradient, and how often it ran compiled.
+
+    Raises:
+        AssertionError: loss, norm or a gradient is not that of one process.
+    """
+    from torch._dynamo.utils import counters
+
+    from parallel import apply_strategy, total_norm
+    from parallel.gradients import align_gradients
+    from parallel.loss import cross_entropy
+
+    torch._dynamo.reset()
+    counters.clear()
+    config, degrees = strategy(combination)
+    mesh, model = mesh_once(degrees), build(combination.kind)
+    apply_strategy(model, mesh, config)
+    dp = mesh.get_mesh("dp")
+    part = BATCH // dp.size()
+    rows = slice(dp.get_local_rank() * part, (dp.get_local_rank() + 1) * part)
+    loss = step(model, rows, BATCH * LENGTH, cross_entropy)
+    dist.all_reduce(loss, group=dp.get_group())
+    norm = total_norm(model.parameters())
+    align_gradients(model.parameters())
+    expected_loss, expected_norm, expected = single_once(combination.kind)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
+    grads = {
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad.full_tensor()
+        if isinstance(p.grad, DTensor)
+        else p.grad
+        for name, p in model.named_parameters()
+    }
+    assert grads.keys() == expected.keys()
+    worst = max(
+        ((grads[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected
+    )
+    assert worst < TOLERANCE, f"a gradient is {worst:.1e} off"
+    return worst, sum(counters["stats"][key] for key in ("unique_graphs",))
+
+
+single_once = functools.cache(single)
+
+
+@functools.cache
+def mesh_once(degrees):
+    """Return the mesh of these degrees: each has groups of its own, whose threads go on for as long as the process."""
+    from parallel import Mesh
+
+    return Mesh(degrees, "cpu")
+
+
+def run_all(rank, combinations, ranks, progress):
+    """Run those of `combinations` that are for a world of `ranks`; errors by combination."""
+    results, begin = {}, time.time()
+    for number, combination in enumerate(c for c in combinations if c.ranks == ranks):
+        try:
+            results[combination] = run_one(combination)
+        except AssertionError as error:
+            results[combination] = str(error)
+        if progress and rank == 0:
+            print(
+                f"{time.time() - begin:7.1f} s  {number}: {combination}: {results[combination]}", flush=True
+            )
+    return results
+
+
+def run_in_worlds(combinations, progress=False):
+    """Return what `run_one` does for each combination, or the text of its failure."""
+    results = {}
+    for ranks in sorted({c.ranks for c in combinations}):
+        results |= worlds.run(
+            functools.partial(run_all, combinations=combinations, ranks=ranks, progress=progress), ranks
+        )
+    return results
+
+
+def page(verdicts):
+    """Return docs/combinations.md for the verdicts of `ALL`: None, or why it is refused."""
+    reasons = list(dict.fromkeys(map(reason, filter(None, verdicts.values()))))
+    blocks = [HEAD.format(
+        all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
+    )]  # fmt: skip
+    for kind, title in KINDS.items():
+        columns = [(tp, data) for tp in (1, 2) for data in DATA]
+        head = ["recomputed", "compiled", *(f"{'tp x ' * (tp - 1)}{data}" for tp, data in columns)]
+        rows = [head, ["---"] * len(head)]
+        for recompute, compiled in itertools.product(RECOMPUTE, (False, True)):
+            cells = [
+                cell(verdicts, reasons, [c for c in ALL if c[0] == kind and c.recompute == recompute
+                                         and c.compiled == compiled and (c.tp, c.data) == column])
+                for column in columns
+            ]  # fmt: skip
+            rows.append([recompute, "yes" if compiled else "", *cells])
+        blocks.append(f"## Where {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    notes = "".join(f"{number}. {text}\n" for number, text in enumerate(reasons, start=1))
+    return "\n".join([*blocks, f"## Why not\n\n{notes}"])
+
+
+def cell(verdicts, reasons, combinations):
+    ran = sum(verdicts[c] is None for c in combinations)
+    why = sorted({reasons.index(reason(verdicts[c])) + 1 for c in combinations if verdicts[c] is not None})
+    return " ".join([f"✓ {ran}"] * (ran > 0) + [f"({', '.join(map(str, why))})"] * bool(why))
+
+
+def reason(text):
+    """Return a refusal without the value that differs from row to row."""
+    return re.sub(r"\((Full|EveryNthLayer|Selective)\)", "(…)", text)
+
+
+HEAD = """\
+# Combinations
+
+Tensor, sequence and loss parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload: every
+combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before any
+weight moves. This page is written by `tests/combinations.py`.
+
+Of {all} combinations {refused} are refused, and {ran} are not. A cell counts the latter: with and without offload, and
+under tensor parallelism with the sequence sharded or whole, and the logits sharded or gathered. Numbers in brackets are
+reasons of refusals, below.
+
+What is not refused was run, one step of a model of two blocks over 4 gloo ranks (8 where tensor parallelism meets HSDP;
+of what is compiled there, one of each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one
+process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
+`make test` runs a part that holds every pair of options, and checks that this page is what the code refuses.
+"""
+
+
+def cover(candidates, wanted):
+    """Return few of `candidates` that together hold everything that `wanted` names of any of them; small worlds first."""
+    left = set().union(*map(wanted, candidates))
+    chosen = []
+    while left:
+        best = max(candidates, key=lambda c: (len(wanted(c) & left), -c.ranks))
+        chosen.append(best)
+        left -= wanted(best)
+    return chosen
+
+
+def recomputed_by_kind(combination):
+    """What is compiled takes seconds each: every policy of each kind of model, and every other option once."""
+    return {(combination.kind, combination.recompute), *enumerate(combination)}
+
+
+def main():
+    """Run what is not refused; with --page, write the page instead."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kind", choices=KINDS, help="only this kind of model")
+    parser.add_argument("--eager", action="store_true", help="only what is not compiled")
+    parser.add_argument("--ranks", type=int, choices=(4, 8), help="only worlds of this size")
+    parser.add_argument("--page", action="store_true", help="write docs/combinations.md, and run nothing")
+    arguments = parser.parse_args()
+    verdicts = {c: refusal(c) for c in ALL}
+    if arguments.page:
+        PAGE.write_text(page(verdicts))
+        return 0
+    accepted = [c for c, why in verdicts.items() if why is None]
+    slow = [c for c in accepted if c.compiled and c.ranks == 8]
+    chosen = [
+        c
+        for c in [*(c for c in accepted if c not in slow), *cover(slow, recomputed_by_kind)]
+        if arguments.kind in (None, c.kind)
+        and arguments.ranks in (None, c.ranks)
+        and not (arguments.eager and c.compiled)
+    ]
+    results = run_in_worlds(chosen, progress=True)
+    wrong = {c: result for c, result in results.items() if isinstance(result, str)}
+    for combination, error in wrong.items():
+        print(f"WRONG {combination}: {error}")
+    worst = max(result[0] for result in results.values() if not isinstance(result, str))
+    print(f"{len(results)} ran, {len(wrong)} are wrong, the worst gradient is {worst:.1e} off")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Combinations of options: a part of them that holds every pair runs here, and the page of all is up to date."""
+
+import itertools
+
+import pytest
+from combinations import ALL, PAGE, cover, page, recomputed_by_kind, refusal, run_in_worlds
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    return {combination: refusal(combination) for combination in ALL}
+
+
+def pairs(combination):
+    return set(itertools.combinations(enumerate(combination), 2))
+
+
+@pytest.fixture(scope="module")
+def results(verdicts):
+    run = [c for c, why in verdicts.items() if why is None]
+    compiled = [c for c in run if c.compiled and c.ranks == 4]
+    return run_in_worlds(
+        [*cover([c for c in run if not c.compiled], pairs), *cover(compiled, recomputed_by_kind)]
+    )
+
+
+def test_every_pair_of_options_is_that_of_one_process(results):
+    assert len(results) > 40
+    wrong = {str(c): result for c, result in results.items() if isinstance(result, str)}
+    assert not wrong
+
+
+def test_what_is_compiled_was(results):
+    graphs = {str(c): result[1] for c, result in results.items() if not isinstance(result, str)}
+    compiled = {str(c) for c in results if c.compiled}
+    assert compiled
+    assert {c for c, number in graphs.items() if number > 0} == compiled
+
+
+def test_the_page_is_what_the_code_refuses(verdicts):
+    assert PAGE.read_text() == page(verdicts), "run tests/combinations.py, which writes docs/combinations.md"

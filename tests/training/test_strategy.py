@@ -1,0 +1,172 @@
+"""A job's sections become a strategy, and what `parallel` refuses is told by the job's keys."""
+
+from dataclasses import fields
+
+import pytest
+
+from parallel import (
+    ActivationCheckpointing,
+    Compile,
+    DDPConfig,
+    FSDP2Config,
+    MixedPrecision,
+    ParallelError,
+)
+from training.config import ConfigError, check_values
+from training.config.schema import build_job, keys
+from training.strategy import strategy, told_by_key
+
+
+def of(**options: object) -> FSDP2Config | DDPConfig:
+    job = build_job({key.replace("__", "."): value for key, value in options.items()})
+    check_values(job)
+    return strategy(job)
+
+
+DDP = {"parallelism__data_parallel_strategy": "ddp"}
+OP = {"activation_checkpoint__selective_ac_option": "op"}
+EVERY_SECOND = ActivationCheckpointing(mode="every_nth", every_nth=2)
+
+
+def test_the_defaults():
+    precision = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
+    assert of() == FSDP2Config(mixed_precision=precision, activation_checkpointing=EVERY_SECOND)
+    assert of(**DDP) == DDPConfig(autocast_dtype="bfloat16", activation_checkpointing=EVERY_SECOND)
+
+
+@pytest.mark.parametrize(
+    ("given", "autocast"),
+    [
+        ({"training__mixed_precision_param": "float32"}, None),
+        ({"training__mixed_precision_param": "float32", "training__autocast_dtype": "bfloat16"}, "bfloat16"),
+        ({"training__autocast_dtype": "float32"}, "float32"),
+    ],
+)
+def test_mixed_precision_under_ddp_is_autocast(given, autocast):
+    config = of(**DDP, **given)
+    assert isinstance(config, DDPConfig)
+    assert config.autocast_dtype == autocast
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"mode": "none"}, ActivationCheckpointing()),
+        ({"mode": "full", "early_stop": True}, ActivationCheckpointing(mode="full", early_stop=True)),
+        ({"mode": "mlp", "scope": "language"}, ActivationCheckpointing(mode="mlp", scope="language")),
+        ({"mode": "keep_mixer"}, ActivationCheckpointing(mode="keep_mixer")),
+        (
+            {"selective_ac_option": "3", "debug": True},
+            ActivationCheckpointing(mode="every_nth", every_nth=3, debug=True),
+        ),
+        (
+            {
+                "selective_ac_option": "op",
+                "per_op_sac_matmuls": "all",
+                "per_op_sac_keep_attention": False,
+                "per_op_sac_keep_collectives": False,
+                "per_op_sac_keep_operators": ["aten::relu"],
+                "per_op_sac_force_recompute_mm_shapes_by_fqns": ["q_proj"],
+            },
+            ActivationCheckpointing(
+                mode="selective",
+                matmuls="all",
+                attention=False,
+                collectives=False,
+                operators=("aten::relu",),
+                recompute_linears=("q_proj",),
+            ),
+        ),
+    ],
+)
+def test_recomputation(given, expected):
+    config = of(**{f"activation_checkpoint__{key}": value for key, value in given.items()})
+    assert config.activation_checkpointing == expected
+
+
+def test_the_memory_budget_is_drawn_into_the_jobs_folder():
+    config = of(
+        job__dump_folder="here",
+        compile__enable=True,
+        activation_checkpoint__mode="memory_budget",
+        activation_checkpoint__memory_budget=0.25,
+        activation_checkpoint__visualize_memory_budget_pareto=True,
+        parallelism__tensor_parallel_degree=2,
+    )
+    assert config.activation_checkpointing == ActivationCheckpointing(
+        mode="memory_budget", memory_budget=0.25, pareto_folder="here/memory_budget_pareto"
+    )
+
+
+def test_compile_waits_for_its_switch():
+    rest = {"compile__backend": "eager", "compile__dynamic": True, "compile__components": ["loss"]}
+    assert of(**rest).compile == Compile()
+    assert of(**rest, compile__enable=True).compile == Compile(
+        enable=True, components=("loss",), backend="eager", dynamic=True
+    )
+
+
+REFUSED = [
+    (
+        {"parallelism__fsdp_backward_prefetch": 2, "parallelism__fsdp_reshard_after_forward": "never"},
+        "parallelism.fsdp_backward_prefetch = 2: with parallelism.fsdp_reshard_after_forward = 'never' the backward",
+    ),
+    (
+        {"training__pin_cpu_memory": True},
+        "training.pin_cpu_memory = true: nothing is offloaded: set training.enable_cpu_offload to true",
+    ),
+    (
+        {"training__autocast_dtype": "float32"},
+        "training.autocast_dtype = 'float32': and training.mixed_precision_param = 'bfloat16' already",
+    ),
+    ({**DDP, "ddp__static_graph": True}, "ddp.static_graph = true: "),
+    ({**DDP, "ddp__split_compiled_blocks": True}, "ddp.split_compiled_blocks = true: no block is compiled"),
+    (
+        {"activation_checkpoint__mode": "none", "activation_checkpoint__early_stop": True},
+        'activation_checkpoint.early_stop = true: activation_checkpoint.mode = "none" does not read it: leave it out, '
+        "or take full, selective, mlp, keep_mixer",
+    ),
+    (
+        {"activation_checkpoint__memory_budget": 0.25},
+        'activation_checkpoint.memory_budget = 0.25: mode = "selective" does not read it: leave it out, or take memory',
+    ),
+    (
+        {
+            **OP,
+            "activation_checkpoint__per_op_sac_matmuls": "none",
+            "activation_checkpoint__per_op_sac_force_recompute_mm_shapes_by_fqns": ["q"],
+        },
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns makes exceptions from",
+    ),
+    (
+        {"activation_checkpoint__mode": "keep_mixer", "compile__enable": True},
+        "activation_checkpoint.mode = 'keep_mixer': a kept mixer can't be in a compiled block",
+    ),
+    (
+        {"compile__enable": True, "compile__mode": "default", "compile__options": {"a": 1}},
+        "exclude each other",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_parallel_refuses_is_told_by_the_jobs_keys(given, message):
+    with pytest.raises(ConfigError) as caught:
+        of(**given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_option_is_told_by_a_key_of_the_job():
+    never = {"title", "loss_parallel", "tp_plan", "mixed_precision", "activation_checkpointing", "compile"}
+    for options in (FSDP2Config, DDPConfig, MixedPrecision, ActivationCheckpointing, Compile):
+        for option in fields(options):
+            if option.name in never:
+                continue
+            with pytest.raises(ConfigError) as caught, told_by_key():
+                raise ParallelError(
+                    f"{options.title}.{option.name} = 1: and that of {options.title}.{option.name}"
+                )
+            first, last = str(caught.value).split(" = 1: and that of ")
+            assert first == last
+            assert first in keys(), f"{options.title}.{option.name} is told as {first}"

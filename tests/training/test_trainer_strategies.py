@@ -1,0 +1,164 @@
+"""Whole jobs on two real ranks under other strategies than the default, against the default's losses.
+
+One spawn, shared by all cases.
+"""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import worlds
+from test_trainer import losses_of, train, write_inputs
+
+# The schedule of the whole run, so that the first four steps are its own.
+STEPS = ("--training.steps=4", "--lr_scheduler.total_steps=8")
+DDP = ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=2")
+TWICE = ("--training.local_batch_size=2", "--training.gradient_accumulation_steps=2")
+OPTIMIZER = (
+    "--compile.enable", "--compile.components=optimizer", "--compile.backend=aot_eager",
+    "--optimizer.implementation=foreach",
+)  # fmt: skip
+VALIDATION = ("--validation.enable", "--validation.freq=4", "--validation.steps=3")
+DEFERRED = ("--parallelism.fsdp_defer_grad_sync=all", "--parallelism.fsdp_keep_gathered")
+
+
+def counted(folder: Path, dump: str, *options: str):
+    """Return what a run logs, and how often it gathered weights and summed gradients by scattering."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        gathers = scatters = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            # In the backward, too, whose hooks run on this thread on a CPU.
+            self.gathers += "allgather_base" in str(func)
+            self.scatters += "reduce_scatter_base" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        recorder, _ = train(folder, "gla", dump, *STEPS, *options)
+    return recorder, count.gathers, count.scatters
+
+
+def poisoned(folder: Path, dump: str, *options: str):
+    """Make the logits of rank 1 NaN in step 3; return the losses, and the weights and moments after each step."""
+    import torch
+
+    states = []
+
+    def prepare(trainer):
+        def poison(module, args, logits):
+            return (
+                logits * float("nan") if trainer.step == 3 and torch.distributed.get_rank() == 1 else logits
+            )
+
+        trainer.model_parts[0].lm.lm_head.register_forward_hook(poison)
+        (optimizer,) = trainer.optimizers
+
+        def note(optimizer, *args):
+            tensors = [p for group in optimizer.param_groups for p in group["params"]]
+            tensors += [moment for state in optimizer.state.values() for moment in state.values()]
+            states.append([getattr(t, "_local_tensor", t).detach().clone() for t in tensors])
+
+        optimizer.register_step_post_hook(note)
+
+    recorder, trainer = train(folder, "gla", dump, *STEPS, *options, prepare=prepare)
+    same = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(states)]
+    return recorder.losses(), same, trainer.skipped.steps
+
+
+def goes_on(folder: Path, dump: str, *options: str) -> dict[int, float]:
+    """Return the losses of a run from the newest full checkpoint of `dump` on, saving every second step."""
+    import torch
+
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder / dump / "checkpoint" / "step-8")
+    torch.distributed.barrier()
+    return losses_of(folder, "gla", dump, "--checkpoint.enable", "--checkpoint.interval=2", *options)
+
+
+def on_two_ranks(rank: int) -> dict:
+    from torch._dynamo.utils import counters
+
+    folder = Path(os.environ["TEST_FOLDER"])
+    results: dict = {
+        "fsdp2": losses_of(folder, "gla", "fsdp2", "--checkpoint.enable", "--checkpoint.interval=4"),
+        "ddp": losses_of(folder, "gla", "ddp", *STEPS, *DDP),
+        "ddp accumulated": losses_of(
+            folder, "gla", "ddp-acc", *STEPS, *DDP, *TWICE, "--ddp.gradient_as_bucket_view"
+        ),
+    }
+    for name, options in {"at once": (), "deferred": DEFERRED}.items():
+        recorder, gathers, scatters = counted(folder, name, *TWICE, *options)
+        results[name] = recorder.losses()
+        results[name, "counts"] = gathers, scatters
+    for name, options in {"sharded": (), "unsharded": ("--validation.unshard",)}.items():
+        recorder, gathers, _ = counted(folder, name, *VALIDATION, *options)
+        results[name] = recorder.losses() | {"validation": recorder.losses("validation_metrics/loss")}
+        results[name, "gathers"] = gathers
+    for name, options in {"fsdp2 skips": (), "ddp skips": DDP}.items():
+        results[name] = poisoned(folder, name, *options, "--training.skip_nan_inf")
+    with pytest.raises(RuntimeError, match="Loss is not finite"):
+        poisoned(folder, "stops")
+
+    counters.clear()
+    results["on with a compiled optimizer"] = goes_on(folder, "fsdp2", *OPTIMIZER)  # from step 4
+    results["graphs"] = counters["stats"]["unique_graphs"]
+    results["and back under ddp"] = goes_on(folder, "fsdp2", *DDP)  # from step 6
+    return results
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    write_inputs(folder)
+    os.environ["TEST_FOLDER"] = str(folder)
+    return worlds.run(on_two_ranks, 2)
+
+
+def part_of(losses: dict[int, float], whole: dict[int, float]):
+    # float32, summed in another order, as in test_trainer.
+    return pytest.approx({step: whole[step] for step in losses}, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["ddp", "ddp accumulated", "at once", "deferred"])
+def test_each_strategy_has_the_losses_of_fsdp2(two, case):
+    assert list(two[case]) == [1, 2, 3, 4]
+    assert two["fsdp2"][4] < two["fsdp2"][1] - 0.01, "a model that does not learn proves nothing"
+    assert two[case] == part_of(two[case], two["fsdp2"])
+
+
+def test_deferred_gradients_are_summed_once_a_step_and_weights_stay_gathered(two):
+    (gathers, scatters), (fewer, half) = two["at once", "counts"], two["deferred", "counts"]
+    assert half * 2 == scatters > 0
+    assert fewer < gathers
+
+
+def test_a_validation_of_gathered_weights_is_the_same_and_gathers_less(two):
+    assert two["unsharded"] == two["sharded"]
+    assert list(two["sharded"]["validation"]) == [1, 4]
+    assert two["unsharded", "gathers"] < two["sharded", "gathers"]
+
+
+@pytest.mark.parametrize("case", ["fsdp2 skips", "ddp skips"])
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two, case):
+    losses, same, skipped = two[case]
+    assert skipped == 1
+    assert same == [False, True, False]  # between the ends of steps 1 and 2, 2 and 3, 3 and 4
+    assert list(losses) == [1, 2, 4]  # torchtitan has no line for a loss that is not finite
+    assert {1: losses[1], 2: losses[2]} == part_of({1: ..., 2: ...}, two["fsdp2"])
+    assert losses[4] < losses[2]
+
+
+@pytest.mark.parametrize(("case", "first"), [("on with a compiled optimizer", 5), ("and back under ddp", 7)])
+def test_a_checkpoint_goes_on_under_another_strategy_and_optimizer(two, case, first):
+    assert list(two[case]) == list(range(first, 9))
+    assert two[case] == part_of(two[case], two["fsdp2"])
+
+
+def test_the_optimizers_step_was_compiled_once(two):
+    # A learning rate that is a number would be compiled anew in each step.
+    assert two["graphs"] == 1
