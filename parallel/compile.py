@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch._functorch.config
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from parallel.activation_checkpoint import MemoryBudget, memory_budget
 from parallel.blocks import block_lists
@@ -29,7 +30,8 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
     """Compile each block in place; names and parameters stay as they are.
 
     A block must become one graph, and it is an error if it does not, unless it holds modules of
-    flash-linear-attention, whose kernels take themselves out of every graph.
+    flash-linear-attention, whose kernels take themselves out of every graph. Such a block is compiled inside of
+    the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep operators.
 
     Args:
         model: the model, its policy of activation checkpointing applied.
@@ -67,7 +69,9 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
             assert budget is not None
             backends[budget] = _budgeted(backends[None], budget)
         one_graph = not _holds_fla(block) if fullgraph is None else fullgraph
-        block.compile(backend=backends[budget], fullgraph=one_graph, **options)
+        # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
+        inside = block if one_graph or not isinstance(block, ActivationWrapper) else _wrapped(block)
+        inside.compile(backend=backends[budget], fullgraph=one_graph, **options)
 
 
 def compile_loss(fn: F, compile_config: Any) -> F:
@@ -165,6 +169,10 @@ def _budgeted(backend: Any, budget: MemoryBudget) -> Callable[..., Any]:
             return lookup_backend(backend)(graph, example_inputs)
 
     return compile_within
+
+
+def _wrapped(block: ActivationWrapper) -> nn.Module:
+    return block._checkpoint_wrapped_module  # pyrefly: ignore[bad-return]
 
 
 def _holds_fla(block: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from parallel.errors import ParallelError
+from parallel.fsdp_construction import independent_of_world
 from parallel.fsdp_policies import Reshard, fsdp_policies, shard_size
 from parallel.fsdp_prefetch import chain_units, check_depth
 from parallel.fsdp_units import Unit, find_units, fsdp_module, split_dtypes
@@ -168,20 +169,21 @@ def apply_units(
     inside = MixedPrecisionPolicy(param_dtype, reduce_dtype, None, cast_forward_inputs)
     outside = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
     shared: Any = None
-    for unit in sorted(units, key=_depth, reverse=True):
-        for part in (*unit.inner, unit):
-            modules = [model.get_submodule(name) for name in part.names]
-            reshard = _resharded(unit, policy)  # what is inside a unit lives as long as the unit itself
-            to_some = not isinstance(reshard, bool)
-            fully_shard(
-                modules if len(modules) > 1 else modules[0],
-                mesh=mesh,
-                mp_policy=outside if part.role == "root" else inside,
-                offload_policy=offload,
-                reshard_after_forward=True if to_some and shared else reshard,
-            )
-            if to_some:
-                shared = _share_mesh(fsdp_module(model, part.names[0]), shared)
+    with independent_of_world():
+        for unit in sorted(units, key=_depth, reverse=True):
+            for part in (*unit.inner, unit):
+                modules = [model.get_submodule(name) for name in part.names]
+                reshard = _resharded(unit, policy)  # what is inside a unit lives as long as the unit itself
+                to_some = not isinstance(reshard, bool)
+                fully_shard(
+                    modules if len(modules) > 1 else modules[0],
+                    mesh=mesh,
+                    mp_policy=outside if part.role == "root" else inside,
+                    offload_policy=offload,
+                    reshard_after_forward=True if to_some and shared else reshard,
+                )
+                if to_some:
+                    shared = _share_mesh(fsdp_module(model, part.names[0]), shared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -92,6 +92,12 @@ def _refuse_compiled(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfi
         )
     if config.compile.enable_async_tensor_parallel:
         _refuse_async_tp(mesh)
+    if not one_graph and policy is not None and not _bears_several_graphs(policy):
+        raise ParallelError(
+            f"compile, and activation checkpointing by {type(policy).__name__} of blocks that hold modules of "
+            "flash-linear-attention: such a block is several graphs, in which no operator can be kept; take full, every "
+            "n-th block, mlp or a memory budget, or switch compile off"
+        )
     if mesh.tp_enabled and one_graph and _recomputes_attention(policy):
         raise ParallelError(
             f"compile, tensor_parallel_degree = {mesh.tp} and activation checkpointing that computes attention again "
@@ -99,6 +105,11 @@ def _refuse_compiled(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfi
             "the random state of attention behind the device mesh; keep attention's output (selective by operator, mlp "
             "or a memory budget), or switch compile off"
         )
+
+
+def _bears_several_graphs(policy: Any) -> bool:
+    """Whether `policy` recomputes modules whole; torchtitan's own are not known to."""
+    return isinstance(policy, (Full, MemoryBudget)) and not isinstance(policy, Selective)
 
 
 def _recomputes_attention(policy: Any) -> bool:

@@ -109,6 +109,13 @@ def test_policies_that_compile_excludes_or_needs():
     assert "can't be in a compiled block" in refused(FSDP2Config(compile=COMPILED), policy=KeepMixer())
 
 
+@pytest.mark.parametrize("policy", [Selective(), SimpleNamespace(build=None)], ids=["ours", "torchtitan's"])
+def test_operators_kept_in_blocks_of_several_graphs(policy):
+    assert "in which no operator can be kept" in refused(
+        FSDP2Config(compile=COMPILED), model=gla, policy=policy
+    )
+
+
 def test_fullgraph_and_kernels_outside_of_graphs():
     assert "leave fullgraph out" in refused(FSDP2Config(compile=COMPILED | {"fullgraph": True}), model=gla)
 
