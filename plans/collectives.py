@@ -87,7 +87,8 @@ class Border:
         """
         if self.stream.dim is None:
             return _SumGradients.apply(x, self.group)
-        if shard_size(self.stream.length, self.group[1]) != x.shape[self.stream.dim]:
+        # A stream that has not begun is a wrong plan, whose place a proof tells better.
+        if self.stream.length and shard_size(self.stream.length, self.group[1]) != x.shape[self.stream.dim]:
             raise PlanError(
                 f"a region was entered by shards of {x.shape[self.stream.dim]} tokens on each of {self.group[1]} ranks, but "
                 f"the newest forward has {self.stream.length} tokens in all: under activation checkpointing with sequence "

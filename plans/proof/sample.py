@@ -48,8 +48,11 @@ def token_ids(
 
 def _padding(model: nn.Module) -> int | None:
     """Return the token whose row of the embedding gets no gradient; None for no such token."""
-    embedding = find_decoder(model).embedding
-    return None if embedding is None else getattr(model.get_submodule(embedding), "padding_idx", None)
+    size = vocabulary_size(model)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == size:
+            return module.padding_idx
+    return None
 
 
 def labels_for(logits: torch.Tensor, seed: int) -> torch.Tensor:
