@@ -11,7 +11,9 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo
 import torch._functorch.config
+import torch._inductor
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
@@ -136,6 +138,10 @@ def compile_options(compile_config: Any) -> dict[str, Any]:
         value = getattr(compile_config, name, None)
         if value is not None:
             options[name] = value
+    backend = options["backend"]
+    if isinstance(backend, str) and backend not in torch._dynamo.list_backends(exclude_tags=()):
+        usual = ", ".join(torch._dynamo.list_backends())
+        raise ParallelError(f"compile.backend = {backend!r}: torch has {usual}, and some for debugging")
     mode = options.get("mode")
     if mode is not None and mode not in MODES:
         raise ParallelError(f"compile.mode = {mode!r}: one of {', '.join(MODES)}")
@@ -145,6 +151,14 @@ def compile_options(compile_config: Any) -> dict[str, Any]:
         if name in options and options["backend"] != "inductor":
             raise ParallelError(
                 f"compile.{name} is inductor's, and compile.backend = {options['backend']!r}: leave {name} out"
+            )
+    if "options" in options:
+        unknown = [
+            key for key in options["options"] if key.replace("-", "_") not in torch._inductor.list_options()
+        ]
+        if unknown:
+            raise ParallelError(
+                f"compile.options has {unknown[0]!r}, which inductor does not know: torch._inductor.list_options() has all"
             )
     return options
 

@@ -53,7 +53,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
         ParallelError: the model can't be replicated, or is not what `config` says. Before anything is sent.
     """
     _refuse_mesh(mesh)
-    _refuse_model(model, mesh)
+    refuse_model(model, mesh)
     _refuse_unfinished(model, config)
     group = mesh.get_group()
     if config.autocast_dtype is not None:
@@ -154,7 +154,12 @@ def _refuse_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def _refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
+def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a model that DDP can't replicate over `mesh`.
+
+    Raises:
+        ParallelError: it is split, replicated, compiled as a whole, frozen, on meta or on another device.
+    """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     name_of = f"ddp of {type(model).__name__}"
     for name, tensor in tensors.items():

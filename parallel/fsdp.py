@@ -129,6 +129,11 @@ def check_shard(model: nn.Module, mesh: DeviceMesh, **options: Unpack[DecoderOpt
     towers = options.get("towers", "units")
     if towers not in ("units", "root"):
         raise ParallelError(f"towers = {towers!r}: 'units' or 'root'")
+    sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
+    if sharded is not None:
+        raise ParallelError(
+            f"{type(model).__name__} is sharded already ({sharded or 'the root'}): once is enough; build the model again"
+        )
     units = split_dtypes(model, find_units(model, towers))
     gathers = shard_size(mesh) > 1
     reshard = options.get("reshard_after_forward", "default")
@@ -200,6 +205,8 @@ def _share_mesh(unit: FSDPModule, shared: Any) -> Any:
         return shared if group is None else group.post_forward_mesh_info
     for holder in (group, *group.fsdp_params):
         holder.post_forward_mesh_info = shared
+    for param in group.fsdp_params:  # made for the unit's own mesh, which has another size
+        param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))
     return shared
 
 

@@ -149,8 +149,13 @@ def split_dtypes(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     parameters of any dtype may stay, since they have none.
 
     Raises:
-        ParallelError: a module itself holds trainable parameters of two dtypes.
+        ParallelError: a module itself holds trainable parameters of two dtypes; a parameter has no dimension.
     """
+    for name, param in model.named_parameters():
+        if param.ndim == 0:
+            raise ParallelError(
+                f"{name} is a single number without a dimension, of which FSDP can shard none: give it the shape (1,)"
+            )
     taken = {name for unit in units for name in unit.names}
     split = []
     for unit in units:

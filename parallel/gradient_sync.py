@@ -31,6 +31,9 @@ def accumulate(
     `reduce_dtype` (4 bytes a parameter in float32), instead of one unit's; `keep_gathered` adds a whole
     copy of the parameters in `param_dtype`. "replicas" holds shards only.
 
+    An exception inside drops the gradients of the whole step (`forget_gradients`), which a step that is given up
+    between two micro batches has to do itself.
+
     Args:
         model: a model sharded by FSDP2, the root.
         last: whether this is the last micro batch before the optimizer's step.
@@ -58,11 +61,33 @@ def accumulate(
     root.set_reshard_after_backward(last or not keep_gathered)
     try:
         yield
+    except BaseException:
+        forget_gradients(model)
+        raise
     finally:
         root.set_requires_gradient_sync(True)
         root.set_is_last_backward(True)
         root.set_reshard_after_backward(True)
         _forget_forwards(model, done)
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """Drop all gradients, also those that wait for the last micro batch, of a step that is given up before it.
+
+    `zero_grad` sees the former alone: FSDP2 holds the latter outside of `.grad`, and would add them to the next step's.
+
+    Args:
+        model: a model sharded by FSDP2.
+    """
+    for unit in _units(model):
+        group = _group(unit)
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            whole = getattr(param, "_unsharded_param", None)  # there after the first gather
+            if whole is not None:
+                whole.grad = None
+    model.zero_grad()
 
 
 @contextmanager

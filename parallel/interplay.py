@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from parallel.activation_checkpoint import Full, MemoryBudget, MLPOnly
 from parallel.compile import compile_options, one_graph_a_block
 from parallel.ddp import refuse_degrees
 from parallel.degrees import refuse_unsupported
@@ -43,6 +43,11 @@ def refuse(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig, policy:
     if policy is not None and hasattr(policy, "check"):
         policy.check(model)
     _refuse_recomputation(policy, config.compile.blocks)
+    if config.autocast_dtype == "float32" and fsdp_mesh(mesh).device_type == "cpu":
+        raise config.refuse(
+            "autocast_dtype",
+            "on a CPU torch's autocast takes bfloat16 alone, and does nothing otherwise: leave it out",
+        )
     if config.compile.blocks:
         compile_options(config.compile)
         _refuse_compiled(model, mesh, config, policy)
@@ -118,7 +123,7 @@ def _recomputes_attention(policy: Any) -> bool:
         return False
     if isinstance(policy, Selective):
         return not policy.attention
-    return isinstance(policy, (Full, EveryNthLayer)) or not isinstance(policy, KeepMixer)
+    return True
 
 
 def _refuse_async_tp(mesh: Any) -> None:

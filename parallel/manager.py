@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
-from parallel import ddp, gradient_sync, gradients, megatron_fsdp
+from parallel import ddp, gradient_sync, gradients, interplay, megatron_fsdp
 from parallel.compile import compile_loss, compile_optimizer
 from parallel.degrees import Degrees, refuse_unsupported
 from parallel.errors import ParallelError
@@ -37,17 +39,25 @@ class ParallelManager:
     Args:
         config: the strategy, with its options.
         degrees: how many ranks to each axis; None gives all of them to data parallelism.
-        device_type: "cuda", "cpu", …; None for the accelerator that torch sees, or else the CPU.
+        device_type: "cuda", "cpu", …; None for the accelerator that torch sees, if the process group has a
+            backend for it, or else the CPU.
 
     Raises:
-        ParallelError: the degrees don't fit the number of ranks, or not the strategy.
+        ParallelError: the process group has no such backend; the degrees don't fit the number of ranks, or not the strategy.
     """
 
     def __init__(self, config: Strategy, degrees: Degrees | None = None, *, device_type: str | None = None):
+        if not isinstance(config, Strategy):
+            raise ParallelError(
+                f"config = {type(config).__name__}: give FSDP2Config, DDPConfig or MegatronFSDPConfig; read_strategy makes "
+                "one of a dict or TOML"
+            )
+        if not isinstance(degrees, Degrees | None):
+            raise ParallelError(f"degrees = {type(degrees).__name__}: give Degrees(tp=...), or None")
         self.config = config
         if degrees is None:
             degrees = Degrees(dp_replicate=-1, dp_shard=1) if isinstance(config, DDPConfig) else Degrees()
-        self.mesh = Mesh(degrees, device_type or default_device_type())
+        self.mesh = Mesh(degrees, _device_type(device_type))
         refuse_unsupported(self.mesh)
         if isinstance(config, DDPConfig):
             ddp.refuse_degrees(self.mesh)
@@ -63,7 +73,7 @@ class ParallelManager:
         """Return `model` parallelised: itself, changed in place, or under Megatron-FSDP what is wrapped around it.
 
         Build the optimizer on the result's parameters. A model on meta has no values yet: give it some
-        (`to_empty(device=manager.device)`, then its initialisation or a checkpoint) before its first forward,
+        (`manager.to_empty()`, then its initialisation or a checkpoint) before its first forward,
         which is an error otherwise.
 
         Args:
@@ -77,6 +87,13 @@ class ParallelManager:
         """
         if self._model is not None:
             raise ParallelError("this manager has a model already: take one manager a model")
+        if not isinstance(model, nn.Module):
+            raise ParallelError(f"model is a {type(model).__name__}, not an nn.Module")
+        config = self.config
+        if isinstance(config, MegatronFSDPConfig):
+            megatron_fsdp.check_available()
+        else:  # before the values are read, which takes a while
+            interplay.refuse(model, self.mesh, config, config.activation_checkpointing.policy())
         check_equal_values(model, self.device)
         if isinstance(self.config, MegatronFSDPConfig):
             axes = ("dp_replicate", "dp_shard", "tp")
@@ -118,14 +135,36 @@ class ParallelManager:
     def evaluation(self) -> Iterator[None]:
         """Run forwards without gradients, in evaluation mode; FSDP2 gathers the parameters once for all of them."""
         model = self._parallel()
-        training = model.training
+        training = {module: module.training for module in model.modules()}
         model.eval()
         gathered = isinstance(self.config, FSDP2Config)
         try:
             with gradient_sync.unsharded(model) if gathered else torch.no_grad():
                 yield
         finally:
-            model.train(training)
+            for module, mode in training.items():  # a frozen tower may have been in evaluation mode before
+                module.training = mode
+
+    def to_empty(self) -> None:
+        """Give a model that was built on meta its memory: under CPU offload parameters on the CPU, buffers on the device.
+
+        Its values come next, from its initialisation or a checkpoint.
+        """
+        model = self._parallel()
+        offloads = isinstance(self.config, FSDP2Config) and self.config.cpu_offload
+        model.to_empty(device=torch.device("cpu") if offloads else self.device)
+        if offloads:
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(self.device)
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients of a step that is given up between two micro batches, those that wait to be summed too."""
+        model = self._parallel()
+        if isinstance(self.config, FSDP2Config):
+            gradient_sync.forget_gradients(model)
+        else:
+            model.zero_grad()
 
     def count_tokens(self, labels: torch.Tensor) -> torch.Tensor:
         """Return how many of `labels` count on all ranks, for `cross_entropy`; labels of all micro batches of a step."""
@@ -168,3 +207,23 @@ def _check_at_first_forward(model: nn.Module) -> None:
         handle.remove()
 
     handle = model.register_forward_pre_hook(check, prepend=True)
+
+
+def _device_type(asked: str | None) -> str:
+    """Return the type of device that the process group's tensors can have.
+
+    Raises:
+        ParallelError: the group has no backend for `asked`.
+    """
+    if not dist.is_initialized():
+        return asked or default_device_type()  # the mesh says what is missing
+    there = [device.type for device in distributed_c10d._get_default_group()._device_types]
+    if asked is None:
+        found = default_device_type()
+        return found if found in there else "cpu"
+    if asked not in there:
+        raise ParallelError(
+            f"device_type = {asked!r}, and the process group has backends for {', '.join(there)}: bring it up by "
+            f"process_group({asked!r}), or leave device_type out"
+        )
+    return asked

@@ -59,16 +59,21 @@ def apply_megatron_fsdp(
             that it can't have. Before anything is sharded.
         PlanError: `model` has no list of blocks, and `config` names no classes.
     """
-    missing = [] if torch.cuda.is_available() else [f"CUDA, and torch sees no such device: {_INSTEAD}"]
-    if not _installed():
-        missing.append(_EXTRA)
-    if missing:
-        raise ParallelError(f"megatron_fsdp needs {'; and '.join(missing)}")
+    check_available()
     library = importlib.import_module("megatron_fsdp")
     refuse_mesh(mesh, shard_dim)
     if mesh.device_type != "cuda":
         raise ParallelError(f'megatron_fsdp over a mesh of {mesh.device_type}: build the mesh for "cuda"')
     return library.fully_shard_model(**arguments(library, model, mesh, config, shard_dim))
+
+
+def check_available() -> None:
+    """Raise ParallelError unless there are CUDA and the package."""
+    missing = [] if torch.cuda.is_available() else [f"CUDA, and torch sees no such device: {_INSTEAD}"]
+    if not _installed():
+        missing.append(_EXTRA)
+    if missing:
+        raise ParallelError(f"megatron_fsdp needs {'; and '.join(missing)}")
 
 
 def arguments(

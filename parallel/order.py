@@ -9,12 +9,13 @@ from collections import Counter
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel import interplay
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.autocast import apply_autocast
 from parallel.compile import apply_compile
-from parallel.ddp import apply_ddp
+from parallel.ddp import apply_ddp, refuse_degrees, refuse_model
 from parallel.fsdp import shard
 from parallel.strategies import DDPConfig, FSDP2Config
 from parallel.strategies.sections import dtype
@@ -45,6 +46,9 @@ def apply_strategy(
         PlanError: the plan does not fit the model or the degree.
         ParallelError: an option can't be honoured. Both before any weight moves.
     """
+    if isinstance(config, DDPConfig):
+        refuse_degrees(mesh)
+        refuse_model(model, _ddp_mesh(mesh))
     apply_to_blocks(model, mesh, config, policy=policy, dump_folder=dump_folder)
     apply_data_parallelism(model, mesh, config)
 
@@ -86,9 +90,13 @@ def apply_to_blocks(
 def apply_data_parallelism(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig) -> None:
     """Take the last step: FSDP2 at every size (over one rank it still gives mixed precision), or DDP."""
     if isinstance(config, DDPConfig):
-        apply_ddp(model, mesh.get_mesh("batch" if mesh.dp_enabled else "fsdp"), config)
+        apply_ddp(model, _ddp_mesh(mesh), config)
         return
     over = interplay.fsdp_mesh(mesh)
     if (autocast := dtype(config.autocast_dtype)) is not None:
         apply_autocast(model, over.device_type, autocast)
     shard(model, over, **config.shard_options())
+
+
+def _ddp_mesh(mesh: Any) -> DeviceMesh:
+    return mesh.get_mesh("batch" if mesh.dp_enabled else "fsdp")

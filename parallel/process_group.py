@@ -76,8 +76,8 @@ def process_group(
             f"a process group is up already ({dist.get_backend()}, {dist.get_world_size()} ranks): "
             "use that one, or destroy_process_group() first"
         )
-    if timeout <= timedelta(0):
-        raise ParallelError(f"timeout = {timeout}: give a time above 0")
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ParallelError(f"timeout = {timeout}: give a time above 0, as datetime.timedelta(minutes=10)")
     process = _process(device_type or default_device_type(), os.environ)
     number = _threads(threads, process.local_world_size, os.environ)
     backend = backend_for(process.device.type, cpu_offload=cpu_offload)

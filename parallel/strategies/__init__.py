@@ -41,6 +41,8 @@ def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
     Raises:
         ParallelError: not TOML, no or an unknown strategy, no such option, or a value that it can't have.
     """
+    if not isinstance(source, str | Mapping):
+        raise ParallelError(f"a strategy of type {type(source).__name__}: give TOML as a string, or a dict")
     values = dict(read_toml(source, "strategy") if isinstance(source, str) else source)
     name = values.pop("strategy", None)
     if name is None:

@@ -180,6 +180,11 @@ class Compile(Options):
                     raise self.refuse(
                         item.name, "nothing is compiled: set compile.enable to true, or leave it out"
                     )
+        if self.enable and self.fullgraph and "optimizer" in self.components:
+            raise self.refuse(
+                "fullgraph",
+                'an optimizer\'s step is several graphs: leave fullgraph out, or "optimizer" out of components',
+            )
         if self.enable_async_tensor_parallel and not self.blocks:
             raise self.refuse(
                 "enable_async_tensor_parallel", 'needs compiled blocks: name "model" in components'

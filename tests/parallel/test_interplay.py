@@ -116,6 +116,20 @@ def test_operators_kept_in_blocks_of_several_graphs(policy):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "nonsense"}, "compile.backend = 'nonsense': torch has "),
+        ({"backend": "inductor", "options": {"nonsense": 1}}, "'nonsense', which inductor does not know"),
+        ({"fullgraph": True, "components": ["optimizer"]}, "an optimizer's step is several graphs"),
+    ],
+)
+def test_what_the_compiler_does_not_know(options, words):
+    with pytest.raises(ParallelError) as error:
+        FSDP2Config(compile=COMPILED | options)
+    assert words in str(error.value)
+
+
 def test_fullgraph_and_kernels_outside_of_graphs():
     assert "leave fullgraph out" in refused(FSDP2Config(compile=COMPILED | {"fullgraph": True}), model=gla)
 

@@ -136,7 +136,22 @@ def tokens_of(manager, model):
     model(batches()[0][0])
 
 
+def twice(manager, model):
+    ParallelManager(FSDP2Config(), device_type="cpu").parallelize(model)
+
+
 REFUSED = {
+    "is sharded already": (FSDP2Config(), None, build, twice),
+    "config = dict: give FSDP2Config": ({}, None),
+    "degrees = dict: give Degrees": (FSDP2Config(), {"tp": 1}),
+    "model is a str": (FSDP2Config(), None, lambda: "model"),
+    "temperature is a single number": (FSDP2Config(), None, lambda: with_number()),
+    "on a CPU torch's autocast takes bfloat16 alone": (FSDP2Config(autocast_dtype="float32"), None),
+    "parameters and buffers are on meta": (
+        DDPConfig(activation_checkpointing={"mode": "full"}),
+        None,
+        lambda: on_meta(),
+    ),
     "ranks hold different values of embed.weight": (
         FSDP2Config(),
         None,
@@ -169,6 +184,12 @@ REFUSED = {
 }
 
 
+def with_number():
+    model = build()
+    model.temperature = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+    return model
+
+
 def with_buffer(value):
     model = build()
     model.layers[0].register_buffer("scale", torch.full((3,), float(value)))
@@ -193,8 +214,56 @@ def sharded_loss(vocabulary):
     return loss.detach(), split.grad.full_tensor(), whole.detach(), logits.grad
 
 
+def given_up(how, **options):
+    """The norm of a step after one that was given up between two micro batches, and that of the step alone."""
+    norms = []
+    for giving_up in (True, False):
+        manager = ParallelManager(FSDP2Config(**options), Degrees(dp_replicate=2), device_type="cpu")
+        model = manager.parallelize(build())
+        tokens, labels = (x[0] for x in batches())
+        if giving_up:
+            try:
+                with manager.accumulate(last=False):
+                    manager.cross_entropy(model(tokens).logits, labels).backward()
+                    if how == "exception":
+                        raise KeyError("a bad batch")
+            except KeyError:
+                pass
+            else:
+                manager.forget_gradients()
+        with manager.accumulate():
+            manager.cross_entropy(model(tokens).logits, labels).backward()
+        norms.append(manager.clip_gradients(1.0))
+    return norms
+
+
+def modes():
+    """Which modules are in training mode after an evaluation, where one was not before."""
+    manager = ParallelManager(FSDP2Config(), device_type="cpu")
+    model = manager.parallelize(build())
+    model.layers[0].eval()
+    with manager.evaluation():
+        inside = [module.training for module in model.modules()]
+    return any(inside), model.training, model.layers[0].training, model.layers[1].training
+
+
+def between_forward_and_backward():
+    """Whether parameters that are resharded to two ranks say so, and hold what they did."""
+    manager = ParallelManager(FSDP2Config(reshard_after_forward=2), device_type="cpu")
+    model = manager.parallelize(build())
+    model(batches()[0][0])
+    return {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+
 def all_cases(rank):
     found = {name: train(*case) for name, case in CASES.items()}
+    found["given up"] = {
+        (how, defer): given_up(how, defer_fsdp_grad_sync=defer)
+        for how in ("exception", "forgotten")
+        for defer in ("all", "replicas", "nothing")
+    }
+    found["modes"] = modes()
+    found["resharded"] = between_forward_and_backward()
     found["refused"] = {words: refusal(*case) for words, case in REFUSED.items()}
     found["loss"] = {vocabulary: sharded_loss(vocabulary) for vocabulary in (16, 10, 3)}
     return found
@@ -224,6 +293,22 @@ def test_refused_in_one_line(words, results):
     assert said is not None
     assert "\n" not in said
     assert words in said
+
+
+def test_a_step_that_is_given_up_leaves_no_gradient(results):
+    for case, (after, alone) in results["given up"].items():
+        torch.testing.assert_close(after, alone, rtol=1e-12, atol=0, msg=lambda m, case=case: f"{case}: {m}")
+
+
+def test_evaluation_puts_each_module_s_mode_back(results):
+    assert results["modes"] == (False, True, False, True)
+
+
+def test_parameters_that_are_resharded_to_some_ranks_say_so(results):
+    expected = dict(build().named_parameters())
+    assert len(results["resharded"]) > 4
+    for name, value in results["resharded"].items():
+        assert value.equal(expected[name])
 
 
 @pytest.mark.parametrize("vocabulary", [16, 10, 3])

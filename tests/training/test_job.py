@@ -50,6 +50,7 @@ ANOTHER = {
     "activation_checkpoint.per_op_sac_matmuls": "all",
     "activation_checkpoint.determinism_check": "none",
     "compile.components": ["loss", "optimizer"],
+    "compile.backend": "aot_eager",
     "compile.mode": "max-autotune",
     "compile.fullgraph": True,
     "compile.dynamic": False,
