@@ -11,9 +11,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo
 import torch._functorch.config
-import torch._inductor
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
@@ -47,12 +45,8 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
     options = compile_options(compile_config)
     fullgraph = getattr(compile_config, "fullgraph", None)
     blocks = [(name, model.get_submodule(name)) for names in block_lists(model, "all") for name in names]
-    for name, block in blocks:
-        if fullgraph and _holds_fla(block):
-            raise ParallelError(
-                f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
-                "themselves out of every graph: leave fullgraph out"
-            )
+    check_fullgraph(model, fullgraph)
+    for _, block in blocks:
         if any(isinstance(module, Kept) for module in block.modules()):
             raise ParallelError(
                 "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or "
@@ -70,7 +64,7 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
         if budget not in backends:
             assert budget is not None
             backends[budget] = _budgeted(backends[None], budget)
-        one_graph = not _holds_fla(block) if fullgraph is None else fullgraph
+        one_graph = not holds_fla(block) if fullgraph is None else fullgraph
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
         inside = block if one_graph or not isinstance(block, ActivationWrapper) else _wrapped(block)
         inside.compile(backend=backends[budget], fullgraph=one_graph, **options)
@@ -163,10 +157,20 @@ def compile_options(compile_config: Any) -> dict[str, Any]:
     return options
 
 
+def check_fullgraph(model: nn.Module, fullgraph: bool | None) -> None:
+    """Raise ParallelError if `fullgraph` is asked of blocks that can't become one graph."""
+    for name in (name for names in block_lists(model, "all") for name in names):
+        if fullgraph and holds_fla(model.get_submodule(name)):
+            raise ParallelError(
+                f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
+                "themselves out of every graph: leave fullgraph out"
+            )
+
+
 def one_graph_a_block(model: nn.Module) -> bool:
     """Whether every block of `model` can become a single graph."""
     return not any(
-        _holds_fla(model.get_submodule(name)) for names in block_lists(model, "all") for name in names
+        holds_fla(model.get_submodule(name)) for names in block_lists(model, "all") for name in names
     )
 
 
@@ -189,10 +193,9 @@ def _wrapped(block: ActivationWrapper) -> nn.Module:
     return block._checkpoint_wrapped_module  # pyrefly: ignore[bad-return]
 
 
-def _holds_fla(block: nn.Module) -> bool:
-    return any(
-        cls.__module__.startswith("fla.") for module in block.modules() for cls in type(module).__mro__
-    )
+def holds_fla(module: nn.Module) -> bool:
+    """Whether `module` is, or holds, a module of flash-linear-attention or of a class derived from one."""
+    return any(cls.__module__.startswith("fla.") for inner in module.modules() for cls in type(inner).__mro__)
 
 
 def _enable_async_tp(parallel_dims: Any) -> None:

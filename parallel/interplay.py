@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from parallel.activation_checkpoint import Full, MemoryBudget, MLPOnly
-from parallel.compile import compile_options, one_graph_a_block
+from parallel.compile import check_fullgraph, one_graph_a_block
 from parallel.ddp import refuse_degrees
 from parallel.degrees import refuse_unsupported
 from parallel.errors import ParallelError
@@ -49,7 +49,6 @@ def refuse(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig, policy:
             "on a CPU torch's autocast takes bfloat16 alone, and does nothing otherwise: leave it out",
         )
     if config.compile.blocks:
-        compile_options(config.compile)
         _refuse_compiled(model, mesh, config, policy)
 
 
@@ -90,11 +89,7 @@ def _refuse_recomputation(policy: Any, compiles: bool) -> None:
 
 def _refuse_compiled(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig, policy: Any) -> None:
     one_graph = one_graph_a_block(model)
-    if config.compile.fullgraph and not one_graph:
-        raise ParallelError(
-            "compile.fullgraph = true, but blocks hold modules of flash-linear-attention, whose kernels take themselves "
-            "out of every graph: leave fullgraph out"
-        )
+    check_fullgraph(model, config.compile.fullgraph)
     if config.compile.enable_async_tensor_parallel:
         _refuse_async_tp(mesh)
     if not one_graph and policy is not None and not _bears_several_graphs(policy):

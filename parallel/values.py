@@ -24,13 +24,13 @@ def check_equal_values(model: nn.Module, device: torch.device) -> None:
     Raises:
         ParallelError: names what differs.
     """
+    if dist.get_world_size() == 1:
+        return
     named = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if not tensor.is_meta
     }
-    if dist.get_world_size() == 1:
-        return
     number = torch.tensor([len(named), -len(named)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     if number[0] != -number[1]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import models
 import models.kernels
+from parallel.compile import holds_fla
 from plans import check_plan
 from plans.user_code import import_module
 from training import resolve
@@ -135,7 +136,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             plan=job.model.plan,
         )
     spread = strategy(job)
-    if pick_device_type() == "cpu" and spread.autocast_dtype is not None and _holds_fla(model):
+    if pick_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(
             f'training.{key} = "{spread.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
@@ -146,10 +147,6 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     if policy is not None:
         with told_by_key():
             policy.check(model)  # pyrefly: ignore[missing-attribute]  the strategies' policies have it
-
-
-def _holds_fla(model: nn.Module) -> bool:
-    return any(type(module).__module__.startswith("fla.") for module in model.modules())
 
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:

@@ -189,7 +189,8 @@ class Compile(Options):
             raise self.refuse(
                 "enable_async_tensor_parallel", 'needs compiled blocks: name "model" in components'
             )
-        compile_options(self)
+        if self.enable:
+            compile_options(self)
 
     @property
     def blocks(self) -> bool:
