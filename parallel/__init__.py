@@ -10,6 +10,7 @@ from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, ML
 from parallel.conditions import shard_model
 from parallel.degrees import Degrees
 from parallel.errors import ParallelError
+from parallel.float8 import Conversion, convert_to_float8
 from parallel.gradient_sync import unsharded
 from parallel.gradients import clip_gradients, skip_nonfinite, total_norm
 from parallel.kept import KeepMixer
@@ -24,6 +25,7 @@ from parallel.strategies import (
     ActivationCheckpointing,
     Compile,
     DDPConfig,
+    Float8,
     FSDP2Config,
     MegatronFSDPConfig,
     MixedPrecision,
@@ -35,10 +37,12 @@ from parallel.strategies import (
 __all__ = [
     "ActivationCheckpointing",
     "Compile",
+    "Conversion",
     "DDPConfig",
     "Degrees",
     "EveryNthLayer",
     "FSDP2Config",
+    "Float8",
     "Full",
     "KeepMixer",
     "MLPOnly",
@@ -54,6 +58,7 @@ __all__ = [
     "apply_strategy",
     "clip_gradients",
     "count_tokens",
+    "convert_to_float8",
     "cross_entropy",
     "parallelize",
     "process_group",

@@ -5,7 +5,6 @@ blocks share one compiled artefact, because the compiler sees one function with 
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeVar
@@ -15,9 +14,12 @@ import torch._functorch.config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
+from parallel import async_tp
 from parallel.activation_checkpoint import MemoryBudget, memory_budget
 from parallel.blocks import block_lists
+from parallel.compile_limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
 from parallel.errors import ParallelError
+from parallel.fla_graphs import end_graphs_at_kernels, holds_fla
 from parallel.kept import Kept
 
 COMPONENTS = ("model", "loss", "optimizer")
@@ -30,8 +32,9 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
     """Compile each block in place; names and parameters stay as they are.
 
     A block must become one graph, and it is an error if it does not, unless it holds modules of
-    flash-linear-attention, whose kernels take themselves out of every graph. Such a block is compiled inside of
-    the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep operators.
+    flash-linear-attention, whose kernels take themselves out of every graph (`fla_graphs`). Such a block is compiled
+    inside of the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep operators.
+    A kind of block that is compiled more often than `RECOMPILATIONS` is an error, too.
 
     Args:
         model: the model, its policy of activation checkpointing applied.
@@ -53,13 +56,14 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
                 "recompute the MLP only"
             )
     if compile_config.enable_async_tensor_parallel:
-        _enable_async_tp(parallel_dims)
+        async_tp.enable(model, parallel_dims)
     # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
     # is the process's, read when a block first runs.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # One for all blocks of a budget: blocks with different backends are compiled apart.
     backends: dict[MemoryBudget | None, Any] = {None: options.pop("backend")}
-    for _, block in blocks:
+    limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
+    for name, block in blocks:
         budget = memory_budget(block)
         if budget not in backends:
             assert budget is not None
@@ -67,7 +71,9 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
         one_graph = not holds_fla(block) if fullgraph is None else fullgraph
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
         inside = block if one_graph or not isinstance(block, ActivationWrapper) else _wrapped(block)
-        inside.compile(backend=backends[budget], fullgraph=one_graph, **options)
+        if not one_graph and holds_fla(block):
+            end_graphs_at_kernels(block)
+        _compile_module(inside, name, limit, backend=backends[budget], fullgraph=one_graph, **options)
 
 
 def compile_loss(fn: F, compile_config: Any) -> F:
@@ -79,9 +85,9 @@ def compile_loss(fn: F, compile_config: Any) -> F:
         "fullgraph": bool(getattr(compile_config, "fullgraph", None))
     }
     if isinstance(fn, nn.Module):
-        fn.compile(**options)
+        _compile_module(fn, "the loss", RECOMPILATIONS, **options)
         return fn
-    return torch.compile(fn, **options)  # pyrefly: ignore[bad-return]
+    return _compile(fn, "the loss", RECOMPILATIONS, **options)
 
 
 def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Any) -> torch.optim.Optimizer:
@@ -110,7 +116,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Any) -> 
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"])
-    compiled = torch.compile(optimizer.step, **options)
+    compiled = _compile(optimizer.step, "the optimizer's step", RECOMPILATIONS, **options)
 
     @functools.wraps(optimizer.step)
     def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -121,12 +127,25 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Any) -> 
     return optimizer
 
 
+def _compile_module(module: nn.Module, what: str, limit: int, **options: Any) -> None:
+    """Compile `module` in place, as `module.compile` does."""
+    module._compiled_call_impl = _compile(module._call_impl, what, limit, **options)
+
+
+def _compile(fn: F, what: str, limit: int, **options: Any) -> F:
+    arguments: Any = {**options, "recompile_limit": limit}  # which torch's overloads leave out
+    compiled = torch.compile(fn, **arguments)
+    return limited(compiled, what, limit)  # pyrefly: ignore[bad-return]
+
+
 def compile_options(compile_config: Any) -> dict[str, Any]:
     """Return torch.compile's arguments, all but `fullgraph`, from a config that may lack some.
 
     Raises:
-        ParallelError: an unknown mode, or options that exclude each other.
+        ParallelError: an unknown mode, options that exclude each other, a value that is not of an option's type; or
+            torch.compile is switched off from outside.
     """
+    check_switched_on()
     options = {"backend": compile_config.backend}
     for name in ("mode", "dynamic", "options"):
         value = getattr(compile_config, name, None)
@@ -154,6 +173,10 @@ def compile_options(compile_config: Any) -> dict[str, Any]:
             raise ParallelError(
                 f"compile.options has {unknown[0]!r}, which inductor does not know: torch._inductor.list_options() has all"
             )
+        try:
+            torch._TorchCompileInductorWrapper(None, options["options"], None)
+        except RuntimeError as error:
+            raise ParallelError(f"compile.options: {error}") from error
     return options
 
 
@@ -191,19 +214,3 @@ def _budgeted(backend: Any, budget: MemoryBudget) -> Callable[..., Any]:
 
 def _wrapped(block: ActivationWrapper) -> nn.Module:
     return block._checkpoint_wrapped_module  # pyrefly: ignore[bad-return]
-
-
-def holds_fla(module: nn.Module) -> bool:
-    """Whether `module` is, or holds, a module of flash-linear-attention or of a class derived from one."""
-    return any(cls.__module__.startswith("fla.") for inner in module.modules() for cls in type(inner).__mro__)
-
-
-def _enable_async_tp(parallel_dims: Any) -> None:
-    """Let inductor overlap the TP group's collectives with matrix products."""
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    with warnings.catch_warnings():  # deprecated, and still what async TP needs: pytorch #193027
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(parallel_dims.get_mesh("tp").get_group().group_name)
-    torch._inductor.config._micro_pipeline_tp = True

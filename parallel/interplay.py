@@ -9,12 +9,16 @@ from typing import Any
 
 from torch import nn
 
+from parallel import async_tp
 from parallel.activation_checkpoint import Full, MemoryBudget, MLPOnly
 from parallel.compile import check_fullgraph, one_graph_a_block
+from parallel.compile_limits import check_device
 from parallel.ddp import refuse_degrees
 from parallel.degrees import refuse_unsupported
 from parallel.errors import ParallelError
+from parallel.float8 import check_float8_options
 from parallel.fsdp import check_shard
+from parallel.fsdp_policies import shard_size
 from parallel.kept import KeepMixer
 from parallel.selective import Selective
 from parallel.strategies import DDPConfig, FSDP2Config
@@ -40,6 +44,7 @@ def refuse(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig, policy:
         check_shard(model, fsdp_mesh(mesh), **config.shard_options())
     else:
         refuse_degrees(mesh)
+    _refuse_float8(mesh, config)
     if policy is not None and hasattr(policy, "check"):
         policy.check(model)
     _refuse_recomputation(policy, config.compile.blocks)
@@ -48,6 +53,8 @@ def refuse(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig, policy:
             "autocast_dtype",
             "on a CPU torch's autocast takes bfloat16 alone, and does nothing otherwise: leave it out",
         )
+    if config.compile.enable:
+        check_device(config.compile, fsdp_mesh(mesh).device_type)
     if config.compile.blocks:
         _refuse_compiled(model, mesh, config, policy)
 
@@ -75,6 +82,24 @@ def _refuse_replicas(mesh: Any, config: FSDP2Config) -> None:
         )
 
 
+def _refuse_float8(mesh: Any, config: FSDP2Config | DDPConfig) -> None:
+    float8 = config.float8
+    if float8.recipe is None:
+        return
+    over = fsdp_mesh(mesh)
+    check_float8_options(float8.recipe, float8.emulate, over.device_type)
+    if not float8.fsdp_all_gather:
+        return
+    if shard_size(over) == 1:
+        raise float8.refuse("fsdp_all_gather", "dp_shard = 1 gathers nothing: raise it, or leave this out")
+    if mesh.tp_enabled and not float8.precompute_scales:
+        raise float8.refuse(
+            "fsdp_all_gather",
+            "with tensor parallelism needs precompute_scales: each gather would seek the scale of one rank's share, "
+            "not of the weight; set precompute_scales to true, or leave this out",
+        )
+
+
 def _refuse_recomputation(policy: Any, compiles: bool) -> None:
     """Refuse what `strategies` refuses by name, of a policy that was made by hand."""
     if isinstance(policy, MemoryBudget) and not compiles:
@@ -91,7 +116,8 @@ def _refuse_compiled(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfi
     one_graph = one_graph_a_block(model)
     check_fullgraph(model, config.compile.fullgraph)
     if config.compile.enable_async_tensor_parallel:
-        _refuse_async_tp(mesh)
+        assert isinstance(config, FSDP2Config)
+        async_tp.refuse(mesh=mesh, sequence_parallel=config.sequence_parallel)
     if not one_graph and policy is not None and not _bears_several_graphs(policy):
         raise ParallelError(
             f"compile, and activation checkpointing by {type(policy).__name__} of blocks that hold modules of "
@@ -119,15 +145,3 @@ def _recomputes_attention(policy: Any) -> bool:
     if isinstance(policy, Selective):
         return not policy.attention
     return True
-
-
-def _refuse_async_tp(mesh: Any) -> None:
-    missing = []
-    if not mesh.tp_enabled:
-        missing.append("tensor_parallel_degree above 1")
-    elif mesh.get_mesh("tp").device_type != "cuda":
-        missing.append("CUDA with NCCL")
-    if missing:
-        raise ParallelError(
-            f"enable_async_tensor_parallel needs {', '.join(missing)}: add what is missing, or drop it"
-        )

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from parallel import ddp, gradient_sync, gradients, interplay, megatron_fsdp
+from parallel import async_tp, ddp, gradient_sync, gradients, interplay, megatron_fsdp
 from parallel.compile import compile_loss, compile_optimizer
 from parallel.degrees import Degrees, refuse_unsupported
+from parallel.effect import Effect
 from parallel.errors import ParallelError
 from parallel.loss import count_tokens, cross_entropy
 from parallel.mesh import Mesh
@@ -102,13 +103,18 @@ class ParallelManager:
             apply_strategy(model, self.mesh, self.config)
             if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
                 _check_at_first_forward(model)
+            if (compiled := self.config.compile).enable_async_tensor_parallel:
+                async_tp.check_at_second_forward(model, self.mesh, compiled.async_tensor_parallel_unfused)
         self._model = model
         return model
 
     def prepare_loss(self, loss: F) -> F:
         """Return `loss`, a function or a module, compiled if the strategy says so."""
         compiled = self._compiled("loss")
-        return loss if compiled is None else compile_loss(loss, compiled)
+        if compiled is None:
+            return loss
+        self.mesh.get_mesh("dp")  # made now: if the compiled loss made it, its second call would be compiled again
+        return compile_loss(loss, compiled)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer` with its step compiled, or managed by Megatron-FSDP, if the strategy says so."""
@@ -183,6 +189,10 @@ class ParallelManager:
             tokens: `count_tokens` of the step's labels; None where these are all of them.
         """
         return cross_entropy(logits, labels, self.count_tokens(labels) if tokens is None else tokens)
+
+    def effect(self) -> Effect:
+        """Return what took effect: its `report`, into which `measuring` puts what one step does; see `effect`."""
+        return Effect(self._parallel(), self.mesh, self.config)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the model's gradients to `max_norm` and return their norm before, over all ranks; see `gradients`."""

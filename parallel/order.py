@@ -16,8 +16,12 @@ from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.autocast import apply_autocast
 from parallel.compile import apply_compile
 from parallel.ddp import apply_ddp, refuse_degrees, refuse_model
+from parallel.float8 import Conversion, check_calls, convert_to_float8
+from parallel.float8_fsdp import gather_in_float8
+from parallel.float8_scales import seek_scales_together
 from parallel.fsdp import shard
-from parallel.strategies import DDPConfig, FSDP2Config
+from parallel.steps import took
+from parallel.strategies import DDPConfig, Float8, FSDP2Config
 from parallel.strategies.sections import dtype
 from plans import apply_plan
 
@@ -66,7 +70,15 @@ def apply_to_blocks(
         policy = config.activation_checkpointing.policy()
     interplay.refuse(model, mesh, config, policy)
 
-    # First: a plan names modules as the model has them, and shards whole parameters.
+    # First: a plan splits the products that there are, and FSDP gathers their weights.
+    if config.float8.recipe is not None:
+        done = convert(model, config.float8, interplay.fsdp_mesh(mesh).device_type)
+        _log.info(_words(done))
+        if not config.compile.blocks:
+            check_calls(model)
+        took(model, "float8", recipe=done.recipe)
+
+    # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if isinstance(config, FSDP2Config) and mesh.tp_enabled:
         styles = apply_plan(
             model,
@@ -77,25 +89,55 @@ def apply_to_blocks(
         )
         counts = Counter(type(style).__name__ for style in styles.values())
         _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+        took(model, "tensor parallelism", styles=dict(counts))
 
     # Before compile, so that the compiler sees what is recomputed.
     if policy is not None:
         apply_activation_checkpointing(model, policy, dump_folder)
+        took(model, "activation checkpointing", policy=str(policy))
 
     # Before data parallelism, whose hooks on blocks and parameters stay outside the compiled graphs.
     if config.compile.blocks:
         apply_compile(model, config.compile, mesh)
+        took(model, "compile")
 
 
 def apply_data_parallelism(model: nn.Module, mesh: Any, config: FSDP2Config | DDPConfig) -> None:
     """Take the last step: FSDP2 at every size (over one rank it still gives mixed precision), or DDP."""
     if isinstance(config, DDPConfig):
         apply_ddp(model, _ddp_mesh(mesh), config)
+        took(model, "DDP")
         return
     over = interplay.fsdp_mesh(mesh)
     if (autocast := dtype(config.autocast_dtype)) is not None:
         apply_autocast(model, over.device_type, autocast)
+        took(model, "autocast", dtype=config.autocast_dtype)
     shard(model, over, **config.shard_options())
+    if config.float8.fsdp_all_gather:
+        gather_in_float8(model)
+    split = mesh.tp_enabled and not config.float8.fsdp_all_gather
+    if config.float8.precompute_scales or (split and config.float8.recipe == "tensorwise"):
+        seek_scales_together(model, dtype(config.mixed_precision.param_dtype))
+    took(model, "FSDP2")
+
+
+def convert(model: nn.Module, options: Float8, device_type: str) -> Conversion:
+    """Convert `model` to float8 as `options` say; see `convert_to_float8`."""
+    assert options.recipe is not None
+    return convert_to_float8(
+        model,
+        options.recipe,
+        filters=options.filter_fqns,
+        filter_unaligned=options.filter_unaligned,
+        emulate=options.emulate,
+        fsdp_all_gather=options.fsdp_all_gather,
+        device_type=device_type,
+    )
+
+
+def _words(done: Conversion) -> str:
+    how = ", emulated" if done.emulate else ""
+    return f"Float8 {done.recipe}{how}: {len(done.converted)} Linear modules, {len(done.filtered)} left out"
 
 
 def _ddp_mesh(mesh: Any) -> DeviceMesh:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel.errors import ParallelError
+from parallel import async_tp
 from parallel.order import apply_strategy
 from parallel.strategies import Compile, FSDP2Config, MixedPrecision
 from plans.custom import PlanSource
@@ -46,7 +46,12 @@ def parallelize(
         ParallelError: an option can't be honoured. Both before any weight moves.
     """
     if compile_config.enable_async_tensor_parallel:
-        _refuse_async_tp(parallelism, compile_config)
+        async_tp.refuse(
+            mesh=parallel_dims,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            blocks=compile_config.enable and "model" in compile_config.components,
+            backend=compile_config.backend,
+        )
     config = FSDP2Config(
         sequence_parallel=parallelism.enable_sequence_parallel,
         loss_parallel=loss_parallel,
@@ -73,14 +78,3 @@ def _compile(compile_config: Any) -> Compile:
         enable_async_tensor_parallel=compile_config.enable_async_tensor_parallel,
     )
 
-
-def _refuse_async_tp(parallelism: Any, compile_config: Any) -> None:
-    missing = []
-    if not parallelism.enable_sequence_parallel:
-        missing.append("enable_sequence_parallel")
-    if not (compile_config.enable and "model" in compile_config.components):
-        missing.append("[compile] enable with 'model' in its components")
-    if missing:
-        raise ParallelError(
-            f"enable_async_tensor_parallel needs {', '.join(missing)}: add what is missing, or drop it"
-        )

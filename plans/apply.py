@@ -23,6 +23,8 @@ from plans.checks import (
 from plans.collectives import Border
 from plans.custom import PlanSource, resolve_plan
 from plans.errors import PlanError
+from plans.float8 import recipe_of
+from plans.float8_checks import check_float8, float8_crossings
 from plans.inputs import begin_stream, guard_inputs
 from plans.local import ParameterMemo
 from plans.plan import Plan, TPOptions, TPPlan
@@ -59,7 +61,8 @@ def check_plan(
         PlanError: there is no such plan; a key matches no module; a parameter is covered by no key;
             a split module stands outside a region; the degree does not divide a size.
     """
-    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim)
+    recipe = recipe_of(model)
+    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, recipe)
     return _checked(resolve_plan(plan, model, options), model)
 
 
@@ -75,6 +78,7 @@ def _checked(source: TPPlan, model: nn.Module) -> Plan:
     check_styles(styles, model)
     check_tied(styles, model)
     check_degree(list(sizes(styles, source, model)), options)
+    check_float8(styles, model, options.degree)
     return styles
 
 
@@ -99,11 +103,14 @@ def apply_plan(
         raise PlanError(
             f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
         )
-    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim)
+    recipe = recipe_of(model)
+    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim, recipe)
     source = resolve_plan(plan, model, options)
     styles = _checked(source, model)
     tied = tied_parameters(model)
     memo = ParameterMemo()
+    for key, crossing in float8_crossings(styles, model).items():
+        model.get_submodule(key).__dict__["_float8_crossing"] = crossing
     for key, style in styles.items():
         module = model.get_submodule(key)
         module.__dict__["_plan_key"] = key  # for errors at run time

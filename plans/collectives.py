@@ -87,6 +87,16 @@ class Border:
         """
         if self.stream.dim is None:
             return _SumGradients.apply(x, self.group)
+        self.check_shard(x)
+        return _Gather.apply(x, self.stream.dim, self.stream.length, self.group)
+
+    def check_shard(self, x: torch.Tensor) -> None:
+        """Refuse a shard of another length than the newest forward's.
+
+        Raises:
+            PlanError: two forwards of different length before one backward, under activation checkpointing.
+        """
+        assert self.stream.dim is not None
         # A stream that has not begun is a wrong plan, whose place a proof tells better.
         if self.stream.length and shard_size(self.stream.length, self.group[1]) != x.shape[self.stream.dim]:
             raise PlanError(
@@ -94,7 +104,6 @@ class Border:
                 f"the newest forward has {self.stream.length} tokens in all: under activation checkpointing with sequence "
                 "parallelism run backward before a forward of another length, or fill both up to one length"
             )
-        return _Gather.apply(x, self.stream.dim, self.stream.length, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the partial results `x` of a region over the ranks and lay the sum out as the stream."""
@@ -112,22 +121,22 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, dim, length, group):
         ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, length, group)
+        return all_gather(x, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
+        return reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, dim, group):
         ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
-        return _reduce_scatter(x, dim, group)
+        return reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return _all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None
+        return all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None
 
 
 class _TakeShard(torch.autograd.Function):
@@ -139,7 +148,7 @@ class _TakeShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return _all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None, None
+        return all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None, None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -150,13 +159,13 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return _all_reduce(grad, ctx.group), None
+        return all_reduce(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, group):
-        return _all_reduce(x, group)
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
@@ -195,22 +204,25 @@ class _GatherShards(torch.autograd.Function):
 _c10d = torch.ops._c10d_functional
 
 
-def _all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
+    """Concatenate the ranks' `x` along `dim`, cut it to `length`, and wait; no gradient."""
     name, ranks = group
     stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, name))
     whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
 
 
-def _reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Sum the ranks' `x`, give each its shard of `dim`, filled up with zeros, and wait; no gradient."""
     name, ranks = group
     x = _padded(x, dim, shard_size(x.shape[dim], ranks) * ranks)
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, name))
 
 
-def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group[0]))
+def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
+    """Reduce `x` over the ranks of `group`, and wait; no gradient."""
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), operation, group[0]))
 
 
 def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:

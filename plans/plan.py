@@ -7,12 +7,14 @@ differs. Which module may be split how is checked in plans/checks.py, not here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from plans.collectives import Stream
 from plans.errors import PlanError
+from plans.float8 import Recipe
 from plans.registry import mixer_plan_of, plan_for_mixer
 from plans.structure import find_decoder, find_mixer, find_mlp, is_norm, join
 from plans.styles import (
@@ -51,6 +53,9 @@ class TPOptions:
 
     sequence_dim: int = 1
     """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
+
+    float8: Recipe | Literal["none"] = "none"
+    """The recipe by which the model's Linear modules were converted to float8."""
 
 
 class TPPlan:
@@ -137,21 +142,30 @@ class TPPlan:
 
     # What a plan is made of.
 
-    def attn_input(self, input_name: str = "hidden_states") -> Plan:
+    def attn_input(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
         """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces."""
-        return {"": Region(stream=self.stream, reduce_output=False, input_name=input_name)}
+        return self._region(input_name, False, float8_input)
 
-    def attn_region(self, input_name: str = "hidden_states") -> Plan:
+    def attn_region(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
         """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`."""
-        return {"": Region(stream=self.stream, reduce_output=True, input_name=input_name)}
+        return self._region(input_name, True, float8_input)
 
-    def mlp_input(self, input_name: str = "x") -> Plan:
+    def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather the sequence once, before gate and up."""
-        return self.attn_input(input_name)
+        return self._region(input_name, False, float8_input)
 
-    def mlp_region(self, input_name: str = "x") -> Plan:
+    def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
-        return self.attn_region(input_name)
+        return self._region(input_name, True, float8_input)
+
+    def _region(self, input_name: str, reduce_output: bool, float8_input: bool) -> Plan:
+        region = Region(
+            stream=self.stream,
+            reduce_output=reduce_output,
+            input_name=input_name,
+            float8_input=float8_input,
+        )
+        return {"": region}
 
     def colwise(self) -> ParallelStyle:
         """Shard a module's outputs or channels: the first dimension of its parameters."""

@@ -21,7 +21,8 @@ All are torch `ParallelStyle`s; a plan may hold any other ParallelStyle too.
 """
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from plans.collectives import Border, Stream, gather_shards, shards_of
 from plans.errors import PlanError
+from plans.float8 import is_float8
 from plans.local import Layout, ParameterMemo, local_parameter, localize
 
 
@@ -54,6 +56,10 @@ class Style(ParallelStyle):
         """Return why this style would be wrong on `module`, and what would work; None if it is right."""
         return None
 
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        """Return how a Linear's product lies on the ranks, in words of `float8_linear.Split`; {}: whole on each."""
+        return {}
+
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Put the hooks in that transform `module`'s input and output."""
 
@@ -64,11 +70,42 @@ class Style(ParallelStyle):
     def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
         """Distribute the parameters of `module` over the 1-D TP `mesh` and install the hooks."""
         localize(module, mesh, self.layouts(module), memo)
+        if is_float8(module) and (split := self.split(module, mesh)):
+            from plans.float8_linear import Split, split_linear  # imports torchao
+
+            group = (mesh.get_group().group_name, mesh.size())
+            split_linear(module, Split(group, rank=mesh.get_local_rank(), **split))
         self.install(module, mesh)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in vars(self).items())
         return f"{type(self).__name__}({options})"
+
+
+def border_of(module: nn.Module, mesh: DeviceMesh, stream: Stream) -> Border:
+    """Return the border at `module`, which `apply_plan` has marked if something crosses it in float8."""
+    crossing = module.__dict__.get("_float8_crossing")
+    if crossing is None or None not in crossing:
+        return Border(mesh, stream)
+    from plans.float8_border import Float8Border  # imports torchao
+
+    return Float8Border(mesh, stream, module, enter=crossing.enter is None, leave=crossing.leave is None)
+
+
+@cache
+def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a Linear, under the same name, so that a compiled graph has its product and its bias apart.
+
+    Only a product by itself is fused with the gather before it: inductor's pass knows no `addmm`.
+    """
+
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return nn.functional.linear(input, module.weight) + module.bias
+        return nn.functional.linear(input, module.weight, module.bias)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
 def _held(module: nn.Module) -> list[str]:
@@ -83,19 +120,29 @@ class Region(Style):
         reduce_output: also reduce at the module's exit (its output, or the first of a tuple);
             otherwise a `Rowwise` inside has to.
         input_name: keyword under which the input comes if it is not the first positional argument.
+        float8_input: in a model converted to float8, the projections inside are all that reads the input,
+            which so may come in float8.
     """
 
     opens = True
 
-    def __init__(self, *, stream: Stream, reduce_output: bool, input_name: str = "hidden_states"):
+    def __init__(
+        self,
+        *,
+        stream: Stream,
+        reduce_output: bool,
+        input_name: str = "hidden_states",
+        float8_input: bool = True,
+    ):
         self.stream, self.reduce_output, self.input_name = stream, reduce_output, input_name
+        self.float8_input = float8_input
 
     @property
     def closes(self) -> bool:  # type: ignore[override]
         return self.reduce_output
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        border = Border(mesh, self.stream)
+        border = border_of(module, mesh, self.stream)
         module.register_forward_pre_hook(partial(self._enter, border), with_kwargs=True)
         if self.reduce_output:
             module.register_forward_hook(partial(self._leave, border))
@@ -124,6 +171,13 @@ class Colwise(Style):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
 
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"outputs": True}
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if type(module).forward is nn.Linear.forward and "bias" in _held(module):
+            module.__class__ = _with_bias_apart(type(module))
+
 
 class KVColwise(Colwise):
     """Shard by key/value heads; where there are fewer of them than ranks, neighbouring ranks share one.
@@ -143,6 +197,9 @@ class KVColwise(Colwise):
         if self.degree <= self.heads:
             return super().layouts(module)
         return {n: Layout(Replicate(), Partial(), shared_heads=self.heads) for n in _held(module)}
+
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"outputs": True, "sharing": max(1, self.degree // self.heads)}
 
 
 class Rowwise(Style):
@@ -180,9 +237,12 @@ class Rowwise(Style):
             )
         return None
 
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"inputs": True}
+
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if self.reduce_output:
-            module.register_forward_hook(partial(self._leave, Border(mesh, self.stream)))
+            module.register_forward_hook(partial(self._leave, border_of(module, mesh, self.stream)))
 
     def _leave(self, border: Border, module, args, output):
         output = border.leave(output)
@@ -202,6 +262,9 @@ class Replicated(Style):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         return {name: Layout(Replicate(), Partial()) for name in _held(module)}
 
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"sharing": mesh.size()}
+
 
 class SequenceParallel(Style):
     """Replicate a module's parameters on the residual stream, where it works token by token."""
@@ -211,6 +274,14 @@ class SequenceParallel(Style):
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         return {name: Layout(Replicate(), self.stream.gradient) for name in _held(module)}
+
+    def refusal(self, module: nn.Module) -> str | None:
+        if is_float8(module) and self.stream.dim is not None:
+            return (
+                "in float8 a rank would scale its shard of the sequence as if it were all of it: leave the module out of "
+                "float8 (filter it), or set sequence_parallel = False"
+            )
+        return None
 
 
 class NoParallel(Style):
@@ -239,8 +310,11 @@ class VocabHead(Style):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
 
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"outputs": True}
+
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        border = Border(mesh, self.stream)
+        border = border_of(module, mesh, self.stream)
         module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
         vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
         module.register_forward_hook(partial(self._logits, mesh, vocabulary))

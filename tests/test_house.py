@@ -41,6 +41,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     modules = {
         "flash-linear-attention": "fla",
         "huggingface-hub": "huggingface_hub",
+        "pillow": "PIL",
         "tensorboard": None,
         "triton": None,
         "torchao": None,

@@ -7,12 +7,14 @@ itself is `training.config.validate`; what a checkpoint folder holds is `trainin
 import importlib.util
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 import models
 import models.kernels
 from parallel.compile import holds_fla
+from parallel.order import convert
 from plans import check_plan
 from plans.user_code import import_module
 from training import resolve
@@ -56,6 +58,10 @@ def check_job(job: JobConfig, world_size: int) -> None:
 def check_device(job: JobConfig, device_type: str) -> None:
     """Refuse what only CUDA can do on another device."""
     if device_type == "cuda":
+        if job.parallelism.enable_async_tensor_parallel and not dist.is_nccl_available():
+            raise ConfigError(
+                "parallelism.enable_async_tensor_parallel = true needs NCCL, which this torch is built without; leave it out"
+            )
         return
     only_cuda = {
         "parallelism.enable_async_tensor_parallel = true": job.parallelism.enable_async_tensor_parallel,
@@ -122,11 +128,15 @@ def check_vocabulary(job: JobConfig, tokens: int, vocab_size: int) -> None:
 
 
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
-    """Refuse a model that the plan does not fit or the degree does not divide, and recomputation of nothing.
+    """Refuse a model that float8 or the plan does not fit or the degree does not divide, and recomputation of nothing.
 
-    What depends on the meshes is refused when the model is parallelised.
+    What depends on the meshes is refused when the model is parallelised. `model`, on meta, is converted.
     """
     parallelism = job.parallelism
+    spread = strategy(job)
+    if spread.float8.recipe is not None:
+        with told_by_key():
+            convert(model, spread.float8, pick_device_type())
     if parallelism.tensor_parallel_degree > 1:
         check_plan(
             model,
@@ -135,7 +145,6 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             sequence_parallel=parallelism.enable_sequence_parallel,
             plan=job.model.plan,
         )
-    spread = strategy(job)
     if pick_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(

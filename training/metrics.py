@@ -1,4 +1,4 @@
-"""What a run says about itself: one line a logged step, and the same figures for TensorBoard and W&B.
+"""What a run says about itself: one line a logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
 
 torchtitan's processor collects the figures and owns the two writers; this one words the line, adds
 the time left, and leaves out what is not known: MFU on a device without a published peak, device
@@ -12,26 +12,34 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.components import metrics as titan
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from plans.errors import UserError
+from training.jsonl import FILE_NAME, JsonlWriter
 
 _A100_PEAK_FLOPS = 312e12
 
 
 class MetricsProcessor(titan.MetricsProcessor):
-    """Log line, TensorBoard and W&B. `total_steps` is set by the trainer; without it no time left."""
+    """Log line, TensorBoard, W&B and metrics.jsonl. `total_steps` is set by the trainer; without it no time left."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.MetricsProcessor.Config):
         """torchtitan's, whose `build` makes this class."""
 
-    def __init__(self, config: Config, **kwargs: Any):
-        super().__init__(config, **kwargs)
+        enable_jsonl: bool = False
+        """Append the figures to metrics.jsonl."""
+
+    def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any):
+        super().__init__(config, dump_folder=dump_folder, **kwargs)
+        if config.enable_jsonl:
+            self._add_jsonl(Path(dump_folder), every_rank=config.save_for_all_ranks)
         if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
             self.color = utils.NoColor()
         self.peak_flops = None if self.has_quantization else self._known_peak_flops()
@@ -144,6 +152,15 @@ class MetricsProcessor(titan.MetricsProcessor):
                     "install it, log in, set WANDB_MODE=offline, or set it to false"
                 )
         return writers
+
+    def _add_jsonl(self, folder: Path, *, every_rank: bool) -> None:
+        rank = torch.distributed.get_rank()
+        if rank != 0 and not every_rank:
+            return
+        if not isinstance(self.logger, titan.LoggerContainer):
+            self.logger = titan.LoggerContainer()  # instead of the one that writes nothing
+        path = (folder / f"rank_{rank}" if every_rank else folder) / FILE_NAME
+        self.logger.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
 
     def _known_peak_flops(self) -> float | None:
         """The device's dense bfloat16 peak in FLOP/s, or None where torchtitan's table has no entry."""

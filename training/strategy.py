@@ -13,6 +13,7 @@ from parallel import (
     ActivationCheckpointing,
     Compile,
     DDPConfig,
+    Float8,
     FSDP2Config,
     MixedPrecision,
     ParallelError,
@@ -53,6 +54,7 @@ def _fsdp2(job: JobConfig) -> FSDP2Config:
             cast_forward_inputs=t.mixed_precision_cast_inputs,
         ),
         autocast_dtype=t.autocast_dtype,
+        float8=_float8(job),
         cpu_offload=t.enable_cpu_offload,
         pin_memory=t.pin_cpu_memory,
         reshard_after_forward=p.fsdp_reshard_after_forward,
@@ -74,8 +76,24 @@ def _ddp(job: JobConfig) -> DDPConfig:
     return DDPConfig(
         **vars(job.ddp),
         autocast_dtype=t.autocast_dtype or computes,
+        float8=_float8(job),
         activation_checkpointing=_recomputation(job),
         compile=_compile(job),
+    )
+
+
+def _float8(job: JobConfig) -> Float8:
+    """`recipe_name` is the switch that the section's other keys wait for."""
+    float8 = job.quantize.linear.float8
+    if float8.recipe_name is None:
+        return Float8()
+    return Float8(
+        recipe=float8.recipe_name,
+        filter_fqns=tuple(float8.filter_fqns),
+        filter_unaligned=float8.filter_unaligned,
+        emulate=float8.emulate,
+        fsdp_all_gather=float8.enable_fsdp_float8_all_gather,
+        precompute_scales=float8.precompute_float8_dynamic_scale_for_fsdp,
     )
 
 
@@ -106,7 +124,9 @@ def _compile(job: JobConfig) -> Compile:
     if not job.compile.enable:
         return Compile()
     return Compile(
-        **vars(job.compile), enable_async_tensor_parallel=job.parallelism.enable_async_tensor_parallel
+        **vars(job.compile),
+        enable_async_tensor_parallel=job.parallelism.enable_async_tensor_parallel,
+        async_tensor_parallel_unfused=job.parallelism.async_tensor_parallel_unfused,
     )
 
 
@@ -145,6 +165,16 @@ _KEYS = {
         },
     ),
     **_named(
+        "float8",
+        "quantize.linear.float8",
+        {
+            **{name: name for name in ("emulate", "filter_fqns", "filter_unaligned")},
+            "recipe": "recipe_name",
+            "fsdp_all_gather": "enable_fsdp_float8_all_gather",
+            "precompute_scales": "precompute_float8_dynamic_scale_for_fsdp",
+        },
+    ),
+    **_named(
         "activation_checkpointing",
         "activation_checkpoint",
         {
@@ -158,7 +188,11 @@ _KEYS = {
             "pareto_folder": "visualize_memory_budget_pareto",
         },
     ),
-    **_named("compile", "parallelism", {"enable_async_tensor_parallel": "enable_async_tensor_parallel"}),
+    **_named(
+        "compile",
+        "parallelism",
+        {name: name for name in ("enable_async_tensor_parallel", "async_tensor_parallel_unfused")},
+    ),
     "dp_replicate": "parallelism.data_parallel_replicate_degree",
     "dp_shard": "parallelism.data_parallel_shard_degree",
     "activation checkpointing's scope": "activation_checkpoint.scope",

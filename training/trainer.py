@@ -17,8 +17,9 @@ import torchtitan.components.validate
 import torchtitan.trainer
 from torchtitan.tools.utils import device_module, device_type
 
-from parallel import DDPConfig, FSDP2Config, clip_gradients, ddp, gradient_sync
+from parallel import DDPConfig, FSDP2Config, async_tp, clip_gradients, ddp, gradient_sync
 from training.checkpoint_card import write_model_card
+from training.effect import EffectReport
 from training.metrics import MetricsProcessor
 from training.model import LanguageModel
 from training.optimizer import prepare_optimizer
@@ -49,12 +50,20 @@ class Trainer(torchtitan.trainer.Trainer):
     def __init__(self, config: Config):
         self._loaded_rng: dict[str, torch.Tensor] | None = None
         self._batches_done = 0  # of this step
+        self._checked_async_tp = False
         self.skipped = Skipped()
         super().__init__(config)
         self.metrics_processor.total_steps = config.training.steps
+        if config.strategy.float8.recipe is not None:
+            # The peak that is known is bfloat16's, and only some products run at another.
+            self.metrics_processor.peak_flops = None
         with told_by_key():
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, config.strategy.compile)
+        lm: Any = self.model_parts[0].lm
+        self.effect = EffectReport(
+            lm, self.parallel_dims, config.strategy, config.dump_folder, self.gradient_accumulation_steps
+        )
 
     def train(self) -> None:
         """Run the steps that are left, from the newest checkpoint on where there is one.
@@ -69,6 +78,7 @@ class Trainer(torchtitan.trainer.Trainer):
         if checkpoint.create_seed_checkpoint:
             self.checkpointer.save(curr_step=0, last_step=True)
         else:
+            self.effect.start()
             super().train()
 
     def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
@@ -86,7 +96,21 @@ class Trainer(torchtitan.trainer.Trainer):
         yield from batches
 
     def train_step(self, data_iterator: Iterator[_Batch]) -> None:
-        """torchtitan's, with the norm of the gradient, and with what is done where it is not finite, from here."""
+        """torchtitan's, with the norm of the gradient, and with what is done where it is not finite, from here.
+
+        Raises:
+            ConfigError: in this run's first step async tensor parallelism had no effect, or a block that was to be
+                compiled ran eagerly.
+        """
+        with self.effect.of_step(self.step, self.lr_schedulers):
+            self._train_step(data_iterator)
+        compiled = self.config.strategy.compile
+        if compiled.enable_async_tensor_parallel and not self._checked_async_tp:
+            with told_by_key():
+                async_tp.check_fused(self.parallel_dims, compiled.async_tensor_parallel_unfused)
+            self._checked_async_tp = True
+
+    def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done = 0
         if not self.config.skip_nan_inf:
             with clipping(clip_gradients):

@@ -52,7 +52,11 @@ def flash_attn_func(
     left, right = window_size
     right = 0 if causal else right
     # With as many queries as keys and no window the operator makes its own mask, and skips what it hides.
-    plain_causal = right == 0 and left < 0 and q.shape[1] == k.shape[1]
+    plain_causal = False
+    if (
+        right == 0 and left < 0 and q.shape[1] == k.shape[1]
+    ):  # decided here: lengths may be a compiler's symbols
+        plain_causal = True
     mask = (
         None
         if plain_causal or (left < 0 and right < 0)

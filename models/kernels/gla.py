@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from models.kernels.errors import KernelError
 from models.kernels.gla_chunks import gated_recurrence
@@ -65,7 +64,7 @@ def chunk_gla(
     dtype = accumulation_dtype(q, k, v, g, initial_state)
     state = _state_in(q, v, initial_state, num_sequences, state_v_first).to(dtype)
 
-    chunk_size = min(CHUNK_SIZE, _next_power_of_2(max(lengths) if lengths else seq_len))
+    chunk_size = _chunk_size(max(lengths) if lengths else seq_len)
     if lengths is None:
         num_chunks = -(-seq_len // chunk_size)
         bounds, positions = [0, num_chunks], None
@@ -83,7 +82,9 @@ def chunk_gla(
                 1, positions, x_BTHD
             )
         elif num_chunks * chunk_size > seq_len:
-            x_BTHD = F.pad(x_BTHD, (0, 0, 0, 0, 0, num_chunks * chunk_size - seq_len))
+            # Not F.pad, whose gradient torch's compiler gives other strides than it has where the length is a symbol.
+            missing = num_chunks * chunk_size - seq_len
+            x_BTHD = torch.cat([x_BTHD, x_BTHD.new_zeros(batch, missing, *x_BTHD.shape[2:])], 1)
         x_BHTD = x_BTHD.transpose(1, 2).contiguous()
         return x_BHTD.view(batch * num_heads, num_chunks, chunk_size, x_BHTD.shape[-1])
 
@@ -193,5 +194,12 @@ def _chunk_bounds(
     return bounds, torch.cat(positions)
 
 
-def _next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+def _chunk_size(longest: int) -> int:
+    """`CHUNK_SIZE`, or the power of two that holds sequences shorter than that.
+
+    By comparisons: `torch.compile` then compiles once for all lengths of one chunk size, not for each length.
+    """
+    size = 1
+    while size < min(longest, CHUNK_SIZE):
+        size *= 2
+    return size

@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel.errors import ParallelError
 from parallel.strategies.ddp import DDPConfig
+from parallel.strategies.float8 import Float8
 from parallel.strategies.fsdp2 import FSDP2Config
 from parallel.strategies.megatron_fsdp import MegatronFSDPConfig
 from parallel.strategies.options import instead, read_toml
@@ -23,6 +24,7 @@ __all__ = [
     "Compile",
     "DDPConfig",
     "FSDP2Config",
+    "Float8",
     "MegatronFSDPConfig",
     "MixedPrecision",
     "Strategy",

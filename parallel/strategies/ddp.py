@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from parallel.strategies.float8 import Float8
 from parallel.strategies.options import Options
 from parallel.strategies.sections import ActivationCheckpointing, Compile, Dtype, check_recomputation
 
@@ -39,6 +40,9 @@ class DDPConfig(Options):
     """Cut a compiled block's graph where buckets end, so that a bucket is summed while the rest of its block runs
     backward; for blocks larger than a bucket. Otherwise a block stays one graph."""
 
+    float8: Float8 = field(default_factory=Float8)
+    """Which Linear modules multiply in float8."""
+
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     """What is computed again in the backward."""
 
@@ -71,5 +75,9 @@ class DDPConfig(Options):
         if self.compile.enable_async_tensor_parallel:
             raise self.compile.refuse(
                 "enable_async_tensor_parallel", "DDP has no tensor parallelism: take FSDP2Config, or drop it"
+            )
+        if self.float8.fsdp_all_gather:
+            raise self.float8.refuse(
+                "fsdp_all_gather", "DDP gathers no weights: take FSDP2Config, or leave it out"
             )
         check_recomputation(self.activation_checkpointing, self.compile)

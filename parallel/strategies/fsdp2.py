@@ -5,8 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from parallel import async_tp
 from parallel.fsdp_policies import Reshard
 from parallel.gradient_sync import Defer
+from parallel.strategies.float8 import Float8
 from parallel.strategies.options import Options
 from parallel.strategies.sections import (
     ActivationCheckpointing,
@@ -37,6 +39,9 @@ class FSDP2Config(Options):
 
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     """Dtypes of compute and communication."""
+
+    float8: Float8 = field(default_factory=Float8)
+    """Which Linear modules multiply in float8."""
 
     autocast_dtype: Dtype | None = None
     """Run the forward under torch.autocast with this dtype: operator by operator, beside mixed_precision."""
@@ -92,15 +97,18 @@ class FSDP2Config(Options):
                 f"with reshard_after_forward = {self.reshard_after_forward!r} the backward gathers nothing: set one of them "
                 "to its default",
             )
-        if self.compile.enable_async_tensor_parallel and not self.sequence_parallel:
-            raise self.compile.refuse(
-                "enable_async_tensor_parallel", "needs sequence parallelism: set sequence_parallel to true"
-            )
+        if self.compile.enable_async_tensor_parallel:
+            async_tp.refuse(sequence_parallel=self.sequence_parallel)
         computes = self.mixed_precision.param_dtype
         if self.autocast_dtype is not None and computes not in (None, "float32", self.autocast_dtype):
             raise self.refuse(
                 "autocast_dtype",
                 f"and mixed_precision.param_dtype = {computes!r} already casts what it computes: leave one out",
+            )
+        if self.float8.fsdp_all_gather and self.symmetric_memory:
+            raise self.refuse(
+                "symmetric_memory",
+                "has an all-gather of its own, and so has float8.fsdp_all_gather: leave one of them out",
             )
         check_recomputation(self.activation_checkpointing, self.compile)
 

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from parallel import async_tp
 from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly, Policy
 from parallel.blocks import Scope
 from parallel.compile import compile_options
@@ -167,6 +168,9 @@ class Compile(Options):
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA with NCCL, sequence parallel)."""
 
+    async_tensor_parallel_unfused: async_tp.Unfused = "error"
+    """What follows where, after the first step, none of it was: an error, or a warning."""
+
     def check(self) -> None:
         if not self.components:
             raise self.refuse(
@@ -185,9 +189,12 @@ class Compile(Options):
                 "fullgraph",
                 'an optimizer\'s step is several graphs: leave fullgraph out, or "optimizer" out of components',
             )
-        if self.enable_async_tensor_parallel and not self.blocks:
+        if self.enable_async_tensor_parallel:
+            async_tp.refuse(blocks=self.blocks, backend=self.backend)
+        elif self.async_tensor_parallel_unfused != "error":
             raise self.refuse(
-                "enable_async_tensor_parallel", 'needs compiled blocks: name "model" in components'
+                "async_tensor_parallel_unfused",
+                "nothing is to be fused: set enable_async_tensor_parallel to true, or leave it out",
             )
         if self.enable:
             compile_options(self)

@@ -16,7 +16,7 @@ gradient is gathered, so that entry counts with the embedding. Without loss para
 gather the logits, once.
 
 Gradients of replicated parameters that are sums over the ranks are no part of this: FSDP or the
-optimizer reduces them, once a step.
+optimizer reduces them, once a step. Nor are the scales of float8, a number a tensor or a row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -101,7 +101,8 @@ def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) ->
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
     """Return those of a part's `collectives` in one direction that are too many or too large."""
     left = sorted(needed, key=lambda allowance: allowance.elements)
-    over = sorted(collectives, key=lambda collective: -collective.elements)
+    sent = [collective for collective in collectives if collective.operation != "min_reduce"]
+    over = sorted(sent, key=lambda collective: -collective.elements)
     # First each region's own, so that of two gathers in one region not another's is said to be too many.
     for anywhere in (False, True):
         for collective in list(over):

@@ -15,6 +15,7 @@ from plans.custom import PlanSource, resolve_plan
 from plans.errors import PlanError
 from plans.plan import TPOptions
 from plans.proof.case import prove_cases
+from plans.proof.modes import exact_float8
 from plans.proof.reference import Reference
 from plans.proof.report import Refusal, Report
 from plans.proof.sample import moved, randomise, token_ids
@@ -99,17 +100,18 @@ def verify(
     ]
     if inputs is None:
         inputs = token_ids(model, batch_size, seq_len, sequence_dim, seed)
-    # A plan is code: what it does to a module must not be done to the one that it is compared with.
-    accepted, refused = _checked(_without_values(model), plan, grid, named)
-    randomise(model, seed)
-    if process_group:
-        _share(model)
-    tell("the whole model")
-    reference = Reference(model, moved(inputs, device, dtype), seed)
-    cases = []
-    for degree, group in itertools.groupby(accepted, key=lambda options: options.degree):
-        world = partial(grouped if process_group else simulated, degree, device)
-        cases += prove_cases(reference, plan, list(group), world, find=localise, tell=tell)
+    with exact_float8(model, dtype):
+        # A plan is code: what it does to a module must not be done to the one that it is compared with.
+        accepted, refused = _checked(_without_values(model), plan, grid, named)
+        randomise(model, seed)
+        if process_group:
+            _share(model)
+        tell("the whole model")
+        reference = Reference(model, moved(inputs, device, dtype), seed)
+        cases = []
+        for degree, group in itertools.groupby(accepted, key=lambda options: options.degree):
+            world = partial(grouped if process_group else simulated, degree, device)
+            cases += prove_cases(reference, plan, list(group), world, find=localise, tell=tell)
     plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
     subject = f"{type(model).__name__}, {plan_name}"
     return Report(subject, str(dtype).removeprefix("torch."), tuple(cases), tuple(refused))

@@ -1,9 +1,10 @@
-"""Two corrections of what a model's own code does during a proof.
+"""Corrections of what a model's own code does during a proof.
 
 `Widen`: a model that computes a norm or a softmax in float32, whatever its inputs are, would hide
 everything below 1e-7; during a proof its float32 means the dtype of the proof.
 `einsum_by_rank`: torch.einsum asks for sizes in a way in which LocalTensorMode can't answer where
 they differ between the ranks.
+`exact_float8`: torchao emulates float8 products in float32, which would hide the same.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
 from torch.overrides import TorchFunctionMode
+
+from plans.errors import PlanError
+from plans.float8 import float8_linears
 
 
 class Widen(TorchFunctionMode):
@@ -54,3 +59,52 @@ def einsum_by_rank() -> Iterator[None]:
 
 def _uneven(operand: Any) -> bool:
     return isinstance(operand, LocalTensor) and any(isinstance(n, torch.SymInt) for n in operand.shape)
+
+
+@contextmanager
+def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Multiply float8 numbers in `dtype`, if `model` was converted to float8; nothing else is changed.
+
+    Casting to float8 is a staircase: where two models differ by the rounding of float64, a number ends on
+    another stair once in 10^14 times; by that of float32, in every run.
+
+    Raises:
+        PlanError: `dtype` is not float64, or the products are not emulated, so not in any dtype but their own.
+    """
+    linears = float8_linears(model)
+    if not linears:
+        yield
+        return
+    from torchao.float8 import float8_ops, float8_utils
+
+    name, linear = next(iter(linears.items()))
+    if dtype != torch.float64:
+        raise PlanError(
+            f"{name} is float8, and dtype = {dtype}: the rounding of {dtype} moves numbers across float8's steps, each "
+            "one by a sixteenth of itself, so whole and split can't be compared: prove it in torch.float64"
+        )
+    if not linear.config.emulate:
+        raise PlanError(
+            f"{name} multiplies float8 numbers in a kernel, which rounds to bfloat16 or float32: convert the model with "
+            "emulate=True to prove it"
+        )
+    table, operator, scale = (
+        float8_ops.FLOAT8_OPS_TABLE,
+        torch.ops.aten.mm.default,
+        float8_utils.amax_to_scale,
+    )
+
+    def multiply(func: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
+        a, b = args
+        return torch.mm(a._data.to(dtype) / a._scale.to(dtype), b._data.to(dtype) / b._scale.to(dtype))
+
+    def amax_to_scale(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():  # scales are float32, also under `Widen`
+            return scale(*args, **kwargs)
+
+    product = table[operator]
+    table[operator], float8_utils.amax_to_scale = multiply, amax_to_scale
+    try:
+        yield
+    finally:
+        table[operator], float8_utils.amax_to_scale = product, scale

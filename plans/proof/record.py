@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plans.float8 import is_cast
+
 
 class Recorder:
     """A context in which `model` is run forward and backward; afterwards holds what its modules gave.
@@ -51,7 +53,12 @@ class Recorder:
         self.order.append(key)
         self.tensors[key] = tensor.detach()
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self.tensors.__setitem__(gradient_key(key), grad.detach()))
+            tensor.register_hook(lambda grad: self._came_back(key, grad))
+
+    def _came_back(self, key: str, grad: torch.Tensor) -> None:
+        # What comes in float8 was cast on its way; in the whole model that is still to be done.
+        if not is_cast(grad):
+            self.tensors[gradient_key(key)] = grad.detach()
 
 
 def gradient_key(key: str) -> str:

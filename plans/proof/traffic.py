@@ -22,48 +22,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from plans.collective_operators import NAMESPACES, operation_of, ranks_of, received, size_of
 from plans.errors import PlanError
-
-_NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor")
-_OPERATIONS = {
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce": "reduce",
-    "send": "send",
-    "recv": "receive",
-    "p2p": "send",
-}
-"""Part of an operator's name, underscores aside, and what it does; the first that fits."""
-
-_NO_DATA = (
-    "wait_tensor",
-    "_wrap_tensor_autograd",
-    "barrier",
-    "monitored_barrier_",
-    "check_for_nan",
-    "mesh_get_process_group",
-)
-
-_RING_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
 
 class Collective(NamedTuple):
     """One collective, as one rank issues it."""
 
     operation: str
-    """all_gather, reduce_scatter, all_reduce, ..."""
+    """all_gather, reduce_scatter, all_reduce, ...; of these min_reduce takes the least, as float8's scales need."""
 
     module: str | None
     """Fully qualified name of the innermost module in whose forward, or in the backward of whose
@@ -83,13 +54,8 @@ class Collective(NamedTuple):
 
     @property
     def received(self) -> int:
-        """Bytes that each rank receives on a ring: the other ranks' shares, and in an all-reduce twice.
-
-        (n-1)/n and 2(n-1)/n of the whole (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
-        algorithms"); for an operation to or from a single rank, the whole.
-        """
-        passes = _RING_PASSES.get(self.operation)
-        return self.bytes if passes is None else passes * self.bytes * (self.ranks - 1) // self.ranks
+        """Bytes that each rank receives on a ring."""
+        return received(self.operation, self.bytes, self.ranks)
 
 
 @contextmanager
@@ -167,47 +133,16 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # DTensor first: it issues collectives on local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace in _NAMESPACES and (operation := _operation(func)) is not None:
+        if func.namespace in NAMESPACES and (operation := operation_of(func, args)) is not None:
             # Inputs and outputs of whatever operator: the whole tensor is the largest of them.
-            sizes = [_size(argument) for argument in (*args, *kwargs.values(), result)]
+            sizes = [size_of(argument) for argument in (*args, *kwargs.values(), result)]
             elements, size = max(sizes)
             backward = _in_backward()
             module = self.places.of_node() if backward else self.places.module
-            ranks = _ranks(func, args, kwargs)
+            ranks = ranks_of(func, args, kwargs)
             self.collectives.append(Collective(operation, module, backward, elements, size, ranks))
         return result
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _operation(func: Any) -> str | None:
-    name = func._schema.name.partition("::")[2]
-    if name in _NO_DATA:
-        return None
-    plain = name.replace("_", "")
-    for part, operation in _OPERATIONS.items():
-        if part in plain:
-            return operation
-    raise NotImplementedError(f"operator {func} is not known here, so its bytes would go uncounted")
-
-
-def _size(argument: Any) -> tuple[int, int]:
-    """Elements and bytes of a tensor or a list of them; of simulated ranks, the largest's."""
-    tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-    elements = [
-        max(t.numel() for t in x._local_tensors.values()) if isinstance(x, LocalTensor) else x.numel()
-        for x in tensors
-    ]
-    return sum(elements), sum(n * x.element_size() for n, x in zip(elements, tensors, strict=True))
-
-
-def _ranks(func: Any, args: Any, kwargs: Any) -> int:
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    if "group_size" in given:
-        return given["group_size"]
-    group = next(value for name, value in given.items() if name in ("group_name", "process_group"))
-    if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
-    return (group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)).size()

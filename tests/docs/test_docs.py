@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, and every TOML block is a job that loads."""
+"""Every Python block of the docs runs, and every TOML block is a job, or a sweep, that loads."""
 
 import re
 from pathlib import Path
@@ -29,13 +29,20 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
 
 
 @pages_with("toml")
-def test_toml_blocks_load(page, tmp_path):
+def test_toml_blocks_load(page, tmp_path, monkeypatch):
     from training.config import load_job
+    from training.sweep.cells import make_cells
+    from training.sweep.spec import read_spec
+
+    monkeypatch.chdir(ROOT)  # a sweep names its base job
 
     for number, block in enumerate(blocks(page, "toml"), 1):
         job = tmp_path / f"{number}.toml"
         job.write_text(block)
-        load_job([str(job)])
+        if "[sweep]" in block:
+            assert all(cell.job for cell in make_cells(read_spec(str(job))))
+        else:
+            load_job([str(job)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -30,6 +30,7 @@ from plans.proof.simulate import fake_ranks
 
 WORLD = 4
 COMPILED = {"enable": True, "backend": "aot_eager", "components": ["model"]}
+ASYNC_TP = COMPILED | {"backend": "inductor", "enable_async_tensor_parallel": True}
 
 
 def llama():
@@ -77,11 +78,11 @@ CASES = {
         TP,
     ),
     "enable_async_tensor_parallel needs tensor_parallel_degree above 1": (
-        FSDP2Config(compile=COMPILED | {"enable_async_tensor_parallel": True}),
+        FSDP2Config(compile=ASYNC_TP),
         None,
     ),
     "enable_async_tensor_parallel needs CUDA with NCCL": (
-        FSDP2Config(compile=COMPILED | {"enable_async_tensor_parallel": True}),
+        FSDP2Config(compile=ASYNC_TP),
         TP,
     ),
 }
@@ -182,8 +183,13 @@ def entry(model=Tiny, **changed):
 @pytest.mark.parametrize(
     ("words", "case"),
     [
-        ("needs enable_sequence_parallel, [compile] enable", dict(async_tp=True, sequence=False)),
-        ("needs [compile] enable with 'model'", dict(async_tp=True)),
+        (
+            "needs tensor_parallel_degree above 1, and sequence parallelism (set sequence_parallel to true), and compiled "
+            'blocks (set compile.enable to true, with "model" in compile.components), and compile.backend = "inductor":',
+            dict(async_tp=True, sequence=False),
+        ),
+        ("needs compiled blocks", dict(async_tp=True, tp=2)),
+        ("and CUDA with NCCL: add what is missing, or drop it", dict(async_tp=True, tp=2)),
         ("a plan is given, but", dict(plan=TinyPlan)),
         ("reshard_after_forward = 3", dict(reshard=3)),
     ],

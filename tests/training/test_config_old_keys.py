@@ -130,8 +130,8 @@ ANOTHER = {bool: lambda value: not value, int: lambda value: value + 7, str: lam
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_renamed_key_is_read_with_a_note(load, old):
     key = keys()[RENAMED[old].to]
-    # Of the unset ones, numbers and names; the others with their defaults, which are as good.
-    unset = 2 if key.name in ("seed", "prefetch_factor") else "name"
+    # Of the unset ones, numbers, names and a choice; the others with their defaults, which are as good.
+    unset = {"seed": 2, "prefetch_factor": 2, "recipe_name": "rowwise"}.get(key.name, "name")
     value = unset if key.default is None else key.default
     extra = (
         {"training.dataloader.num_workers": 1}

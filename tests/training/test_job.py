@@ -59,6 +59,7 @@ ANOTHER = {
     "checkpoint.async_mode": "async",
     "checkpoint.exclude_from_loading": ["dataloader"],
     "checkpoint.keep_latest_k": 2,
+    "parallelism.async_tensor_parallel_unfused": "warn",
 }
 
 # What a key needs beside it to mean anything.
@@ -75,6 +76,10 @@ BESIDE = {
         if key.startswith("compile.") and key != "compile.enable"
     },
     "parallelism.enable_async_tensor_parallel": {"compile.enable": True},
+    "parallelism.async_tensor_parallel_unfused": {
+        "compile.enable": True,
+        "parallelism.enable_async_tensor_parallel": True,
+    },
     "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
     "training.pin_cpu_memory": {"training.enable_cpu_offload": True},
     **{key: DDP for key in keys() if key.startswith("ddp.")},

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import worlds
 
+from training.jsonl import read_rows
+
 SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -151,7 +153,7 @@ def on_one_rank(rank: int) -> dict:
         folder, "llama", "everything",
         "--training.max_norm=0.01", "--lr_scheduler.decay_ratio=0.5",
         "--validation.enable", "--validation.freq=4", "--validation.steps=2",
-        "--metrics.enable_tensorboard", "--metrics.log_freq=3",
+        "--metrics.enable_tensorboard", "--metrics.enable_jsonl", "--metrics.log_freq=3",
         "--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_warmup=1",
     )  # fmt: skip
     model = trainer.model_parts[0]
@@ -173,7 +175,8 @@ def on_two_ranks(rank: int) -> dict:
     for model in ("gla", "transformer"):
         results[model, "loss parallel"] = losses_of(folder, model, f"{model}-lp", *tp)
         results[model, "logits gathered"] = losses_of(folder, model, f"{model}-gathered", *tp, LOSS_PARALLEL)
-    results["tp resumed"] = resumed(folder, "gla", "tp-resumed", DEGREE)
+    every_rank = ("--metrics.enable_jsonl", "--metrics.save_for_all_ranks")
+    results["tp resumed"] = resumed(folder, "gla", "tp-resumed", DEGREE, *every_rank)
     results["fsdp resumed"] = resumed(folder, "gla", "fsdp-resumed")
     results["other degree"] = losses_of(
         folder, "gla", "acc", DEGREE, "--checkpoint.enable", "--training.steps=20", "--checkpoint.load_step=4"
@@ -267,6 +270,20 @@ def test_validation_follows_training(one):
     assert list(losses) == [1, 4, 8]
     assert losses[1] == pytest.approx(math.log(4096), abs=0.5)
     assert losses[8] < losses[1] - 0.1
+
+
+def test_metrics_jsonl_holds_what_the_other_writers_are_given(folder, one):
+    assert read_rows(folder / "everything" / "metrics.jsonl") == one["everything"]
+
+
+def test_metrics_jsonl_of_a_resumed_run_has_each_step_once_on_every_rank(folder, two):
+    whole, half, _ = two["tp resumed"]
+    for rank in range(2):
+        rows = read_rows(folder / "tp-resumed" / f"rank_{rank}" / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, 9))
+        if rank == 0:
+            assert {row["step"]: row["loss_metrics/global_avg_loss"] for row in rows} == whole | half
+    assert not (folder / "tp-resumed" / "metrics.jsonl").exists()
 
 
 def test_tensorboard_and_profiler_write_their_files(one, folder):

@@ -281,7 +281,19 @@ REFUSED = {
     ),
     "sequence": (("verify", "gla", "--seq-len", "0"), "'0' is not a number above 0"),
     "dtype": (("verify", "gla", "--dtype", "bfloat16"), "'bfloat16' is neither float64 nor float32"),
-    "float8": (("verify", "gla", "--float8", "rowwise"), "no plan has a float8 variant, so 'rowwise' can't"),
+    "float8": (("verify", "gla", "--float8", "fp4"), "invalid choice: 'fp4'"),
+    "a filter of nothing": (
+        ("verify", "gla", "--float8-filter", "lm_head"),
+        "--float8-filter lm_head: nothing is float8; add --float8 tensorwise",
+    ),
+    "a filter that matches nothing": (
+        ("verify", "gla", "--float8", "rowwise", "--float8-filter", "output"),
+        "--float8-filter: 'output' is part of no Linear's name",
+    ),
+    "float8 in float32": (
+        ("verify", "llama", "--float8", "rowwise", "--dtype", "float32"),
+        "prove it in torch.float64",
+    ),
     "layers": (("verify", "gla", "--layers", "5"), "--layers 5: gla, flavor debug has 4 blocks"),
     "no module": (("verify", "no_such:Plan"), "no module named 'no_such'"),
     "no attribute": (("verify", "plans.qwen:Qwen4Plan"), "module plans.qwen has no Qwen4Plan; it has "),

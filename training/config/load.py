@@ -9,7 +9,7 @@ from training.config.arguments import parse_arguments
 from training.config.errors import ConfigError
 from training.config.schema import JobConfig, build_job
 from training.config.toml import read_toml
-from training.config.translate import Layer, read_options, read_tables, takes_no_value
+from training.config.translate import CONVERTERS, Layer, read_options, read_tables, takes_no_value
 from training.config.usage import usage
 from training.config.validate import check_values
 
@@ -41,6 +41,11 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
     notes = file.notes + overrides.notes
     if pending.get("training.dataset_name", "") not in ("", "default"):
         notes.append(_select_configuration(values, pending["training.dataset_name"]))
+    if CONVERTERS in pending:
+        recipe = values.setdefault("quantize.linear.float8.recipe_name", "tensorwise")
+        notes.append(
+            f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
+        )
     job = build_job(values)
     check_values(job)
     context_len = pending.get("training.context_len", job.training.seq_len)

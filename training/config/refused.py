@@ -30,10 +30,6 @@ _CONTEXT = (
     "tensor_parallel_degree with enable_sequence_parallel shards the sequence between the mixers"
 )
 _EXPERT = "no model here has experts, so there is nothing to split; leave it out"
-_FLOAT8 = (
-    "float8 needs the Linear modules converted by torchao before the plan is applied, which parallel/ does not do; "
-    'training.mixed_precision_param = "bfloat16" works'
-)
 _MX = 'no plan here is proved under MX formats; training.mixed_precision_param = "bfloat16" works'
 _FT = (
     "torchft replicas have no counterpart in torchtitan 0.3's Trainer; "
@@ -53,11 +49,10 @@ REFUSED: dict[str, Refused] = {
     "job.use_for_integration_test": Refused((False,), "there is no such suite here; leave it out"),
     "model.converters": Refused(
         ([],),
-        "torchtitan's converters see only its own Linear modules, so float8 and mx would convert nothing; "
-        'training.mixed_precision_param = "bfloat16" works',
+        'only ["quantize.linear.float8"] is read, as quantize.linear.float8.recipe_name = "tensorwise" where that is unset',
     ),
     "model.print_after_conversion": Refused(
-        (False,), "nothing is converted; job.print_config shows the model's configuration"
+        (False,), "dump_folder/parallelism.json says which modules are float8; leave it out"
     ),
     "optimizer.early_step_in_backward": Refused(
         (False,), "gradients are clipped, which needs all of them before the first step; leave it out"
@@ -121,26 +116,11 @@ REFUSED: dict[str, Refused] = {
     "training.disable_cuda_graphs": Refused(
         (True,), "CUDA graphs are never captured; compile.enable is the faster path that works"
     ),
-    **_refused(
-        _FLOAT8,
-        "quantize.linear.float8",
-        {
-            "enable_fsdp_float8_all_gather": False,
-            "precompute_float8_dynamic_scale_for_fsdp": False,
-            "recipe_name": None,
-            "filter_fqns": [],
-            "emulate": False,
-        },
+    "float8.force_recompute_fp8_weight_in_bwd": Refused(
+        (False,), "torchao dropped it: weights are always cast again in the backward; leave it out"
     ),
-    **_refused(
-        _FLOAT8,
-        "float8",
-        {
-            "enable_fsdp_float8_all_gather": False,
-            "precompute_float8_dynamic_scale_for_fsdp": False,
-            "force_recompute_fp8_weight_in_bwd": False,
-            "recipe_name": None,
-        },
+    "float8.enable_float8_linear": Refused(
+        (False,), 'quantize.linear.float8.recipe_name = "tensorwise" switches float8 on'
     ),
     **_refused(
         _MX,

@@ -31,6 +31,16 @@ RENAMED: dict[str, Renamed] = {
             "training.seed": "debug.seed",
             "training.deterministic": "debug.deterministic",
             "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+            **{
+                f"float8.{key}": f"quantize.linear.float8.{key}"
+                for key in (
+                    "enable_fsdp_float8_all_gather",
+                    "precompute_float8_dynamic_scale_for_fsdp",
+                    "recipe_name",
+                    "filter_fqns",
+                    "emulate",
+                )
+            },
         },
     ),
     **_renamed(

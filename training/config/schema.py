@@ -12,6 +12,7 @@ from training.config.sections.checkpoint import Checkpoint
 from training.config.sections.model import Model, Training, Validation
 from training.config.sections.optimization import LRScheduler, Optimizer
 from training.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
+from training.config.sections.quantize import Quantize
 from training.config.sections.run import Comm, Debug, Experimental, Job, Metrics, Profiling
 from training.config.toml import write_toml
 
@@ -29,6 +30,7 @@ class JobConfig:
     ddp: DDP = field(default_factory=DDP)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -9,14 +9,14 @@ import tomli
 from training.config.errors import ConfigError
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
+def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
+    """Parse a TOML file, which is called `what` in messages.
 
     Raises:
-        ConfigError: no such file (with the job files beside it), not text, or not TOML (with line and column).
+        ConfigError: no such file (with those beside it), not text, or not TOML (with line and column).
     """
     if not path.is_file():
-        reason = "is a folder, not a job file" if path.is_dir() else "no such job file"
+        reason = f"is a folder, not a {what}" if path.is_dir() else f"no such {what}"
         folder = path if path.is_dir() else path.parent
         beside = sorted(str(other) for other in folder.glob("*.toml"))
         raise ConfigError(f"{path}: {reason}" + (f"; there are {', '.join(beside)}" if beside else ""))
@@ -32,20 +32,21 @@ def write_toml(tables: dict[str, dict[str, Any]]) -> str:
     """Write tables, by dotted name, as TOML; None values are left out, which TOML has no word for."""
     blocks = []
     for name, table in tables.items():
-        lines = [f"{key} = {_value(value)}" for key, value in table.items() if value is not None]
+        lines = [f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None]
         blocks.append("\n".join([f"[{name}]", *lines]))
     return "\n\n".join(blocks) + "\n"
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Write one value as TOML that reads back as an equal one."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_string(key)} = {_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_string(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)
 
 

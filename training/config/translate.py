@@ -17,6 +17,10 @@ from training.config.values import from_text, from_toml, is_flag, show
 PENDING = {"training.context_len": int, "training.dataset_name": str}
 """flame's keys, and their types, that mean something only beside others: see `load`."""
 
+CONVERTERS = "model.converters"
+_FLOAT8_CONVERTERS = ("quantize.linear.float8", "float8")
+"""torchtitan's names, in 0.2 and before, of the converter that is a section of its own here."""
+
 
 class Layer:
     """Values of one source, by today's keys.
@@ -43,6 +47,8 @@ class Layer:
             self.pending[key] = read(raw, PENDING[key], where)
         elif key == "model.name" and raw == "fla":
             self.notes.append(f'{where} = "fla" (flame): the architecture is read from model.config')
+        elif key == CONVERTERS and _is_float8(raw, read, where):
+            self.pending[key] = where
         elif key in REFUSED:
             self._refuse(key, raw, read, where)
         else:
@@ -67,6 +73,11 @@ class Layer:
         raise ConfigError(f"{where} = {show(raw)} is not supported: {reason}")
 
 
+def _is_float8(raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
+    names = read(raw, list[str], where)
+    return len(names) == 1 and names[0] in _FLOAT8_CONVERTERS
+
+
 def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
     try:
         return read(raw, list[str] if isinstance(off, list) else type(off), where) == off
@@ -77,7 +88,7 @@ def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, str], Any], where: str
 def read_tables(document: dict[str, Any], source: str) -> Layer:
     """Return the layer of a parsed TOML document; `source` is the file's name, for messages."""
     layer = Layer()
-    for key, raw in _flatten(document, "", source):
+    for key, raw in flatten(document, "", source):
         layer.add(key, raw, from_toml, f"{source}: {key}")
     return layer
 
@@ -112,14 +123,14 @@ def unknown(key: str) -> str:
     if key in _sections():
         return f"is a section, not a key; write [{key}]"
     if not section:
-        elsewhere = _nearest(name, {key.name: dotted for dotted, key in reversed(keys().items())})
+        elsewhere = nearest(name, {key.name: dotted for dotted, key in reversed(keys().items())})
         return "stands in no section" + (f"; did you mean {elsewhere}?" if elsewhere else "")
     if section not in _sections():
         return unknown_section(section)
     own = {key.name: dotted for dotted, key in keys().items() if key.section == section}
     old = {k.rpartition(".")[2]: k for k in [*RENAMED, *REFUSED] if k.rpartition(".")[0] == section}
     same_name = [dotted for dotted in keys() if dotted.endswith("." + name)]
-    meant = same_name[0] if same_name else _nearest(name, own) or _nearest(name, old)
+    meant = same_name[0] if same_name else nearest(name, own) or nearest(name, old)
     if meant:
         return f"no such key; did you mean {meant}?"
     return f"no such key; [{section}] has {', '.join(own) or 'none'}"
@@ -128,13 +139,14 @@ def unknown(key: str) -> str:
 def unknown_section(section: str) -> str:
     """Say that there is no such section, and which one may be meant."""
     names = {key.section: key.section for key in keys().values()}
-    meant = _nearest(section, names)
+    meant = nearest(section, names)
     return f"no section [{section}]; " + (
         f"did you mean [{meant}]?" if meant else f"there are {', '.join(names)}"
     )
 
 
-def _nearest(name: str, candidates: dict[str, str]) -> str | None:
+def nearest(name: str, candidates: dict[str, str]) -> str | None:
+    """Return what the candidate that looks most like `name` stands for, or None where none does."""
     close = difflib.get_close_matches(name, candidates, n=1)
     return candidates[close[0]] if close else None
 
@@ -148,12 +160,17 @@ def _sections() -> set[str]:
     return found
 
 
-def _flatten(table: dict[str, Any], section: str, source: str) -> Iterable[tuple[str, Any]]:
+def flatten(table: dict[str, Any], section: str, source: str) -> Iterable[tuple[str, Any]]:
+    """Yield the dotted keys below `section` of a parsed TOML document, with their values, unread.
+
+    Raises:
+        ConfigError: a section that nobody knows; `source` begins the message.
+    """
     for name, value in table.items():
         key = f"{section}.{name}".lstrip(".")
         if isinstance(value, dict) and key not in keys():
             if key not in _sections():
                 raise ConfigError(f"{source}: {unknown_section(key)}")
-            yield from _flatten(value, key, source)
+            yield from flatten(value, key, source)
         else:
             yield key, value

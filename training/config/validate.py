@@ -20,6 +20,7 @@ def check_values(job: JobConfig) -> None:
         _schedule,
         _recomputation,
         _compile,
+        _float8,
         _validation,
         _checkpoint,
         _profiling,
@@ -179,11 +180,38 @@ def _compile(job: JobConfig) -> Iterator[str]:
                 (parallel.tensor_parallel_degree > 1, "parallelism.tensor_parallel_degree above 1"),
                 (parallel.enable_sequence_parallel, "parallelism.enable_sequence_parallel = true"),
                 (_model_is_compiled(job), 'compile.enable = true with "model" in compile.components'),
+                (job.compile.backend == "inductor", 'compile.backend = "inductor"'),
+                # Otherwise the last shard is padded, and in each block padding stands before each product.
+                (
+                    job.training.seq_len % parallel.tensor_parallel_degree == 0,
+                    "training.seq_len to be a multiple of parallelism.tensor_parallel_degree",
+                ),
             )
             if not holds
         ]
         if wrong:
             yield f"parallelism.enable_async_tensor_parallel = true needs {' and '.join(wrong)}"
+    elif parallel.async_tensor_parallel_unfused != "error":
+        yield (
+            f'parallelism.async_tensor_parallel_unfused = "{parallel.async_tensor_parallel_unfused}" does nothing without '
+            "parallelism.enable_async_tensor_parallel = true"
+        )
+
+
+def _float8(job: JobConfig) -> Iterator[str]:
+    section, float8 = "quantize.linear.float8", job.quantize.linear.float8
+    if float8.recipe_name is None:
+        # filter_fqns alone stands in jobs of torchtitan, which has another switch.
+        flags = [key for key, value in vars(float8).items() if value is True]
+        if flags:
+            yield f"{section}.{flags[0]} = true, and nothing is float8; set {section}.recipe_name, or leave it out"
+        return
+    tokens = job.training.local_batch_size * job.training.seq_len
+    if tokens % 16:
+        yield (
+            f"training.local_batch_size x training.seq_len = {job.training.local_batch_size} x {job.training.seq_len} = "
+            f"{tokens} tokens: float8 multiplies over multiples of 16; {near_multiples(tokens, 16)} would work"
+        )
 
 
 def _model_is_compiled(job: JobConfig) -> bool:

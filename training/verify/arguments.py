@@ -2,8 +2,9 @@
 
 import argparse
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from training.verify.errors import VerifyError
 
@@ -19,13 +20,19 @@ over a process group, which GPU kernels need:
 
 exit status: 0 proved, 1 wrong, 2 can't be asked (one line says why)"""
 
+_ASYNC_TP_EXAMPLES = """\
+  python -m plans async-tp qwen3 --tp 2
+  python -m plans async-tp configs/gla_1.3B.toml --tp 8
+
+exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 can't be asked (one line says why)"""
+
 
 @dataclass(frozen=True)
 class Request:
     """What is to be proved. None: not given."""
 
     command: str
-    """verify or list."""
+    """verify, list or async-tp."""
 
     subject: str | None = None
     all: bool = False
@@ -36,6 +43,7 @@ class Request:
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
     float8: str | None = None
+    float8_filter: tuple[str, ...] = ()
     layers: int | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
@@ -60,10 +68,10 @@ def parse(argv: list[str]) -> Request:
     """
     parser = _Parser(
         prog="python -m plans",
-        description="Prove that a plan splits a model right, or list the plans.",
+        description="Prove that a plan splits a model right, list the plans, or say what async tensor parallelism fuses.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", metavar="{verify,list}", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True)
     commands.add_parser("list", help="the registered plans, with their model types and token mixers")
     _add_verify(
         commands.add_parser(
@@ -75,9 +83,22 @@ def parse(argv: list[str]) -> Request:
             allow_abbrev=False,
         )
     )
+    _add_async_tp(
+        commands.add_parser(
+            "async-tp",
+            help="which collectives async tensor parallelism would fuse with matrix products",
+            description="Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would "
+            "fuse with matrix products, and say what stands between the others and theirs.",
+            epilog=_ASYNC_TP_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
     request = Request(**vars(parser.parse_args(argv)), words=shlex.join(argv))
-    if request.command == "verify" and (request.subject is None) != request.all:
-        raise VerifyError("verify takes either a SUBJECT or --all; see python -m plans verify --help")
+    if request.command != "list" and (request.subject is None) != request.all:
+        raise VerifyError(
+            f"{request.command} takes either a SUBJECT or --all; see python -m plans {request.command} --help"
+        )
     for option in ("model", "flavor", "plan", "layers", "vocab_size"):
         if request.all and (value := getattr(request, option)) is not None:
             raise VerifyError(f"--{option.replace('_', '-')} {value}: goes with one SUBJECT, not with --all")
@@ -102,7 +123,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )
     add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
     add("--sequence-parallel", action=flag, help="the stream sharded over the sequence; default: both")
-    add("--float8", type=_float8, metavar="RECIPE", help="only none: no plan has a float8 variant")
+    _add_float8(add, "against the whole model in float8")
     add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
     add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
     add("--seq-len", **size, help="tokens in a sequence; default 16, or what an image needs")
@@ -113,6 +134,45 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="over the processes that torchrun started, none simulated",
     )
+    add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+
+
+def _add_float8(add: Callable[..., Any], what: str) -> None:
+    recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+    add(
+        "--float8",
+        choices=recipes,
+        metavar="RECIPE",
+        help=f"{what}: {', '.join(recipes[1:])}; default: none, or the job's",
+    )
+    add(
+        "--float8-filter",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="A,B",
+        help="parts of names of Linear modules that are not float8",
+    )
+
+
+def _add_async_tp(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    size = {"type": _positive, "metavar": "N"}
+    add(
+        "subject",
+        nargs="?",
+        metavar="SUBJECT",
+        help="as for verify: a named model, a job, a config.json, a plan",
+    )
+    add("--all", action="store_true", help="every named model, one after the other, in its debug size")
+    add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
+    add("--flavor", metavar="NAME", help="size of a named model; default debug")
+    add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
+    add("--tp", dest="degrees", type=_degrees, metavar="2,4,8", help="degrees; default: the job's, or 2")
+    _add_float8(add, "in float8")
+    add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
+    add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
+    add("--seq-len", **size, help="tokens in a sequence; default 128, or what an image needs")
+    add("--batch-size", **size, default=2, help="sequences; default 2")
     add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
 
 
@@ -127,14 +187,6 @@ def _degrees(text: str) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdigit() and int(word) > 1 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of degrees above 1, such as 2 or 2,4,8")
     return tuple(dict.fromkeys(map(int, words)))
-
-
-def _float8(text: str) -> str:
-    if text != "none":
-        raise argparse.ArgumentTypeError(
-            f"no plan has a float8 variant, so {text!r} can't be proved; leave it out, or say none"
-        )
-    return text
 
 
 def _dtype(text: str) -> str:

@@ -68,10 +68,11 @@ def cut(source: Source, layers: int | None, vocab_size: int | None) -> Cut:
 
 def _kinds(model: nn.Module) -> list[Any]:
     """What each block is, but for its weights' values and its number."""
-    return [_kind(model.get_submodule(name)) for name in find_layers(model)]
+    return [kind(model.get_submodule(name)) for name in find_layers(model)]
 
 
-def _kind(block: nn.Module) -> Any:
+def kind(block: nn.Module) -> Any:
+    """Return what a block is, but for its weights' values and its number: equal for blocks of one kind."""
     return tuple(
         (
             name,

@@ -1,7 +1,7 @@
 """From the command line to an exit status.
 
-0          proved, or printed what was asked for
-1          wrong
+0          proved, all fused that can be, or printed what was asked for
+1          wrong, or not all fused
 2          it can't be asked as written: one line says why
 128 + N    stopped by signal N
 """
@@ -32,6 +32,10 @@ def main(argv: list[str]) -> int:
 
                 print(listing())
                 return 0
+            if request.command == "async-tp":
+                from training.async_tp.main import main as async_tp
+
+                return async_tp(request)
             return _verify(request, rank)
     except UserError as error:
         return refuse(error, rank)

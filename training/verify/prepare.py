@@ -1,5 +1,6 @@
 """From a model's source to what a proof runs on: the model, its dtype, its inputs."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 import models
+from parallel import Float8, ParallelError
+from parallel.order import convert
 from plans.proof.sample import token_ids
 from plans.user_code import told_in_one_line
 from training.verify.arguments import Request
@@ -16,6 +19,8 @@ from training.verify.cut import cut
 from training.verify.errors import VerifyError
 from training.verify.group import Ranks
 from training.verify.source import Source, build
+
+_OPTION = re.compile(r"filter_fqns")
 
 _TOKENS = 16
 """In a sequence, where no image needs more: two to a rank at degree 8."""
@@ -46,8 +51,14 @@ class Prepared:
         return token_ids(self.model, self.batch_size, self.seq_len, 1, 0)
 
 
-def prepare(source: Source, request: Request, ranks: Ranks) -> Prepared:
+def prepare(source: Source, request: Request, ranks: Ranks, float8: Float8) -> Prepared:
     """Settle what is proved, before anything large is built.
+
+    Args:
+        source: where the model comes from.
+        request: the command line.
+        ranks: where it is proved.
+        float8: which of its Linear modules are converted.
 
     Raises:
         UserError: the model can't be built as asked.
@@ -67,11 +78,26 @@ def prepare(source: Source, request: Request, ranks: Ranks) -> Prepared:
         cut_config = config
 
         def make() -> nn.Module:
-            return build(cut_config, dtype, ranks.device)
+            model = build(cut_config, dtype, ranks.device)
+            if float8.recipe is not None:
+                convert(model, float8, ranks.device.type)
+            return model
 
+    if float8.recipe is not None:
+        notes.append(_converted(model, float8, ranks))
     seq_len = request.seq_len or _sequence(config)
     notes += _unseen(config, seq_len)
     return Prepared(model, make, config, dtype, request.batch_size, seq_len, tuple(notes))
+
+
+def _converted(model: nn.Module, float8: Float8, ranks: Ranks) -> str:
+    """Convert `model`, and say so."""
+    try:
+        done = convert(model, float8, ranks.device.type)
+    except ParallelError as error:
+        raise VerifyError(_OPTION.sub("--float8-filter", str(error))) from error
+    left = f", {len(done.filtered)} are not" if done.filtered else ""
+    return f"{len(done.converted)} Linear modules are float8 ({done.recipe}), whole and split{left}"
 
 
 def _made(source: Source, request: Request, ranks: Ranks) -> nn.Module:

@@ -70,7 +70,7 @@ def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str]
     """
     start = time.perf_counter()
     tell("the model")
-    prepared = prepare(subject.source, request, ranks)
+    prepared = prepare(subject.source, request, ranks, subject.float8)
     model = prepared.model
     split = _accepted(model, subject, ranks)
     if ranks.device.type == "cpu" and isinstance(model, PreTrainedModel):

@@ -4,12 +4,15 @@ How the model is built, and cut to fewer layers, is `training.verify.source`'s.
 """
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import models
+from parallel import Float8
 from plans import TPPlan, registered_plans
 from plans.custom import PlanSource
+from training.config import JobConfig
 from training.verify.arguments import Request
 from training.verify.errors import VerifyError
 from training.verify.imports import import_module, load_attribute
@@ -29,6 +32,11 @@ class Subject:
     degrees: tuple[int, ...] | None = None
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
+    seq_len: int | None = None
+    """Tokens in a job's sequence."""
+
+    float8: Float8 = field(default_factory=Float8)
+    """Which Linear modules are float8 in the whole model and in the split one."""
 
 
 def every_model() -> list[str]:
@@ -52,7 +60,7 @@ def find_subject(words: str, request: Request) -> Subject:
     elif words.endswith(".toml"):
         subject = _job(words, request)
     else:
-        subject = Subject(_model(words, request.flavor, "verify"))
+        subject = Subject(_model(words, request.flavor, request.command))
     if request.plan is not None:
         if is_plan:
             raise VerifyError(f"--plan {request.plan}: {words} is a plan already; leave one of them out")
@@ -62,7 +70,22 @@ def find_subject(words: str, request: Request) -> Subject:
         for key in ("degrees", "loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
-    return replace(subject, **chosen)
+    return _with_float8(replace(subject, **chosen), request)
+
+
+def _with_float8(subject: Subject, request: Request) -> Subject:
+    """Take the recipe that was asked for in place of a job's, and its filter."""
+    if request.float8 is not None:
+        none = request.float8 == "none"
+        recipe: Any = {"recipe": request.float8, "emulate": True}
+        subject = replace(subject, float8=Float8() if none else replace(subject.float8, **recipe))
+    if request.float8_filter:
+        if subject.float8.recipe is None:
+            raise VerifyError(
+                f"--float8-filter {','.join(request.float8_filter)}: nothing is float8; add --float8 tensorwise, for one"
+            )
+        subject = replace(subject, float8=replace(subject.float8, filter_fqns=request.float8_filter))
+    return subject
 
 
 def _model(words: str, flavor: str | None, option: str) -> Source:
@@ -82,7 +105,8 @@ def _model(words: str, flavor: str | None, option: str) -> Source:
     close = difflib.get_close_matches(words, names, n=1)
     raise VerifyError(
         f"{option} {words}: no such model{f'; did you mean {close[0]}?' if close else ''} "
-        f"There are {', '.join(names)}; or give {_FORMS if option == 'verify' else 'a config.json, or module:callable'}"
+        f"There are {', '.join(names)}; or give "
+        f"{'a config.json, or module:callable' if option.startswith('--') else _FORMS}"
     )
 
 
@@ -112,14 +136,27 @@ def _job(path: str, request: Request) -> Subject:
         (degree,),
         not job.parallelism.disable_loss_parallel,
         job.parallelism.enable_sequence_parallel,
+        job.training.seq_len,
+        _float8(job),
+    )
+
+
+def _float8(job: JobConfig) -> Float8:
+    """The job's, emulated; without FSDP's part, which splits no product."""
+    from training.strategy import strategy
+
+    options = strategy(job).float8
+    return replace(
+        options, emulate=options.recipe is not None, fsdp_all_gather=False, precompute_scales=False
     )
 
 
 def _own_plan(words: str, request: Request) -> Subject:
-    plan = load_attribute(words, "verify")
+    plan = load_attribute(words, request.command)
     if not (isinstance(plan, dict) or (isinstance(plan, type) and issubclass(plan, TPPlan))):
         raise VerifyError(
-            f"verify {words}: neither a TPPlan class nor a dict of module names and styles; a model goes to --model"
+            f"{request.command} {words}: neither a TPPlan class nor a dict of module names and styles; a model goes to "
+            "--model"
         )
     if request.model is not None:
         return Subject(_model(request.model, request.flavor, "--model"), plan)
@@ -127,10 +164,10 @@ def _own_plan(words: str, request: Request) -> Subject:
         t for t, registered in registered_plans().items() if registered is plan and t in models.available()
     ]
     if len(named) == 1:
-        return Subject(_model(named[0], request.flavor, "verify"), plan)
+        return Subject(_model(named[0], request.flavor, request.command), plan)
     why = f"is registered for {' and '.join(named)}" if named else "is registered for no named model"
     raise VerifyError(
-        f"verify {words}: {why}; say which model it splits by --model: {', '.join(named or models.available())}, "
+        f"{request.command} {words}: {why}; say which model it splits by --model: {', '.join(named or models.available())}, "
         "path/to/config.json, or module:callable that returns an nn.Module"
     )
 

@@ -63,6 +63,9 @@ class Parallelism:
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
 
+    async_tensor_parallel_unfused: Literal["error", "warn"] = "error"
+    """Under enable_async_tensor_parallel, what follows where none of it was overlapped in the first step."""
+
     pipeline_parallel_degree: PositiveInt = 1
     """Processes over which the layers are spread; 1 is what works today."""
 

@@ -44,6 +44,9 @@ class Metrics:
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases, too (WANDB_PROJECT, WANDB_RUN_NAME, ... are read from the environment)."""
 
+    enable_jsonl: bool = False
+    """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object a logged step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profiling:

@@ -1,0 +1,89 @@
+"""Where the graphs of a compiled block end that holds modules of flash-linear-attention: at its kernels, and only there.
+
+FLA takes its kernels out of every graph (`torch.compiler.disable`), but one call too deep: inside of autograd
+Functions, where a graph can't be taken up again. What stands around a kernel there (a guard of its inputs, a
+reshape) would become graphs of an operator or two, each with guards to check at every call and with a place among the
+compilations of one function that torch counts. So the module around such a kernel leaves the graph whole.
+"""
+
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def holds_fla(module: nn.Module) -> bool:
+    """Whether `module` is, or holds, a module of flash-linear-attention or of a class derived from one."""
+    return any(_of_fla(type(inner)) for inner in module.modules())
+
+
+def end_graphs_at_kernels(block: nn.Module) -> None:
+    """Take the modules of `block` out of its graphs that are nothing but calls of kernels that FLA takes out.
+
+    The rest of the block then is one graph from kernel to kernel, whatever modules lie between: a collective at
+    a region's border stands in one graph with the product that reads it. That needs torch's setting
+    `nested_graph_breaks`, which is the process's and read when a block first runs.
+    """
+    for module in block.modules():
+        cls = type(module)
+        if _of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
+            module.__class__ = _out_of_graphs(cls)
+    torch._dynamo.config.nested_graph_breaks = True
+
+
+def _of_fla(cls: type) -> bool:
+    return any(base.__module__.startswith("fla.") for base in cls.__mro__)
+
+
+@cache
+def _leads_out(cls: type[nn.Module]) -> bool:
+    """Whether the forward of `cls` leads to a function that is out of every graph, by the names that its code mentions."""
+    if _is_out(cls.forward):
+        return False  # as it is
+    seen: set[int] = set()
+    waiting: list[Any] = [cls.forward]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _is_out(value):
+            return True
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            waiting.append(value.forward)
+        function = inspect.unwrap(value) if callable(value) else value
+        if isinstance(function, FunctionType) and function.__module__.startswith("fla."):
+            waiting += [
+                function.__globals__[name]
+                for name in _names(function.__code__)
+                if name in function.__globals__
+            ]
+    return False
+
+
+def _is_out(value: Any) -> bool:
+    return getattr(value, "_torchdynamo_disable", False) is True
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+@cache
+def _out_of_graphs(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass `cls`, under the same name, with a forward that no graph holds; one for all blocks, which share graphs."""
+    namespace = {
+        "forward": torch.compiler.disable(
+            cls.forward, reason=f"{cls.__name__} calls a kernel of flash-linear-attention"
+        ),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
+    return type(cls.__name__, (cls,), namespace)

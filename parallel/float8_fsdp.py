@@ -1,0 +1,32 @@
+"""FSDP2 that gathers weights in float8: a quarter of float32's bytes, half of bfloat16's.
+
+torchao makes each converted weight a tensor that FSDP2 casts before its all-gather, and hands to the product as it
+arrives. Its scale must be that of the whole weight: `float8_scales`, or else sought in each gather.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+
+def gather_in_float8(model: nn.Module) -> None:
+    """Let `model`, sharded by `fsdp.shard` and converted with `fsdp_all_gather`, gather its weights in float8."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_Bytes())
+
+
+class _Bytes(DefaultAllGather):
+    """An all-gather of bytes, which every backend knows; gloo has no float8."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        out, shard = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (output_tensor, input_tensor))
+        return super().__call__(out, shard, group, async_op)

@@ -1,0 +1,228 @@
+"""Every registered architecture compiled under tensor parallelism: losses, graphs, graph breaks, and the table of them.
+
+    PYTHONPATH=. python tests/compiled.py --page     # writes the table into docs/compile.md; a few minutes
+
+Two gloo ranks, sequence and loss parallel, AdamW. Blocks are those of the debug flavors, of one size, so that
+inductor compiles few kernels: it takes a C++ compiler seconds for each.
+"""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import worlds
+
+PAGE = Path(__file__).parents[1] / "docs" / "compile.md"
+BEGIN, END = "<!-- table: tests/compiled.py -->\n", "<!-- end of table -->\n"
+BATCH, LENGTH, STEPS = 2, 16, 3
+OTHER_LENGTHS = (24, 30)
+"""After `LENGTH`, for those of `LENGTHENED`. GLA lays both out in chunks of 32."""
+LENGTHENED = ("gla", "transformer", "gemma3_text")
+
+_FLA = {"hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
+_TEXT = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+}
+_GEMMA = _TEXT | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
+SIZES: dict[str, dict[str, Any]] = {
+    "gla": _FLA,
+    "transformer": _FLA,
+    "llama": _TEXT,
+    "mistral": _TEXT,
+    "qwen2": {name: value for name, value in _TEXT.items() if name != "head_dim"},
+    "qwen3": _TEXT,
+    "gemma3_text": _GEMMA,
+    "gemma3": _GEMMA,
+}
+"""Config fields that differ from the debug flavor of each registered architecture."""
+
+
+class Block(NamedTuple):
+    """What one kind of block became, the first time it ran."""
+
+    name: str
+    kind: str
+    graphs: int
+    breaks: dict[str, int]
+
+
+class Result(NamedTuple):
+    """Of one architecture, on rank 0."""
+
+    eager: list[tuple[float, float]]
+    """Loss and gradient norm of each step."""
+    compiled: list[tuple[float, float]]
+    blocks: list[Block]
+    """One of each kind, in the order in which they ran."""
+    calls: dict[str, int]
+    """How often each block's compiled call ran."""
+    graphs: list[int]
+    """Of the whole process, after each step."""
+    lengths: list[int]
+    """The same, after a step at each of `LENGTH` and `OTHER_LENGTHS`, compiled by aot_eager; empty if not asked for."""
+
+
+def build(name):
+    """Return the two-layer model, the same on every rank."""
+    import models
+    import models.kernels
+
+    models.kernels.install("cpu")
+    config = models.load_config(name, "debug", num_hidden_layers=2, **SIZES[name])
+    return models.build_real(config, dtype=torch.float32)
+
+
+def parallel(name, compiled):
+    """Return the split model, its loss, the optimizer and the manager; `compiled` is a backend, or None."""
+    from parallel import Compile, Degrees, FSDP2Config, ParallelManager
+
+    options = {"compile": Compile(enable=True, backend=compiled)} if compiled else {}
+    manager = ParallelManager(FSDP2Config(**options), Degrees(tp=2), device_type="cpu")
+    model = manager.parallelize(build(name))
+    loss = manager.prepare_loss(manager.cross_entropy)
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-3), manager
+
+
+def step(model, loss, optimizer, manager, seed, length=LENGTH):
+    """Return loss and gradient norm of a training step on tokens (and images) of `seed`."""
+    import models
+
+    inputs = models.sample_inputs(model.config, batch_size=BATCH, seq_len=length, seed=seed)
+    value = loss(model(**inputs, use_cache=False).logits, inputs["input_ids"].roll(-1, 1))
+    value.backward()
+    norm = manager.clip_gradients(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.item(), norm.item()
+
+
+def watch(model):
+    """Record of each compiled block what its calls make; returns the dicts, filled as it runs."""
+    from torch._dynamo.utils import counters
+
+    from parallel.blocks import block_lists
+
+    first: dict[str, Block] = {}
+    calls: Counter[str] = Counter()
+
+    def watched(name, block, compiled):
+        def call(*args, **kwargs):
+            graphs, breaks = counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
+            output = compiled(*args, **kwargs)
+            calls[name] += 1
+            if calls[name] == 1:
+                new = Counter(counters["graph_break"]) - breaks
+                kind = type(block).__name__.removeprefix("FSDP") + variant(block)
+                first[name] = Block(
+                    name,
+                    kind,
+                    counters["stats"]["unique_graphs"] - graphs,
+                    {reason(r): n for r, n in new.items()},
+                )
+            return output
+
+        return call
+
+    for name in (name for names in block_lists(model, "all") for name in names):
+        block = model.get_submodule(name)
+        block._compiled_call_impl = watched(name, block, block._compiled_call_impl)
+    return first, calls
+
+
+def variant(block):
+    """Return what tells layers of one class apart, in Gemma 3: which attention."""
+    sliding = getattr(getattr(block, "self_attn", None), "is_sliding", None)
+    return "" if sliding is None else ", sliding" if sliding else ", full"
+
+
+def reason(text):
+    """Return the class of FLA's whose call ended a graph, or else torch's own words."""
+    ours = re.search(r"reason: (\w+) calls a kernel of flash-linear-attention", text)
+    return ours[1] if ours else text.partition("\n")[0]
+
+
+def run(rank):
+    """Run every architecture on this rank."""
+    from torch._dynamo.utils import counters
+
+    from training.device import prepare_device
+
+    prepare_device()
+    results = {}
+    for name in SIZES:
+        torch._dynamo.reset()
+        counters.clear()
+        eager = parallel(name, None)
+        expected = [step(*eager, seed) for seed in range(STEPS)]
+        compiled = parallel(name, "inductor")
+        first, calls = watch(compiled[0])
+        losses, graphs = [], []
+        for seed in range(STEPS):
+            losses.append(step(*compiled, seed))
+            graphs.append(counters["stats"]["unique_graphs"])
+        results[name] = Result(
+            expected, losses, kinds(first), dict(calls), graphs, lengths(name) if name in LENGTHENED else []
+        )
+    return results
+
+
+def lengths(name):
+    """Return the graphs there are after a step of each length."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = parallel(name, "aot_eager")
+    graphs = []
+    for length in (LENGTH, *OTHER_LENGTHS):
+        step(*model, 0, length)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def kinds(first):
+    """Return the first block of each kind."""
+    found = {}
+    for block in first.values():
+        found.setdefault(block.kind, block)
+    return list(found.values())
+
+
+def table(results):
+    """Return the table of docs/compile.md."""
+    rows = [
+        "| architecture | block | graphs | graph breaks: what ends a graph |",
+        "|---|---|---:|---|",
+    ]
+    for name, result in results.items():
+        for block in result.blocks:
+            breaks = ", ".join(f"{n} x {why}" for why, n in block.breaks.items()) or "none"
+            rows.append(f"| {name} | {block.kind} | {block.graphs or 'that above'} | {breaks} |")
+    return "\n".join(rows) + "\n"
+
+
+def written(page):
+    """Return the table that stands in the page."""
+    return page.partition(BEGIN)[2].partition(END)[0]
+
+
+def main():
+    """Write the table into the page."""
+    if sys.argv[1:] != ["--page"]:
+        print(__doc__)
+        return 2
+    results = worlds.run(run, 2)
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}{table(results)}{END}{rest.partition(END)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Async tensor parallelism without a GPU: what is refused, what is recorded of compiled graphs, what the check says.
+
+That anything is really fused is decided on graphs here (tests/training/test_async_tp_command.py) and was never run.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
+
+import models
+import models.kernels
+from parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, async_tp
+from parallel.fla_graphs import end_graphs_at_kernels
+from parallel.graph_collectives import install_record, installed_record, recording_graphs
+from plans.collectives import Border, Stream
+from plans.proof.simulate import fake_ranks
+
+RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
+WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes
+
+
+def region(border, x, up, down):
+    """An MLP of nothing but its products, between the borders of its region."""
+    return border.leave((border.enter(x) @ up) @ down)
+
+
+@pytest.fixture
+def mesh():
+    with fake_ranks(RANKS):
+        yield Mesh(Degrees(tp=RANKS), "cpu")
+
+
+@pytest.fixture
+def border(mesh):
+    with fresh_cache():
+        stream = Stream(sequence_parallel=True, sequence_dim=1)
+        stream.length = TOKENS
+        yield Border(mesh.get_mesh("tp"), stream)
+        torch._dynamo.reset()
+        inductor.post_grad_custom_post_pass = None
+
+
+def run(border):
+    """Compile the region by inductor, and run it forward and backward."""
+    torch._dynamo.reset()
+    x = torch.randn(BATCH, TOKENS // RANKS, WIDTH, requires_grad=True)
+    up, down = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))
+    torch.compile(region, fullgraph=True)(border, x, up, down).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        (
+            dict(sequence_parallel=False, blocks=False, backend="eager"),
+            "sequence parallelism (set sequence_parallel to true), and compiled blocks (set compile.enable to true, with "
+            '"model" in compile.components), and compile.backend = "inductor"',
+        ),
+        (dict(blocks=True, backend="aot_eager"), 'compile.backend = "inductor"'),
+    ],
+)
+def test_everything_that_is_missing_is_named(options, missing):
+    with pytest.raises(ParallelError) as error:
+        async_tp.refuse(**options)
+    assert (
+        str(error.value) == f"enable_async_tensor_parallel needs {missing}: add what is missing, or drop it"
+    )
+
+
+def test_on_a_cpu_it_is_refused_by_what_the_mesh_is():
+    with fake_ranks(4):
+        with pytest.raises(ParallelError, match="needs CUDA with NCCL: add"):
+            async_tp.refuse(mesh=Mesh(Degrees(tp=2), "cpu"), sequence_parallel=True)
+        with pytest.raises(ParallelError, match="needs tensor_parallel_degree above 1: add"):
+            async_tp.refuse(mesh=Mesh(Degrees(), "cpu"))
+
+
+def test_options_that_wait_for_nothing_are_refused():
+    with pytest.raises(ParallelError, match="async_tensor_parallel_unfused = 'warn': nothing is to be fused"):
+        Compile(enable=True, async_tensor_parallel_unfused="warn")
+    with pytest.raises(ParallelError, match="needs sequence parallelism"):
+        FSDP2Config(compile={"enable": True, "enable_async_tensor_parallel": True}, sequence_parallel=False)
+
+
+def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border):
+    with recording_graphs() as record:
+        run(border)
+    assert [(g.backward, [c.operation for c in g.collectives]) for g in record.graphs] == [
+        (False, ["all_gather", "reduce_scatter"]),
+        (True, ["all_gather", "reduce_scatter"]),
+    ]
+    assert len({g.compile_id for g in record.graphs}) == 1
+    found = record.collectives(border.group[0])
+    assert len(found) == 4
+    assert all(c.received == WHOLE // RANKS and not c.fused and not c.products for c in found)
+    assert record.collectives("another group") == []
+    assert installed_record() is None
+
+
+def test_nothing_fused_is_an_error_or_by_option_a_warning(border, mesh, caplog):
+    with pytest.raises(ParallelError, match="inductor's graphs are not recorded"):
+        async_tp.check_fused(mesh)
+    record = install_record()
+    assert install_record() is record
+    run(border)
+    with pytest.raises(ParallelError, match="none of 4 gathers and scatters in 2 compiled graphs was fused"):
+        async_tp.check_fused(mesh)
+    with caplog.at_level(logging.WARNING):
+        assert async_tp.check_fused(mesh, "warn") == (0, 4)
+    assert "python -m plans async-tp says what is in the way" in caplog.text
+
+
+def test_a_loop_of_ones_own_is_checked_where_its_second_step_begins(border, mesh):
+    model = torch.nn.Linear(2, 2)
+    async_tp.check_at_second_forward(model, mesh)
+    install_record()
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        model(x)
+    model(x)
+    with pytest.raises(ParallelError, match="no gather and no scatter in 0 compiled graphs"):
+        model(x)
+    model(x)  # told once
+
+
+class Own(CustomGraphPass):
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, graph):
+        self.calls += 1
+
+    def uuid(self):
+        return "own"
+
+
+def test_a_hook_of_the_users_own_keeps_working(border):
+    own = Own()
+    inductor.post_grad_custom_post_pass = own
+    with recording_graphs() as record:
+        run(border)
+    assert own.calls == len(record.graphs) == 2
+    assert inductor.post_grad_custom_post_pass == [own]
+
+
+def test_a_record_that_was_replaced_is_an_error(border):
+    with pytest.raises(ParallelError, match="was set anew while graphs were recorded"), recording_graphs():
+        inductor.post_grad_custom_post_pass = Own()
+
+
+def test_a_compile_cache_hides_no_graph(border):
+    with recording_graphs() as record:
+        run(border)
+        run(border)  # the same again, after dynamo has forgotten it
+    assert len(record.graphs) == 4
+    assert record.hidden == 0
+
+
+def test_with_a_cache_kept_what_came_out_of_it_is_counted(border):
+    with recording_graphs(keep_cache=True) as record:
+        run(border)
+        assert (len(record.graphs), record.hidden) == (2, 0)
+        run(border)
+    assert len(record.graphs) == 2
+    assert record.hidden > 0
+
+
+def test_prepared_blocks_of_fla_compute_the_same():
+    models.kernels.install("cpu")
+    config = models.load_config("gla", "debug", num_hidden_layers=1, hidden_size=64, vocab_size=64)
+    whole = models.build_real(config)
+    prepared = copy.deepcopy(whole)
+    with torch._dynamo.config.patch(nested_graph_breaks=False):
+        async_tp.prepare(prepared)
+        (block,) = prepared.model.layers
+        assert block.mlp.fuse_swiglu is False
+        end_graphs_at_kernels(block)
+        block.compile(backend="aot_eager")
+        inputs = models.sample_inputs(config, batch_size=2, seq_len=80, seed=0)
+        results = []
+        for model in (whole, prepared):
+            logits = model(**inputs).logits
+            logits.square().mean().backward()
+            results.append((logits, *(p.grad for p in model.parameters())))
+    torch._dynamo.reset()
+    # float64: another order of the same sums.
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,166 @@
+"""Compile that would do nothing is refused, or an error when it stops; what FLA's kernels leave of a block is few graphs."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import Tiny
+from torch._dynamo.utils import counters
+
+from parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError
+from parallel.compile import apply_compile, compile_loss
+from parallel.compile_limits import RECOMPILATIONS, check_device, count_kinds
+from parallel.fla_graphs import end_graphs_at_kernels
+from parallel.interplay import refuse
+from plans.proof.simulate import fake_ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def config(backend="aot_eager", **options):
+    return SimpleNamespace(backend=backend, enable_async_tensor_parallel=False, **options)
+
+
+def build(name, **sizes):
+    import models
+    import models.kernels
+
+    models.kernels.install("cpu")
+    return models.build_real(models.load_config(name, "debug", **sizes), dtype=torch.float32)
+
+
+def test_switched_off_by_the_environment(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ParallelError, match="TORCHDYNAMO_DISABLE=1 in the environment"):
+        Compile(enable=True)
+    Compile()  # nothing is asked of it
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable"),
+    [("disable", "TORCH_COMPILE_DISABLE"), ("suppress_errors", "TORCHDYNAMO_SUPPRESS_ERRORS")],
+)
+def test_switched_off_by_a_setting(setting, variable):
+    with torch._dynamo.config.patch({setting: True}):
+        for ask in (
+            lambda: Compile(enable=True),
+            lambda: apply_compile(Tiny(), config(), None),
+            lambda: compile_loss(torch.nn.MSELoss(), config()),
+        ):
+            with pytest.raises(ParallelError, match=variable):
+                ask()
+
+
+def inductor(**options):
+    return SimpleNamespace(backend="inductor", **options)
+
+
+NOT_FOR = {
+    "compile.mode = 'reduce-overhead'": (inductor(mode="reduce-overhead"), "cpu"),
+    "compile.mode = 'max-autotune'": (inductor(mode="max-autotune"), "cpu"),
+    "compile.backend = 'cudagraphs'": (SimpleNamespace(backend="cudagraphs"), "cpu"),
+    "'triton.cudagraphs'": (inductor(options={"epilogue_fusion": True, "triton.cudagraphs": True}), "cpu"),
+    "'cpp.simdlen'": (inductor(options={"cpp.simdlen": 1}), "cuda"),
+}
+
+
+@pytest.mark.parametrize("words", NOT_FOR)
+def test_no_use_on_this_device(words):
+    options, device = NOT_FOR[words]
+    with pytest.raises(ParallelError, match=words):
+        check_device(options, device)
+    if "cudagraphs'" not in words or device == "cuda":
+        check_device(options, {"cpu": "cuda", "cuda": "cpu"}[device])
+
+
+def test_refused_before_any_weight_moves():
+    strategy = FSDP2Config(compile=Compile(enable=True, mode="max-autotune", components=("loss",)))
+    with fake_ranks(2), pytest.raises(ParallelError, match="'max-autotune' changes nothing on a CPU"):
+        refuse(Tiny(), Mesh(Degrees(), "cpu"), strategy, None)
+
+
+def test_a_value_of_another_type():
+    with pytest.raises(ParallelError, match="epilogue_fusion, got str should be bool"):
+        Compile(enable=True, options={"epilogue_fusion": "yes"})
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_too_often_is_an_error(fullgraph):
+    model = Tiny()
+    apply_compile(model, config(dynamic=False, fullgraph=fullgraph), None)
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    for length in range(1, 1 + RECOMPILATIONS):
+        model(tokens[:, :length])
+    assert counters["stats"]["unique_graphs"] == RECOMPILATIONS
+    with pytest.raises(
+        ParallelError, match=r"layers.0 was compiled 8 times.*compile.dynamic to true"
+    ) as error:
+        model(tokens[:, : 1 + RECOMPILATIONS])
+    assert "\n" not in str(error.value)
+    model(tokens[:, :3])  # what there is goes on
+
+
+def test_so_is_a_loss():
+    loss = compile_loss(lambda x: x.square().mean(), config(dynamic=False))
+    for length in range(1, 1 + RECOMPILATIONS):
+        loss(torch.ones(length))
+    with pytest.raises(ParallelError, match="something in the loss was compiled 8 times"):
+        loss(torch.ones(1 + RECOMPILATIONS))
+
+
+def test_each_kind_of_block_has_its_share():
+    assert count_kinds(Tiny().layers) == 1
+    gemma = build("gemma3_text", num_hidden_layers=4)
+    assert {layer.self_attn.is_sliding for layer in gemma.model.layers} == {True, False}
+    assert count_kinds(gemma.model.layers) == 2
+
+
+def test_what_leaves_the_graphs_is_the_module_around_a_kernel():
+    model = build("gla", num_hidden_layers=1)
+    block = model.model.layers[0]
+    names, keys = [type(module).__name__ for module in block.modules()], list(model.state_dict())
+    before = {name: type(module) for name, module in block.named_modules()}
+    end_graphs_at_kernels(block)
+    out = [name for name, module in block.named_modules() if type(module) is not before[name]]
+    assert out == ["attn_norm", "attn.g_norm_swish_gate", "mlp_norm", "mlp.swiglu_linear"]
+    assert [type(module).__name__ for module in block.modules()] == names
+    assert list(model.state_dict()) == keys
+    twin = copy.deepcopy(block.attn_norm)
+    with torch.no_grad():
+        twin.weight.zero_()
+    x = torch.randn(2, 3, block.attn_norm.weight.shape[0])
+    assert twin(x).abs().max() == 0 < block.attn_norm(x).abs().max()
+
+
+def test_between_two_kernels_is_one_graph_whatever_modules_lie_there():
+    model = build("gla", num_hidden_layers=2)
+    expected = model(torch.arange(32).reshape(2, 16), use_cache=False).logits
+    apply_compile(model, config(), None)
+    found = model(torch.arange(32).reshape(2, 16), use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32, a few layers
+    # attn_norm | projections, recurrence | gated norm | output | mlp_norm | gate and up | swiglu | sum.
+    assert counters["stats"]["unique_graphs"] == 4
+    # The output's projection and the MLP's norm lie in different modules, gate, up and the border of the MLP too.
+    assert sum(counters["graph_break"].values()) == 4
+
+
+def test_any_length_of_one_chunk_size_is_one_graph():
+    from models.kernels.gla import chunk_gla
+
+    compiled = torch.compile(chunk_gla, backend="aot_eager", dynamic=True, fullgraph=True)
+    for length in (70, 100, 140):
+        x = torch.randn(1, length, 2, 16, requires_grad=True)
+        gates = -torch.rand(1, length, 2, 16)
+        results = []
+        for function in (compiled, chunk_gla):
+            output, _ = function(x, x, x, gates)
+            output.square().sum().backward()
+            results.append((output.detach(), x.grad))
+            x.grad = None
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,301 @@
+"""Every plan in float8, against the whole model in float8, in float64: what quantisation does is the same in both.
+
+Small sizes, all multiples of 16 on each of four ranks, which share key/value heads.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import models.kernels
+import plans.float8_border
+import plans.float8_linear
+from models.samples import build_real, sample_inputs
+from parallel import convert_to_float8
+from plans import PlanError, apply_plan, check_plan, registered_plans
+from plans.float8 import RECIPES, float8_linears, recipe_of
+from plans.llama import LlamaPlan
+from plans.proof import verify
+from plans.proof.modes import exact_float8
+from plans.proof.simulate import ranks
+
+DENSE = dict(
+    hidden_size=64,
+    num_hidden_layers=1,
+    intermediate_size=64,
+    vocab_size=128,
+    head_dim=16,
+    num_key_value_heads=2,
+)
+FLA = dict(hidden_size=256, num_hidden_layers=1, intermediate_size=64, vocab_size=128)
+SMALL = {
+    "transformer": FLA | dict(num_kv_heads=2, qk_norm=True, qkv_bias=True),
+    "gla": FLA | dict(num_kv_heads=2, use_short_conv=True),
+    "llama": DENSE | dict(attention_bias=True, mlp_bias=True),
+    "mistral": DENSE,
+    "qwen2": {k: v for k, v in DENSE.items() if k != "head_dim"} | dict(hidden_size=128),
+    "qwen3": DENSE | dict(tie_word_embeddings=True),
+    "gemma3_text": DENSE,
+    "gemma3": dict(num_hidden_layers=1, vision_config=dict(num_hidden_layers=1)),
+}
+FILTERS = {"gemma3": ("vision_tower",)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpu_kernels():
+    models.kernels.install("cpu")
+
+
+def build(name, recipe, **convert):
+    convert = {"emulate": True, "filters": FILTERS.get(name, ())} | convert
+    model = build_real(models.load_config(name, "debug", **SMALL[name]))
+    convert_to_float8(model, recipe, **convert)
+    return model
+
+
+def prove(name, recipe, **options):
+    config = models.load_config(name, "debug", **SMALL[name])
+    inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
+    return verify(
+        partial(build, name, recipe), inputs=inputs, **{"degrees": [4], "loss_parallel": True} | options
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_tensorwise_equals_the_whole_model(name):
+    """Sequence whole and sharded: then activations are gathered in float8, cast once with the scale of all."""
+    report = prove(name, "tensorwise")
+    assert report.passed, report.table()
+    assert len(report.cases) == 2
+
+
+@pytest.mark.parametrize("name", ["gla", "transformer", "qwen3"])
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_rows_equal_those_of_the_whole_model(name, recipe):
+    report = prove(name, recipe, sequence_parallel=True)
+    assert report.passed, report.table()
+
+
+def test_a_filtered_projection_gathers_plainly():
+    """What is not converted reads the sequence, too, so that it comes as it is; each projection casts for itself."""
+    config = models.load_config("gla", "debug", **SMALL["gla"])
+    inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
+    report = verify(
+        lambda: build("gla", "tensorwise", filters=["gk_proj"]),
+        inputs=inputs,
+        degrees=[2],
+        loss_parallel=True,
+    )
+    assert report.passed, report.table()
+
+
+def test_every_registered_plan_is_here():
+    assert {name for name, plan in registered_plans().items() if plan.__module__.startswith("plans.")} == set(
+        SMALL
+    )
+
+
+# What the proof would find.
+
+
+def own_scales(monkeypatch):
+    plain = plans.float8_linear.all_reduce
+    monkeypatch.setattr(
+        plans.float8_linear,
+        "all_reduce",
+        lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
+    )
+
+
+def own_scale_of_the_shard(monkeypatch):
+    plain = plans.float8_border.all_reduce
+    monkeypatch.setattr(
+        plans.float8_border,
+        "all_reduce",
+        lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
+    )
+
+
+def summands_cast_apart(monkeypatch):
+    monkeypatch.setattr(plans.float8_linear, "_summed", lambda grad, split: grad)
+    monkeypatch.setattr(plans.float8_linear, "_share", lambda result, split: result)
+
+
+@pytest.mark.parametrize("fault", [own_scales, own_scale_of_the_shard, summands_cast_apart])
+def test_a_rank_that_scales_for_itself_is_found(fault, monkeypatch):
+    fault(monkeypatch)
+    report = prove("gla", "tensorwise", sequence_parallel=True)
+    assert not report.passed
+    # One step of float8 is a sixteenth: no rounding of float64.
+    assert max(check.error for check in report.cases[0].checks) > 1e9
+
+
+def test_rows_scaled_by_a_rank_for_itself_are_found(monkeypatch):
+    own_scales(monkeypatch)
+    assert not prove("qwen3", "rowwise", sequence_parallel=True).passed
+
+
+# What a rank computes is torchao's.
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("emulate", [True, False])
+def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
+    split = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
+    split.load_state_dict(whole.state_dict())
+    for model in (whole, split):
+        convert_to_float8(model, recipe, emulate=emulate)
+    plans.float8_linear.split_linear(split[0], plans.float8_linear.Split(("no group", 1)))
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
+    results = []
+    for model in (whole, split):
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        (y * torch.linspace(-1, 1, 48)).sum().backward()
+        results.append((y.detach(), leaf.grad, model[0].weight.grad, model[0].bias.grad))
+    for ours, torchaos in zip(*results, strict=True):
+        assert torch.equal(ours, torchaos)
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    convert_to_float8(model, emulate=True)
+    plans.float8_linear.split_linear(model[0], plans.float8_linear.Split(("no group", 1)))
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(16, 16, requires_grad=True)
+    model(x).sum().backward()
+    assert model[0].weight.grad is None
+    assert x.grad is not None
+
+
+# Refusals.
+
+
+def meta(name, recipe="tensorwise", **overrides):
+    with torch.device("meta"):
+        model = models.build(models.load_config(name, "debug", **SMALL[name] | overrides))
+    convert_to_float8(model, recipe, emulate=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "degree", "words"),
+    [
+        (
+            {"intermediate_size": 96},
+            4,
+            r"mlp.*96 (outputs|inputs).*multiples of 16.*(gate|up|down)_proj'\), or set .* to 2 or 3",
+        ),
+        ({"vocab_size": 144}, 2, r"lm_head \(Float8Linear, 64 in, 144 out\).*filter 'lm_head'\)$"),
+        ({"head_dim": 8, "num_key_value_heads": 4}, 4, r"(k|v)_proj.*32 outputs.*multiples of 16.*to 2$"),
+    ],
+)
+def test_a_share_that_is_not_aligned_is_refused_with_the_degrees_that_do(overrides, degree, words):
+    with pytest.raises(PlanError, match=words):
+        check_plan(meta("llama", **overrides), degree)
+
+
+def test_two_recipes_are_refused():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    convert_to_float8(model, "tensorwise", filters=["1"], emulate=True)
+    other = nn.Sequential(nn.Linear(16, 16))
+    convert_to_float8(other, "rowwise", emulate=True)
+    model[1] = other[0]
+    with pytest.raises(PlanError, match="0 is converted to float8 by the recipe tensorwise and 1 by rowwise"):
+        recipe_of(model)
+
+
+def test_a_config_of_ones_own_is_refused():
+    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
+
+    config = Float8LinearConfig(
+        cast_config_input=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
+        cast_config_weight=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
+    )
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+    with pytest.raises(
+        PlanError, match="0 \\(Float8Linear\\) has a config that is none of tensorwise, rowwise"
+    ):
+        recipe_of(model)
+
+
+def test_the_plan_knows_the_recipe():
+    seen = []
+
+    class Asks(LlamaPlan):
+        def attn_plan(self, attn):
+            seen.append(self.options.float8)
+            return super().attn_plan(attn)
+
+    check_plan(meta("llama", "rowwise"), 2, plan=Asks)
+    assert seen == ["rowwise"]
+
+
+def test_a_proof_in_float32_is_refused():
+    with pytest.raises(PlanError, match=r"rounding of torch\.float32 moves numbers across float8's steps"):
+        prove("llama", "tensorwise", dtype=torch.float32)
+
+
+def test_a_proof_of_products_that_round_is_refused():
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert_to_float8(model)
+    with (
+        pytest.raises(PlanError, match="convert the model with emulate=True"),
+        exact_float8(model, torch.float64),
+    ):
+        pass
+
+
+# Which borders are crossed in float8.
+
+
+def crossings(name, recipe="tensorwise", plan=None, **convert):
+    model = build(name, recipe, **convert)
+    with ranks(2) as mesh:
+        apply_plan(model, mesh, plan=plan)
+    found = {n: m.__dict__.get("_float8_crossing") for n, m in model.named_modules()}
+    return {n.removeprefix("model.layers.0."): tuple(c) for n, c in found.items() if c is not None}
+
+
+def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8():
+    assert crossings("qwen3") == {
+        "self_attn": (None, ""),
+        "self_attn.o_proj": ("", None),
+        "mlp": (None, ""),
+        "mlp.down_proj": ("", None),
+        "lm_head": (None, ""),
+    }
+    assert crossings("gla") == {"attn": (None, None), "mlp": (None, None), "lm_head": (None, "")}
+
+
+def test_what_is_not_float8_says_why():
+    found = crossings("gla", filters=["gk_proj", "down_proj"])
+    assert found["attn"] == ("model.layers.0.attn.gk_proj.0 is not converted, and reads it too", None)
+    assert found["mlp"] == (None, "model.layers.0.mlp.down_proj is not converted, and gives it")
+    found = crossings("qwen3", "rowwise")
+    assert all("rowwise scales the tensors" in why for crossing in found.values() for why in crossing if why)
+
+    class ReadElsewhere(LlamaPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | self.attn_input(float8_input=False)
+
+    found = crossings("llama", plan=ReadElsewhere)
+    assert "float8_input = False" in found["self_attn"][0]
+    assert found["mlp"] == (None, "")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_converted_module_is_called(name):
+    """None is computed by a fused kernel of its parent: `fuse_swiglu` is off where `down_proj` is converted."""
+    model, called = build(name, "tensorwise"), set()
+    for path, module in float8_linears(model).items():
+        module.register_forward_pre_hook(lambda module, args, path=path: called.add(path))
+    config = models.load_config(name, "debug", **SMALL[name])
+    model(**sample_inputs(config, batch_size=1, seq_len=16, seed=0), use_cache=False)
+    assert called == float8_linears(model).keys()

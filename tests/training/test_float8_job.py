@@ -1,0 +1,169 @@
+"""[quantize.linear.float8] of a job: how it is read, what is refused before anything starts, and that it trains."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel import FSDP2Config
+from plans.errors import UserError
+from training.checks import check_job
+from training.config import load_job
+from training.strategy import strategy
+
+ROOT = Path(__file__).parents[2]
+SECTION = "quantize.linear.float8"
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text("all work and no play makes jack a dull boy\n" * 40)
+
+    def load(float8="", *words, model=""):
+        text = (
+            f"[model]\n{model}\n[training]\ndataset_path = 'text'\nseq_len = 64\n[activation_checkpoint]\nmode = 'none'\n"
+            f"[{SECTION}]\n{float8}\n"
+        )
+        (tmp_path / "job.toml").write_text(text)
+        return load_job(["job.toml", *words])
+
+    return load
+
+
+def test_the_section_becomes_the_strategys_options(load):
+    assert strategy(load()).float8 == FSDP2Config().float8
+    job = load(
+        "recipe_name = 'tensorwise'\nfilter_fqns = ['lm_head']\nfilter_unaligned = true\nemulate = true\n"
+        "enable_fsdp_float8_all_gather = true\nprecompute_float8_dynamic_scale_for_fsdp = true"
+    )
+    assert strategy(job).float8.to_dict() == {
+        "recipe": "tensorwise",
+        "filter_fqns": ["lm_head"],
+        "filter_unaligned": True,
+        "emulate": True,
+        "fsdp_all_gather": True,
+        "precompute_scales": True,
+    }
+
+
+def test_torchtitans_template_loads_without_float8(load):
+    """Its configuration files carry a filter, and switch float8 on elsewhere."""
+    assert strategy(load("filter_fqns = ['output']", model="converters = []")).float8.recipe is None
+
+
+@pytest.mark.parametrize("name", ["quantize.linear.float8", "float8"])
+def test_torchtitans_converter_switches_it_on(load, name):
+    job = load(model=f"converters = ['{name}']")
+    assert job.quantize.linear.float8.recipe_name == "tensorwise"
+    assert (
+        'model.converters (torchtitan): read as quantize.linear.float8.recipe_name = "tensorwise"'
+        in job.notes[0]
+    )
+    job = load("recipe_name = 'rowwise'", model=f"converters = ['{name}']")
+    assert job.quantize.linear.float8.recipe_name == "rowwise"
+
+
+MODEL = "name = 'qwen3'\n"
+REFUSED = {
+    "other converter": ("", "converters = ['mx']", 'model.converters = ["mx"] is not supported: only'),
+    "recipe": (
+        "recipe_name = 'fp4'",
+        "",
+        f'{SECTION}.recipe_name = "fp4": expected one of "tensorwise", "rowwise"',
+    ),
+    "no recipe": (
+        "emulate = true",
+        "",
+        f"{SECTION}.emulate = true, and nothing is float8; set {SECTION}.recipe_name",
+    ),
+    "rows gathered": (
+        "recipe_name = 'rowwise'\nenable_fsdp_float8_all_gather = true",
+        "",
+        f"{SECTION}.enable_fsdp_float8_all_gather = true: a weight that is gathered in float8 has one scale, and",
+    ),
+    "scales of no gather": (
+        "recipe_name = 'tensorwise'\nprecompute_float8_dynamic_scale_for_fsdp = true",
+        "",
+        f"set {SECTION}.enable_fsdp_float8_all_gather to true",
+    ),
+    "filter": (
+        "recipe_name = 'rowwise'\nfilter_fqns = ['output']",
+        MODEL,
+        f"{SECTION}.filter_fqns: 'output' is part of no Linear's name; there are q_proj, k_proj, v_proj, o_proj, gate_proj",
+    ),
+    "everything filtered": (
+        "recipe_name = 'rowwise'\nfilter_fqns = ['proj', 'head']",
+        MODEL,
+        "is left by the filters",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_the_jobs_words(load, case):
+    float8, model, words = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        check_job(load(float8, model=model), 1)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_and_degrees(load):
+    with pytest.raises(
+        UserError, match=r"tokens: float8 multiplies over multiples of 16; 112 or 128 would work"
+    ):
+        load("recipe_name = 'rowwise'", "--training.seq_len=15", "--training.local_batch_size=8")
+    job = load("recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=16", model=MODEL)
+    with pytest.raises(UserError, match="tensor_parallel_degree = 16"):
+        check_job(job, 16)
+    (Path("config.json")).write_text(
+        json.dumps(
+            dict(
+                model_type="llama",
+                hidden_size=64,
+                intermediate_size=48,
+                num_attention_heads=4,
+                vocab_size=4096,
+                num_hidden_layers=1,
+            )
+        )
+    )
+    job = load(
+        "recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=2", model="config = 'config.json'"
+    )
+    with pytest.raises(UserError, match=r"mlp.* does not split its 48 outputs into multiples of 16"):
+        check_job(job, 2)
+
+
+def test_a_job_trains_in_float8_and_says_so(tmp_path):
+    words = [
+        *("--model.name", "qwen3", "--training.steps", "2", "--training.local_batch_size", "2"),
+        *("--parallelism.tensor_parallel_degree", "2", "--job.dump_folder", str(tmp_path)),
+        *(
+            f"--{SECTION}.recipe_name",
+            "tensorwise",
+            f"--{SECTION}.emulate",
+            f"--{SECTION}.filter_fqns",
+            "lm_head",
+        ),
+        *("--validation.enable", "false"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "train.py", "configs/gla_debug.toml", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "parallelism.json").read_text())["float8"]
+    assert report["recipe"] == "tensorwise"
+    assert report["emulated"]
+    assert len(report["converted"]) == 28  # seven in each of four blocks
+    assert report["filtered"] == {"lm_head": "filter_fqns has 'lm_head'"}
+    assert report["borders"]["model.layers.0.self_attn"] == {"activations": "in float8"}
+    assert report["borders"]["model.layers.0.mlp.down_proj"] == {"gradients": "in float8"}

@@ -1,0 +1,1 @@
+"""`python -m plans async-tp`: what async tensor parallelism would fuse, decided without a GPU."""
