@@ -5,6 +5,7 @@ DTensor on the TP mesh, and tied weights are one. A `ParallelStyle` that is not 
 does only by doing it: what such a one leaves undone is found afterwards, and is an error then.
 """
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ from plans.collectives import Border
 from plans.custom import PlanSource, resolve_plan
 from plans.errors import PlanError
 from plans.float8 import recipe_of
-from plans.float8_checks import check_float8, float8_crossings
+from plans.float8_checks import check_float8, check_torchao_styles, float8_crossings
 from plans.inputs import begin_stream, guard_inputs
 from plans.local import ParameterMemo
 from plans.plan import Plan, TPOptions, TPPlan
@@ -79,6 +80,7 @@ def _checked(source: TPPlan, model: nn.Module) -> Plan:
     check_tied(styles, model)
     check_degree(list(sizes(styles, source, model)), options)
     check_float8(styles, model, options.degree)
+    check_torchao_styles(styles, model)
     return styles
 
 
@@ -107,6 +109,7 @@ def apply_plan(
     options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim, recipe)
     source = resolve_plan(plan, model, options)
     styles = _checked(source, model)
+    check_torchao_styles(styles, model, dist.get_backend(tp_mesh.get_group()))
     tied = tied_parameters(model)
     memo = ParameterMemo()
     for key, crossing in float8_crossings(styles, model).items():

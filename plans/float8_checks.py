@@ -46,6 +46,41 @@ def _sizes(style: ParallelStyle, module: Any) -> Iterator[tuple[str, int, Callab
         yield "inputs", size, lambda d: not size % (d * ALIGNMENT)
 
 
+def check_torchao_styles(
+    plan: Mapping[str, ParallelStyle], model: nn.Module, backend: str | None = None
+) -> None:
+    """Refuse torchao's own float8 styles where they would be wrong, or fail.
+
+    Their guard asks whether scales are dynamic, not whether a tensor has one, so that rows pass it.
+
+    Args:
+        plan: a user's, which may hold any ParallelStyle.
+        model: not yet split.
+        backend: of the TP group; None: not known yet.
+
+    Raises:
+        PlanError: by rows; on what is not converted; over gloo, which has no float8.
+    """
+    recipe = recipe_of(model)
+    for key, style in plan.items():
+        if type(style).__module__ != "torchao.float8.float8_tensor_parallel":
+            continue
+        name, module = type(style).__name__, model.get_submodule(key)
+        converted = any(map(is_float8, module.modules()))
+        for wrong, why in (
+            (not converted, f"{type(module).__name__} is not converted to float8: convert the model first"),
+            (
+                recipe != "tensorwise",
+                f"it gathers with one scale a tensor, and the recipe is {recipe}: take tensorwise",
+            ),
+            (backend == "gloo", "it gathers in float8, which gloo has not"),
+        ):
+            if wrong:
+                raise PlanError(
+                    f"plan key '{key}' ({name}): {why}; or use this project's styles, which do it for any recipe and backend"
+                )
+
+
 class Crossing(NamedTuple):
     """How a sequence crosses the border of a region, or of the head: None for in float8, or why it does not."""
 

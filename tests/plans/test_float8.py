@@ -17,6 +17,7 @@ from models.samples import build_real, sample_inputs
 from parallel import convert_to_float8
 from plans import PlanError, apply_plan, check_plan, registered_plans
 from plans.float8 import RECIPES, float8_linears, recipe_of
+from plans.float8_checks import check_torchao_styles
 from plans.llama import LlamaPlan
 from plans.proof import verify
 from plans.proof.modes import exact_float8
@@ -223,6 +224,30 @@ def test_a_config_of_ones_own_is_refused():
         PlanError, match="0 \\(Float8Linear\\) has a config that is none of tensorwise, rowwise"
     ):
         recipe_of(model)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            "rowwise",
+            "gathers with one scale a tensor, and the recipe is rowwise: take tensorwise; or use this project's",
+        ),
+        (None, "Linear is not converted to float8: convert the model first"),
+    ],
+)
+def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
+
+    class Theirs(LlamaPlan):
+        def mlp_plan(self, mlp):
+            return super().mlp_plan(mlp) | {"gate_proj": Float8ColwiseParallel()}
+
+    model = meta("llama", recipe) if recipe else models.build(models.load_config("llama", "debug"))
+    with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel\\): .*{words}"):
+        check_plan(model, 2, plan=Theirs)
+    with pytest.raises(PlanError, match="which gloo has not"):
+        check_torchao_styles({"lm_head": Float8ColwiseParallel()}, meta("llama"), "gloo")
 
 
 def test_the_plan_knows_the_recipe():
