@@ -1,6 +1,6 @@
 """A training step eager, compiled, in float8, and both: tokens/s, peak memory, MFU, and what compiling costs.
 
-    python -m benchmarks.compile [--models gla qwen3] [--variants eager compile] [--tp 2] [--rounds 10]
+    python -m benchmarks.compile [--models gla qwen3] [--variants eager compile] [--tp 2] [--rounds 10] [--threads 1]
 
 On a GPU gla-340M, transformer-340M and qwen3-0.6B, bfloat16; without one the debug flavors on the CPU, float32, where
 float8 is emulated: then it shows what that costs, not what float8 gains. Each variant of a model has processes
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--tp", type=int, default=1, help="processes, and devices, that share each layer")
     parser.add_argument("--rounds", type=int, default=10, help=f"timed steps, after {WARM_UP} that are not")
+    parser.add_argument("--threads", type=int, default=0, help="of a process on a CPU; 0: all cores, shared by tp")
     parser.add_argument("--cached", action="store_true", help="use inductor's cache of earlier runs")
     asked = parser.parse_args()
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
@@ -90,7 +91,7 @@ def work(rank: int, turns: Any, device: str, name: str, asked: argparse.Namespac
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(asked.tp), LOCAL_WORLD_SIZE=str(asked.tp)
     )
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.tp))
+    torch.set_num_threads(asked.threads or max(1, (os.cpu_count() or 1) // asked.tp))
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"

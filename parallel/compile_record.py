@@ -167,3 +167,21 @@ def check_compiled(model: nn.Module, places: Places, compilation: CompileRecord)
             raise ParallelError(
                 f"compile: {name} was to be compiled, but ran eagerly: {why}; or switch compile off"
             )
+
+
+def check_beside_blocks(compilation: CompileRecord, *, loss: bool, optimizer: bool) -> None:
+    """Refuse that the loss, or the optimizer's step, was to be compiled and ran eagerly, where that is certain.
+
+    Which of the two a graph is of is not known; each is one graph at least.
+
+    Raises:
+        ParallelError: fewer graphs ran than there are such components.
+    """
+    components = [name for name, asked in (("loss", loss), ("optimizer", optimizer)) if asked]
+    beside = compilation.get(None, Compilation())
+    if beside.graphs + beside.found < len(components):
+        raise ParallelError(
+            f"compile.components has {' and '.join(components)}, but beside the blocks {beside.graphs} graphs were made: "
+            "what trains is not what prepare_loss or prepare_optimizer returned, or torch.compile is switched off; "
+            "use that, or leave it out of components"
+        )

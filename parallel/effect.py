@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from parallel.activation_checkpoint import memory_budget
 from parallel.blocks import block_lists
 from parallel.collective_record import Record, meshes, record_collectives
-from parallel.compile_record import check_compiled, record_compilation
+from parallel.compile_record import Compilation, check_beside_blocks, check_compiled, record_compilation
 from parallel.effect_tables import communication, graphs
 from parallel.errors import ParallelError
 from parallel.float8 import float8_report
@@ -87,17 +87,22 @@ class Effect:
             step: its number, for the report.
 
         Raises:
-            ParallelError: a block that was to be compiled ran eagerly.
+            ParallelError: what was to be compiled ran eagerly.
         """
+        compiled = self.report["compile"]
         with ExitStack() as stack:
             record = stack.enter_context(record_collectives(self.model, self.mesh))
-            compiled = self.report["compile"] is not None and self.report["compile"]["blocks"] > 0
-            compilation = stack.enter_context(record_compilation(record.places)) if compiled else None
+            compilation = None
+            if compiled is not None:
+                compilation = stack.enter_context(record_compilation(record.places))
             yield record
-        if compilation is not None:
-            check_compiled(self.model, record.places, compilation)
-            kinds = graphs(self.model, self.blocks, record.places, compilation)
-            self.report["compile"] |= {"reason": None, "kinds": kinds}
+        if compiled is not None and compilation is not None:
+            if compiled["blocks"]:
+                check_compiled(self.model, record.places, compilation)
+            check_beside_blocks(compilation, loss=compiled["loss"], optimizer=compiled["optimizer"])
+            kinds = graphs(self.model, self.blocks, record.places, compilation) if compiled["blocks"] else []
+            beside = compilation.get(None, Compilation()).graphs
+            compiled |= {"kinds": kinds, "graphs_beside_blocks": beside, "reason": None}
         self.report |= {"measured_after_step": step} | communication(self.model, self.blocks, record)
 
     # What was done to the model.
@@ -150,7 +155,8 @@ class Effect:
             "optimizer": "optimizer" in options.components,
             "async_tensor_parallel": options.enable_async_tensor_parallel,
             "kinds": None,
-            "reason": "no step has ended yet" if compiled else "no block is compiled",
+            "graphs_beside_blocks": None,
+            "reason": "no step has ended yet",
         }
 
     def _data_parallel(self) -> dict[str, Any]:

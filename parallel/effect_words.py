@@ -53,6 +53,8 @@ def after_step(report: Report) -> list[str]:
             parts.append(f"{_of(kind['recompilations'], 'piece')} of code compiled once more")
         ran = f"{kind['ran_compiled']} of {_of(kind['blocks'], kind['class'])} ran compiled"
         lines.append(f"{ran}: {', '.join(parts)}")
+    if beside := (report["compile"] or {}).get("graphs_beside_blocks"):
+        lines.append(f"Beside the blocks {_of(beside, 'graph')} of the loss or the optimizer's step")
     return lines
 
 

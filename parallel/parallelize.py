@@ -77,4 +77,3 @@ def _compile(compile_config: Any) -> Compile:
         backend=compile_config.backend,
         enable_async_tensor_parallel=compile_config.enable_async_tensor_parallel,
     )
-

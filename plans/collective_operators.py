@@ -68,7 +68,9 @@ def operation_of(func: Any, args: Any = ()) -> str | None:
     plain = name.replace("_", "")
     for part, operation in _OPERATIONS.items():
         if part in plain:
-            return "min_reduce" if operation == "all_reduce" and "min" in args[1:2] else operation
+            # A functional one names its reduction second; there a process group's own has the group.
+            reduction = args[1] if len(args) > 1 and isinstance(args[1], str) else None
+            return "min_reduce" if operation == "all_reduce" and reduction == "min" else operation
     raise NotImplementedError(f"operator {func} is not known here, so its bytes would go uncounted")
 
 

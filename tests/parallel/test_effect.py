@@ -144,6 +144,20 @@ def eager_cases():
     }
 
 
+def beside_the_blocks():
+    """Graphs beside the blocks with a compiled loss that is the one that trains; and the error where it is not."""
+    config = FSDP2Config(compile=compiled() | {"components": ["model", "loss"]})
+    manager, model, optimizer = prepared(config, DATA)
+    loss = manager.prepare_loss(manager.cross_entropy)
+    effect = manager.effect()
+    with effect.measuring(1):
+        loss(model(TOKENS).logits, TOKENS, TOKENS.numel()).backward()
+    manager, model, optimizer = prepared(config, DATA)
+    with pytest.raises(ParallelError) as error, manager.effect().measuring(1):
+        step(manager, model, optimizer)
+    return effect.report["compile"]["graphs_beside_blocks"], str(error.value)
+
+
 def eager_errors():
     torch._dynamo.register_backend(failing, name="failing")
     errors = {}
@@ -191,6 +205,7 @@ def on_two_ranks(rank):
     with effect.measuring(1):
         step(manager, model, optimizer)
     results["gla"] = effect.report, counters["stats"]["unique_graphs"], counters["graph_break"].total()
+    results["beside"] = beside_the_blocks()
     results["eager"] = eager_errors()
     return results
 
@@ -331,6 +346,12 @@ def test_what_was_compiled_is_what_the_compiler_counted(two):
     assert min(graphs, breaks) > 1, "its kernels are outside of every graph"
     assert sum(kind["break_reasons"].values()) == breaks
     assert kind["left_eager"] == []
+
+
+def test_a_compiled_loss_that_is_not_the_one_that_trains_is_an_error(two):
+    graphs, error = two["beside"]
+    assert graphs == 1
+    assert error.startswith("compile.components has loss, but beside the blocks 0 graphs were made")
 
 
 WHY = {

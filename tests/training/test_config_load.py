@@ -328,6 +328,15 @@ CONTRADICTIONS = [
         "[parallelism]\nenable_async_tensor_parallel = true",
         "needs parallelism.tensor_parallel_degree above 1 and",
     ),
+    (
+        "[parallelism]\nenable_async_tensor_parallel = true\ntensor_parallel_degree = 2\n[training]\nseq_len = 513\n"
+        "[compile]\nenable = true\nbackend = 'aot_eager'",
+        'needs compile.backend = "inductor" and training.seq_len to be a multiple of parallelism.tensor_parallel_degree',
+    ),
+    (
+        "[parallelism]\nasync_tensor_parallel_unfused = 'warn'",
+        'async_tensor_parallel_unfused = "warn" does nothing without',
+    ),
     ("[checkpoint]\nfolder = ' '", "names no folder"),
     ("[checkpoint]\nload_step = 3", "checkpoint.load_step is given, but"),
     ("[checkpoint]\ninitial_load_path = 'x'", "checkpoint.initial_load_path is given, but"),

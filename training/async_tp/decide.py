@@ -1,7 +1,7 @@
 """One model, decided: split over ranks that do not exist, its blocks' graphs captured, each collective judged."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,11 +86,10 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
         raise VerifyError(
             f"async-tp {request.subject}: {type(model).__name__} has no list of blocks to compile"
         )
-    kinds = {name: kind(model.get_submodule(name)) for name in layers}
+    alike = _alike(model, layers)
     inputs = prepared.inputs()
     with fake_ranks(degree) as mesh:
         apply_plan(model, mesh, plan=subject.plan, loss_parallel=False)
-        alike = _alike(model, kinds)
         _give_values(model)
         async_tp.prepare(model)
         tell("the graphs")
@@ -145,12 +144,11 @@ def _prepare(subject: Subject, request: Request, degree: int) -> Prepared:
     return replace(prepared, seq_len=seq_len, notes=notes)
 
 
-def _alike(model: nn.Module, kinds: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the blocks to capture, each with those like it; where the stream begins, a block has a hook for that."""
+def _alike(model: nn.Module, layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the first block of each kind, with all of its kind: the first of all, where the stream may begin, is one."""
     found: dict[Any, list[str]] = {}
-    for name, kind_of_it in kinds.items():
-        hooks = len(model.get_submodule(name)._forward_pre_hooks)
-        found.setdefault((hooks, kind_of_it), []).append(name)
+    for name in layers:
+        found.setdefault(kind(model.get_submodule(name)), []).append(name)
     return {names[0]: tuple(names) for names in found.values()}
 
 

@@ -73,19 +73,15 @@ def _verdict(graph: Captured, node: torch.fx.Node, region: str, names: "_Names")
     if operation not in _MIRRORED:
         reason = f"the pass fuses no {operation.replace('_', '-')}"
         return Verdict(operation, graph.backward, place, False, (), reason, False)
+    beside = graph.beside[node]
+    fused = names.of((p for p in beside if p._erased), region)
     if node._erased:
-        beside = graph.beside[node]
         left = names.of((p for p in beside if not p._erased), region)
         rest = f"not with {', '.join(left)}" if left else ""
-        return Verdict(
-            operation,
-            graph.backward,
-            place,
-            True,
-            names.of((p for p in beside if p._erased), region),
-            rest,
-            True,
-        )
+        return Verdict(operation, graph.backward, place, True, fused, rest, True)
+    if fused:
+        again = "fused, and issued by itself as well, for what the backward keeps"
+        return Verdict(operation, graph.backward, place, False, fused, again, True)
     products, obstacle, possible = _in_the_way(node, graph.backward, names, region)
     return Verdict(operation, graph.backward, place, False, products, obstacle, possible)
 

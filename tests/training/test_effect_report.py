@@ -20,7 +20,12 @@ CASES = {
         "--quantize.linear.float8.recipe_name=tensorwise",
         "--quantize.linear.float8.emulate",
     ),
-    "compiled": (DEGREE, "--compile.enable", "--compile.backend=aot_eager", "--compile.components=model"),
+    "compiled": (
+        DEGREE,
+        "--compile.enable",
+        "--compile.backend=aot_eager",
+        "--compile.components=model,loss",
+    ),
 }
 
 
@@ -156,6 +161,7 @@ def test_compiled_blocks_communicate_as_eager_ones_do(two):
     (kind,) = compiled["compile"]["kinds"]
     assert (kind["class"], kind["ran_compiled"], kind["blocks"]) == ("GLABlock", 2, 2)
     assert kind["graphs"] > 0
+    assert compiled["compile"]["graphs_beside_blocks"] == 1, "the loss"
     assert eager["compile"] is None
 
 
