@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--tp", type=int, default=1, help="processes, and devices, that share each layer")
     parser.add_argument("--rounds", type=int, default=10, help=f"timed steps, after {WARM_UP} that are not")
-    parser.add_argument("--threads", type=int, default=0, help="of a process on a CPU; 0: all cores, shared by tp")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of a process on a CPU; 0: all cores, shared by tp"
+    )
     parser.add_argument("--cached", action="store_true", help="use inductor's cache of earlier runs")
     asked = parser.parse_args()
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"

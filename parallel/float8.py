@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel.compile import holds_fla
 from parallel.errors import ParallelError
 from plans.checks import tied_parameters
 from plans.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears
+from plans.structure import find_layers, find_mixer, find_mlp
 
 SMALL = "auto_filter_small_kn"
 """A word among the filters, torchtitan's: leave out what torchao's figures say is slower in float8 than in bfloat16."""
@@ -117,7 +119,11 @@ def check_float8_options(recipe: str, emulate: bool, device_type: str) -> None:
     if recipe not in RECIPES:
         raise ParallelError(f"float8.recipe = {recipe!r}: one of {', '.join(RECIPES)}")
     if device_type == "cuda" and not emulate and torch.version.hip is None:
-        has, needs, name = torch.cuda.get_device_capability(), _CAPABILITY[recipe], torch.cuda.get_device_name()
+        has, needs, name = (
+            torch.cuda.get_device_capability(),
+            _CAPABILITY[recipe],
+            torch.cuda.get_device_name(),
+        )
         if has < needs:
             raise ParallelError(
                 f'float8.recipe = "{recipe}" needs CUDA capability {needs[0]}.{needs[1]}, and {name} has '
@@ -237,6 +243,21 @@ def check_calls(model: nn.Module) -> None:
                 )
 
     handles.append(model.register_forward_hook(check))
+
+
+def keep_plain_between_graphs(model: nn.Module) -> None:
+    """Let plans gather in high precision in blocks that are to be compiled into several graphs, FLA's.
+
+    A float8 tensor that one graph hands to another has a gradient in high precision, which the compiler does not
+    expect: GLA's `g_proj` reads the sequence behind the graph break that its kernel makes.
+    """
+    for name in find_layers(model):
+        block = model.get_submodule(name)
+        if holds_fla(block):
+            for part in filter(None, (find_mixer(block), find_mlp(block))):
+                block.get_submodule(part).__dict__["_float8_plain"] = (
+                    "its compiled graphs can't hand a float8 tensor to each other"
+                )
 
 
 def float8_report(model: nn.Module) -> dict[str, Any] | None:

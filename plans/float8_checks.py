@@ -124,6 +124,7 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
             enter = _reason(first, model, "reads it too")
             if isinstance(style, Region) and not style.float8_input:
                 enter = "the plan says that something else reads it, too (float8_input = False)"
+            enter = model.get_submodule(key).__dict__.get("_float8_plain", enter)
         if style.closes:
             leave = _reason(last, model, "gives it")
         found[key] = Crossing(enter, leave)

@@ -77,14 +77,21 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, w, w_scale, mm_config, config: Float8LinearConfig, split: Split):
         cast = _Cast(mm_config, config, split.group)
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
-        x8, x_scale = cast(x, config.cast_config_input, GemmInputRole.INPUT, -1, 1 if split.inputs else None)
+        shape, rows = x.shape, config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
+        flat = x.reshape(-1, shape[-1])
+        # Cast as it comes, where it has one scale: what async tensor parallelism looks for around the product.
+        x8, x_scale = cast(
+            flat if rows else x,
+            config.cast_config_input,
+            GemmInputRole.INPUT,
+            -1,
+            1 if split.inputs else None,
+        )
         held = 0 if split.inputs else 1 if split.outputs else None
         w8, w_scale = cast(w, config.cast_config_weight, GemmInputRole.WEIGHT, 0, held, w_scale)
-        ctx.save_for_backward(x, w, x_scale, w_scale)
+        ctx.save_for_backward(flat, w, x_scale, w_scale)
         ctx.cast, ctx.config, ctx.split, ctx.held, ctx.shape = cast, config, split, held, shape
-        return torch.mm(x8, w8).reshape(*shape[:-1], w.shape[-1])
+        return torch.mm(x8.reshape(-1, shape[-1]), w8).reshape(*shape[:-1], w.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
@@ -124,10 +131,10 @@ class _Cast:
         held: int | None,
         known: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a 2-D tensor in float8, or as it is where the recipe leaves it so, and its scale, if it has just one.
+        """Return a tensor in float8, or as it is where the recipe leaves it so, and its scale, if it has just one.
 
         Args:
-            tensor: cast already, or not.
+            tensor: cast already, or not; 2-D if its rows have scales.
             cast: what the recipe says of it.
             role: in the product.
             over: the dimension whose numbers share a scale where rows or columns have their own.
