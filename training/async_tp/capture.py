@@ -98,9 +98,9 @@ class _Capture:
         with torch.no_grad():
             fake = fake_tensor_prop(module, list(inputs))
         made = make_boxed_func(_Zeros(module.graph))
-        # But for those of one number, such as the scale of a float8 tensor.
+        # But for the scales of float8, which are reduced by minimum.
         collectives = tuple(
-            node for node in module.graph.nodes if kind_of(node) is not None and node.meta["val"].numel() > 1
+            node for node in module.graph.nodes if kind_of(node) is not None and node.args[1:2] != ("min",)
         )
         beside = {node: _beside(node) for node in collectives}
         with V.set_fake_mode(fake):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import models
 from parallel import async_tp
+from parallel.float8 import keep_plain_between_graphs
 from plans import apply_plan
 from plans.proof.simulate import fake_ranks
 from plans.structure import find_layers, find_mixer, find_mlp
@@ -132,6 +133,7 @@ def _prepare(subject: Subject, request: Request, degree: int) -> Prepared:
     """The model as a proof has it, in float32, with enough tokens for what depends on their number."""
     float8 = replace(subject.float8, emulate=False)  # the products that a GPU has
     prepared = prepare(subject.source, replace(request, dtype="float32"), Ranks(torch.device("cpu")), float8)
+    keep_plain_between_graphs(prepared.model)
     if request.seq_len is not None:
         return prepared
     seq_len = -(max(_TOKENS, prepared.seq_len) // -degree) * degree
