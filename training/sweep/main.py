@@ -110,16 +110,20 @@ def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, l
     records = {cell.name: read_record(cell) for cell in cells}
     if rerun is None:
         _refuse_changed(spec, chosen, records)
+    for cell in chosen:
+        record = records[cell.name]
+        if record is not None and (changes(cell, record) or (rerun == "all" and record.state == "finished")):
+            # All of them at once: if this sweep is killed, no table mixes its figures with those of before.
+            shutil.rmtree(cell.folder)
+            records[cell.name] = None
     rows = [_row(cell, records[cell.name]) for cell in cells]
     for cell in chosen:
         number, record = cells.index(cell), records[cell.name]
-        if record is not None and record.state == "finished" and rerun != "all" and not changes(cell, record):
+        if record is not None and record.state == "finished":
             if record.timing_skip_steps != spec.header.timing_skip_steps:
                 _measure(spec, cell, record)
             _tell(rows, number, "finished before")
             continue
-        if record is not None and (changes(cell, record) or record.state == "finished"):
-            shutil.rmtree(cell.folder)  # what other settings left, a checkpoint above all
         record = new_record(cell)
         signum = _run_one(spec, cell, record, lock, lambda text, number=number: _tell(rows, number, text))
         rows[number] = table.Row(cell, record)
