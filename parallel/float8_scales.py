@@ -27,7 +27,9 @@ def seek_scales_together(model: nn.Module, dtype: torch.dtype | None = None) -> 
 class _Scales:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None):
         self.linears = [
-            module for module in float8_linears(model).values() if isinstance(module._parameters["weight"], DTensor)
+            module
+            for module in float8_linears(model).values()
+            if isinstance(module._parameters["weight"], DTensor)
         ]
         self.dtype = dtype
 
@@ -36,7 +38,7 @@ class _Scales:
         from torchao.float8.float8_utils import amax_to_scale
 
         weights: list[DTensor] = [linear._parameters["weight"] for linear in self.linears]
-        stored = [weight._local_tensor for weight in weights]
+        stored: list[Any] = [weight._local_tensor for weight in weights]
         wrapped = hasattr(stored[0], "_precomputed_scale")  # which FSDP2 gathers in float8
         if wrapped:
             stored = [tensor._tensor for tensor in stored]
@@ -53,6 +55,6 @@ class _Scales:
         scales = amax_to_scale(largest, self.linears[0].config.cast_config_weight.target_dtype)
         for linear, weight, scale in zip(self.linears, weights, scales, strict=True):
             if wrapped:
-                weight._local_tensor._precomputed_scale = scale
+                weight._local_tensor._precomputed_scale = scale  # pyrefly: ignore[missing-attribute]
             else:
                 linear._weight_scale = scale

@@ -113,7 +113,9 @@ class ParallelManager:
         compiled = self._compiled("loss")
         if compiled is None:
             return loss
-        self.mesh.get_mesh("dp")  # made now: if the compiled loss made it, its second call would be compiled again
+        self.mesh.get_mesh(
+            "dp"
+        )  # made now: if the compiled loss made it, its second call would be compiled again
         return compile_loss(loss, compiled)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

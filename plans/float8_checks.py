@@ -103,8 +103,7 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
     otherwise = f"{recipe} scales the tensors of each product along other dimensions: cast in each module"
     found: dict[str, Crossing] = {}
     for key, style in plan.items():
-        borders = isinstance(style, (Region, VocabHead)) or (isinstance(style, Rowwise) and style.closes)
-        if not borders:
+        if not isinstance(style, (Region, Rowwise, VocabHead)) or not (style.closes or _enters(style)):
             continue
         linears = {
             k: s
@@ -116,11 +115,10 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
         if not any(is_float8(model.get_submodule(k)) for k in linears):
             continue
         if recipe != "tensorwise":
-            enters = isinstance(style, (Region, VocabHead))
-            found[key] = Crossing(otherwise if enters else "", otherwise if style.closes else "")
+            found[key] = Crossing(otherwise if _enters(style) else "", otherwise if style.closes else "")
             continue
         enter = leave = ""
-        if isinstance(style, (Region, VocabHead)):
+        if _enters(style):
             enter = _reason(first, model, "reads it too")
             if isinstance(style, Region) and not style.float8_input:
                 enter = "the plan says that something else reads it, too (float8_input = False)"
@@ -129,6 +127,10 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
             leave = _reason(last, model, "gives it")
         found[key] = Crossing(enter, leave)
     return found
+
+
+def _enters(style: ParallelStyle) -> bool:
+    return isinstance(style, (Region, VocabHead))
 
 
 def _reason(keys: list[str], model: nn.Module, what: str) -> str | None:
