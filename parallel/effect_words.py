@@ -72,6 +72,8 @@ def _float8(found: Report) -> str:
     sides = [side for border in found["borders"].values() for side in border.values()]
     if sides:
         words += f", {sides.count('in float8')} of {len(sides)} crossings of regions' borders in float8"
+    if found["fsdp_all_gather"]:
+        words += ", weights gathered in float8"
     return words
 
 

@@ -8,6 +8,8 @@ are gathered by FSDP2 is `float8_fsdp`'s.
 
 import dataclasses
 import importlib.util
+import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 
 from parallel.compile import holds_fla
 from parallel.errors import ParallelError
+from parallel.float8_fsdp import is_wrapped
 from plans.checks import tied_parameters
 from plans.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears
 from plans.structure import find_layers, find_mixer, find_mlp
@@ -236,13 +239,39 @@ def check_calls(model: nn.Module) -> None:
         for name in float8_linears(model):
             parent = name.rpartition(".")[0]
             if name not in called and parent in called:
-                raise ParallelError(
-                    f"{name} is converted to float8, and its parent {parent} ({type(model.get_submodule(parent)).__name__}) "
-                    "does not call it but reads its weight, in high precision: switch the fused kernel off in the model's "
-                    f'config, or leave it out by filter_fqns = ["{name.rpartition(".")[2]}"]'
-                )
+                raise _read_weight(name, model.get_submodule(parent))
 
     handles.append(model.register_forward_hook(check))
+
+
+def refuse_read_weights(model: nn.Module) -> None:
+    """Refuse converted modules whose parent reads their weight in its own forward, by its source.
+
+    For compiled blocks, which can't be watched as `check_calls` does.
+
+    Raises:
+        ParallelError: naming the module and its parent.
+    """
+    for name in float8_linears(model):
+        parent_name, _, own = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if hasattr(parent, "fuse_swiglu"):
+            continue  # switched off when it was converted
+        try:
+            source = inspect.getsource(type(parent).forward)
+        except OSError:  # typed in, or compiled from a string
+            continue
+        if re.search(rf"\b{re.escape(own)}\.weight\b", source):
+            raise _read_weight(name, parent)
+
+
+def _read_weight(name: str, parent: nn.Module) -> ParallelError:
+    owner, _, own = name.rpartition(".")
+    return ParallelError(
+        f"{name} is converted to float8, and its parent {owner} ({type(parent).__name__}) does not call it but reads its "
+        "weight, in high precision: switch the fused kernel off in the model's config, or leave it out by "
+        f'filter_fqns = ["{own}"]'
+    )
 
 
 def keep_plain_between_graphs(model: nn.Module) -> None:
@@ -279,6 +308,8 @@ def float8_report(model: nn.Module) -> dict[str, Any] | None:
         "converted": list(done.converted),
         "filtered": done.filtered,
         "unfused": list(done.unfused),
+        "fsdp_all_gather": any(is_wrapped(m._parameters["weight"]) for m in float8_linears(model).values()),
+        "scales_together": "_float8_scales" in model.__dict__,
         "borders": {
             name: {
                 side: "in float8" if why is None else f"not in float8: {why}"

@@ -4,18 +4,37 @@ torchao makes each converted weight a tensor that FSDP2 casts before its all-gat
 arrives. Its scale must be that of the whole weight: `float8_scales`, or else sought in each gather.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor
 
 
 def gather_in_float8(model: nn.Module) -> None:
-    """Let `model`, sharded by `fsdp.shard` and converted with `fsdp_all_gather`, gather its weights in float8."""
+    """Let `model`, sharded by `fsdp.shard` and converted with `fsdp_all_gather`, gather its weights in float8.
+
+    Its state dict has the weights as they are stored, in high precision, as tensors that anybody can read.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_Bytes())
+    model._register_state_dict_hook(_unwrap)
+
+
+def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor) and is_wrapped(tensor):
+            inner: Any = tensor._local_tensor
+            state[name] = DTensor(inner._tensor, tensor._spec, requires_grad=False)
+
+
+def is_wrapped(weight: Any) -> bool:
+    """Whether `weight` is torchao's and sharded: what FSDP2 casts when it gathers; not while it is gathered."""
+    return isinstance(weight, DTensor) and hasattr(weight._local_tensor, "_precomputed_scale")
 
 
 class _Bytes(DefaultAllGather):

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel.float8_fsdp import is_wrapped
 from plans.collectives import all_reduce
 from plans.float8 import float8_linears
 
@@ -21,40 +23,53 @@ def seek_scales_together(model: nn.Module, dtype: torch.dtype | None = None) -> 
         model: after `fsdp.shard`, so that this comes before FSDP gathers.
         dtype: in which products see the weights (mixed precision); None: as stored.
     """
-    model.register_forward_pre_hook(_Scales(model, dtype), prepend=True)
+    scales = model.__dict__["_float8_scales"] = _Scales(model, dtype)
+    model.register_forward_pre_hook(lambda module, args: scales.seek(), prepend=True)
+
+
+def seek_scales(model: nn.Module) -> None:
+    """Seek the scales now, before weights are gathered outside of a forward; nothing where each is sought by itself."""
+    scales = model.__dict__.get("_float8_scales")
+    if scales is not None:
+        scales.seek()
 
 
 class _Scales:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None):
-        self.linears = [
-            module
-            for module in float8_linears(model).values()
-            if isinstance(module._parameters["weight"], DTensor)
-        ]
+        self.linears = list(float8_linears(model).values())
+        self.wrapped = any(is_wrapped(linear._parameters["weight"]) for linear in self.linears)
         self.dtype = dtype
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def seek(self) -> None:
+        # Weights that are still gathered lie on another mesh than sharded ones; wrapped, they have their scale.
+        by_mesh: dict[DeviceMesh, list[Any]] = {}
+        for linear in self.linears:
+            weight = linear._parameters["weight"]
+            if is_wrapped(weight) if self.wrapped else isinstance(weight, DTensor):
+                by_mesh.setdefault(weight.device_mesh, []).append(linear)
+        for mesh, linears in by_mesh.items():
+            self._seek(mesh, linears)
+
+    def _seek(self, mesh: DeviceMesh, linears: list[Any]) -> None:
         from torchao.float8.float8_utils import amax_to_scale
 
-        weights: list[DTensor] = [linear._parameters["weight"] for linear in self.linears]
+        weights: list[DTensor] = [linear._parameters["weight"] for linear in linears]
         stored: list[Any] = [weight._local_tensor for weight in weights]
-        wrapped = hasattr(stored[0], "_precomputed_scale")  # which FSDP2 gathers in float8
-        if wrapped:
+        if self.wrapped:
             stored = [tensor._tensor for tensor in stored]
         # A rank may hold no row of a small weight.
         each = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in stored]
-        mesh = weights[0].device_mesh
         largest = torch.stack(each).to(mesh.device_type)
         for dim in range(mesh.ndim):
             if any(weight.placements[dim].is_shard() for weight in weights):
                 group = mesh.get_group(dim)
                 largest = all_reduce(largest, (group.group_name, group.size()), "max")
-        if not wrapped and self.dtype is not None:
+        if not self.wrapped and self.dtype is not None:
             largest = largest.to(self.dtype)  # of the cast weight: rounding keeps the order
-        scales = amax_to_scale(largest, self.linears[0].config.cast_config_weight.target_dtype)
-        for linear, weight, scale in zip(self.linears, weights, scales, strict=True):
-            if wrapped:
+        scales = amax_to_scale(largest, linears[0].config.cast_config_weight.target_dtype)
+        for linear, weight, scale in zip(linears, weights, scales, strict=True):
+            if self.wrapped:
                 weight._local_tensor._precomputed_scale = scale  # pyrefly: ignore[missing-attribute]
             else:
                 linear._weight_scale = scale

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel.errors import ParallelError
+from parallel.float8_scales import seek_scales
 from parallel.fsdp_units import fsdp_module
 
 Defer = Literal["all", "replicas", "nothing"]
@@ -109,6 +110,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     # FSDP2 has a setter, but it takes no number of ranks, and there is no getter.
     before = [_group(unit).post_forward_mesh_info for unit in units]
     done = _forwards(model)
+    seek_scales(model)  # each forward does so before it gathers; here that is now
     try:
         with torch.no_grad():
             for unit in units:

@@ -92,6 +92,13 @@ def _refuse_float8(mesh: Any, config: FSDP2Config | DDPConfig) -> None:
         return
     if shard_size(over) == 1:
         raise float8.refuse("fsdp_all_gather", "dp_shard = 1 gathers nothing: raise it, or leave this out")
+    reshard = config.reshard_after_forward if isinstance(config, FSDP2Config) else "default"
+    if type(reshard) is int and reshard > 1:
+        raise config.refuse(
+            "reshard_after_forward",
+            "FSDP2 can't gather float8 from the ranks of a smaller group (float8.fsdp_all_gather): take default, always or "
+            "never, or gather in high precision",
+        )
     if mesh.tp_enabled and not float8.precompute_scales:
         raise float8.refuse(
             "fsdp_all_gather",

@@ -16,7 +16,13 @@ from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.autocast import apply_autocast
 from parallel.compile import apply_compile
 from parallel.ddp import apply_ddp, refuse_degrees, refuse_model
-from parallel.float8 import Conversion, check_calls, convert_to_float8, keep_plain_between_graphs
+from parallel.float8 import (
+    Conversion,
+    check_calls,
+    convert_to_float8,
+    keep_plain_between_graphs,
+    refuse_read_weights,
+)
 from parallel.float8_fsdp import gather_in_float8
 from parallel.float8_scales import seek_scales_together
 from parallel.fsdp import shard
@@ -75,6 +81,7 @@ def apply_to_blocks(
         done = convert(model, config.float8, interplay.fsdp_mesh(mesh).device_type)
         _log.info(_words(done))
         if config.compile.blocks:
+            refuse_read_weights(model)
             keep_plain_between_graphs(model)
         else:
             check_calls(model)

@@ -77,7 +77,5 @@ class DDPConfig(Options):
                 "enable_async_tensor_parallel", "DDP has no tensor parallelism: take FSDP2Config, or drop it"
             )
         if self.float8.fsdp_all_gather:
-            raise self.float8.refuse(
-                "fsdp_all_gather", "DDP gathers no weights: take FSDP2Config, or leave it out"
-            )
+            raise self.float8.refuse("fsdp_all_gather", "DDP gathers no weights: take fsdp2, or leave it out")
         check_recomputation(self.activation_checkpointing, self.compile)

@@ -27,10 +27,10 @@ class Float8(Options):
     """Cast to float8, but multiply in float32: for devices without float8."""
 
     fsdp_all_gather: bool = False
-    """Under FSDP2: cast weights before they are gathered, which halves the bytes; tensorwise only."""
+    """Under FSDP2: cast weights before they are gathered, to half of bfloat16's bytes; tensorwise only."""
 
     precompute_scales: bool = False
-    """Under fsdp_all_gather: one all-reduce for the scales of all weights, after each step of the optimizer."""
+    """Under fsdp_all_gather: one all-reduce for the scales of all weights, before each forward."""
 
     def check(self) -> None:
         if self.recipe is None:

@@ -1,6 +1,7 @@
 """Conversion to float8, strictly, and FSDP2 that gathers in it; over four gloo ranks, against one process."""
 
 import importlib.util
+import tempfile
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 import models
 import models.kernels
 from parallel import Degrees, FSDP2Config, ParallelError, ParallelManager, convert_to_float8
-from parallel.float8 import SMALL, check_calls, float8_report
+from parallel.float8 import SMALL, check_calls, float8_report, refuse_read_weights
 from plans.float8 import RECIPES, float8_linears
 
 
@@ -51,6 +52,8 @@ def test_names_and_parameters_stay_and_each_module_is_told():
         "converted": ["0.up_proj", "0.down_proj", "1.down_proj"],
         "filtered": {"1.up_proj": "filter_fqns has '1.up'"},
         "unfused": [],
+        "fsdp_all_gather": False,
+        "scales_together": False,
         "borders": {},
     }
     assert float8_report(two_blocks()) is None
@@ -162,6 +165,18 @@ def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
         model(torch.randn(16, 32))
 
 
+def test_compiled_it_is_found_in_the_source_of_the_parent():
+    model = nn.Sequential(Block(), Reads())
+    convert_to_float8(model, emulate=True)
+    with pytest.raises(
+        ParallelError, match=r"1.down_proj is converted to float8, and its parent 1 \(Reads\) does not call"
+    ):
+        refuse_read_weights(model)
+    fine = nn.Sequential(Block())
+    convert_to_float8(fine, emulate=True)
+    refuse_read_weights(fine)
+
+
 def test_a_part_that_does_not_run_is_not_missed():
     class Tower(nn.Module):
         def __init__(self):
@@ -258,6 +273,11 @@ WAYS = {
 }
 REFUSED_WAYS = {
     "scale of a share": (Degrees(tp=2), {"fsdp_all_gather": True}, "needs precompute_scales"),
+    "smaller groups": (
+        Degrees(),
+        {"fsdp_all_gather": True, "reshard": 2},
+        "FSDP2 can't gather float8 from the ranks of a smaller group",
+    ),
     "nothing gathered": (
         Degrees(tp=4),
         {"fsdp_all_gather": True, "precompute_scales": True},
@@ -274,10 +294,13 @@ def strategy(options):
         else {}
     )
     recomputed = {"mode": options.pop("mode", "none")}
+    reshard, kept = options.pop("reshard", "default"), options.pop("keep_gathered", False)
     return FSDP2Config(
         float8={"recipe": "tensorwise", "emulate": True} | options,
         compile=compiled,
         activation_checkpointing=recomputed,
+        reshard_after_forward=reshard,
+        keep_gathered=kept,
     )
 
 
@@ -291,6 +314,12 @@ def on_four_ranks(rank):
         manager.to_empty()
         models.initialize(model, seed=0)
         found[name] = train(model, manager)
+    found["evaluated"] = {
+        name: _evaluated(config, WAYS[name]) for name in WAYS if name.startswith(("dp", "tp x dp, gathered"))
+    }
+    found["saved"] = _saved(config)
+    together = {"fsdp_all_gather": True, "precompute_scales": True}
+    found["kept"] = [_accumulated(config, {"keep_gathered": True} | more) for more in ({}, together)]
     found["gla"] = [_gla(compiled) for compiled in (False, True)]
     for name, (degrees, options, _) in REFUSED_WAYS.items():
         try:
@@ -298,6 +327,78 @@ def on_four_ranks(rank):
         except ParallelError as error:
             found[name] = str(error)
     return found
+
+
+def _built(config, way):
+    degrees, options = way
+    manager = ParallelManager(strategy(options), degrees)
+    model = manager.parallelize(models.build(config))
+    manager.to_empty()
+    models.initialize(model, seed=0)
+    return model, manager
+
+
+def _evaluated(config, way):
+    """Losses after training, without gradients: batch by batch, and gathered once for both."""
+    model, manager = _built(config, way)
+    train(model, manager)
+    tokens = torch.randint(0, 128, (2, 2, 17), generator=torch.Generator().manual_seed(1))
+
+    def losses():
+        return [
+            manager.cross_entropy(model(t[:, :-1], use_cache=False).logits, t[:, 1:]).item() for t in tokens
+        ]
+
+    with torch.no_grad():
+        each = losses()
+    train(model, manager)  # again: the scales of before would be others
+    with torch.no_grad():
+        later = losses()
+    train(model, manager)
+    with manager.evaluation():
+        once = losses()
+    with torch.no_grad():
+        return each, later, once, losses()
+
+
+def _accumulated(config, options):
+    """Losses of two steps of two micro batches, between which weights stay gathered."""
+    model, manager = _built(config, (Degrees(), options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batches = torch.randint(0, 128, (2, 2, 17), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(2):
+        for number, batch in enumerate(batches):
+            with manager.accumulate(last=number == 1):
+                loss = manager.cross_entropy(model(batch[:, :-1], use_cache=False).logits, batch[:, 1:])
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _saved(config):
+    """What a state dict holds whose weights are gathered in float8, and the loss after it was saved and loaded."""
+    import torch.distributed.checkpoint as dcp
+
+    from plans.float8 import float8_linears as converted
+
+    model, manager = _built(config, WAYS["tp x dp, gathered in float8"])
+    train(model, manager)
+    state = model.state_dict()
+    kinds = {type(tensor._local_tensor).__name__ for tensor in state.values()}
+    folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    dcp.save(state, checkpoint_id=folder[0])
+    again, other = _built(config, WAYS["tp x dp, gathered in float8"])
+    loaded = again.state_dict()
+    dcp.load(loaded, checkpoint_id=folder[0])
+    plain, third = _built(config, WAYS["tp x dp"])
+    into = plain.state_dict()
+    dcp.load(into, checkpoint_id=folder[0])
+    assert converted(plain)
+    return kinds, train(model, manager), train(again, other), train(plain, third)
 
 
 def _gla(compiled):
@@ -361,6 +462,29 @@ def test_no_float8_tensor_goes_from_one_compiled_graph_to_another(results):
     assert crossed == "in float8"
     assert plain == "not in float8: its compiled graphs can't hand a float8 tensor to each other"
     assert compiled == pytest.approx(eager, rel=1e-2)
+
+
+def test_evaluation_is_the_same_however_weights_are_gathered(results):
+    """After each step the scales are those of the new weights, also where they are gathered outside of a forward."""
+    found = results["evaluated"]
+    for name in ("dp, gathered in float8", "dp, gathered in float8, scales together"):
+        assert found[name] == found["dp"]
+    for each, later, once, again in found.values():
+        assert once == again
+        assert each != later != once
+
+
+def test_weights_that_stay_gathered_keep_their_scales(results):
+    plain, together = results["kept"]
+    assert together == plain
+
+
+def test_a_checkpoint_holds_weights_as_they_are_stored(results):
+    """Anybody can read it; who loads it with or without the gather in float8 goes on alike, but for AdamW's moments."""
+    kinds, went_on, again, plain = results["saved"]
+    assert kinds == {"Tensor"}
+    assert again == plain
+    assert again[0] == went_on[0]
 
 
 @pytest.mark.parametrize("way", REFUSED_WAYS)

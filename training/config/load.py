@@ -48,6 +48,9 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
         )
     job = build_job(values)
     check_values(job)
+    float8 = job.quantize.linear.float8
+    if float8.filter_fqns and float8.recipe_name is None:
+        notes.append("quantize.linear.float8.filter_fqns waits for recipe_name: nothing is float8")
     context_len = pending.get("training.context_len", job.training.seq_len)
     if context_len != job.training.seq_len:
         raise ConfigError(

@@ -44,6 +44,7 @@ class Request:
     sequence_parallel: bool | None = None
     float8: str | None = None
     float8_filter: tuple[str, ...] = ()
+    float8_filter_unaligned: bool = False
     layers: int | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
@@ -151,6 +152,11 @@ def _add_float8(add: Callable[..., Any], what: str) -> None:
         default=(),
         metavar="A,B",
         help="parts of names of Linear modules that are not float8",
+    )
+    add(
+        "--float8-filter-unaligned",
+        action="store_true",
+        help="leave out of float8 what has sizes that are no multiples of 16",
     )
 
 

@@ -20,8 +20,6 @@ from training.verify.errors import VerifyError
 from training.verify.group import Ranks
 from training.verify.source import Source, build
 
-_OPTION = re.compile(r"filter_fqns")
-
 _TOKENS = 16
 """In a sequence, where no image needs more: two to a rank at degree 8."""
 
@@ -95,9 +93,16 @@ def _converted(model: nn.Module, float8: Float8, ranks: Ranks) -> str:
     try:
         done = convert(model, float8, ranks.device.type)
     except ParallelError as error:
-        raise VerifyError(_OPTION.sub("--float8-filter", str(error))) from error
+        raise VerifyError(_in_words_of_the_command(str(error))) from error
     left = f", {len(done.filtered)} are not" if done.filtered else ""
     return f"{len(done.converted)} Linear modules are float8 ({done.recipe}), whole and split{left}"
+
+
+def _in_words_of_the_command(message: str) -> str:
+    message = re.sub(r'filter_fqns = \["(.*?)"\]', r"--float8-filter \1", message)
+    return message.replace("filter_fqns", "--float8-filter").replace(
+        "filter_unaligned = true", "--float8-filter-unaligned"
+    )
 
 
 def _made(source: Source, request: Request, ranks: Ranks) -> nn.Module:

@@ -85,6 +85,12 @@ def _with_float8(subject: Subject, request: Request) -> Subject:
                 f"--float8-filter {','.join(request.float8_filter)}: nothing is float8; add --float8 tensorwise, for one"
             )
         subject = replace(subject, float8=replace(subject.float8, filter_fqns=request.float8_filter))
+    if request.float8_filter_unaligned:
+        if subject.float8.recipe is None:
+            raise VerifyError(
+                "--float8-filter-unaligned: nothing is float8; add --float8 tensorwise, for one, or leave it out"
+            )
+        subject = replace(subject, float8=replace(subject.float8, filter_unaligned=True))
     return subject
 
 

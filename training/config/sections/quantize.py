@@ -23,10 +23,10 @@ class Float8:
     """Cast to float8, but multiply in float32: for devices without float8."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """FSDP2 casts weights before it gathers them, which halves the bytes; tensorwise only."""
+    """FSDP2 casts weights before it gathers them, to half of bfloat16's bytes; tensorwise only."""
 
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """With enable_fsdp_float8_all_gather: the scales of all weights by one all-reduce, after each step."""
+    """With enable_fsdp_float8_all_gather: the scales of all weights by one all-reduce, before each forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
