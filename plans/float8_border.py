@@ -49,6 +49,8 @@ class Float8Border(Border):
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if not self.casts_input:
             return super().enter(x)
+        if torch.is_autocast_enabled():  # CUDA's alone, as torchao's modules do before they cast
+            x = x.to(torch.get_autocast_dtype("cuda"))
         dim, length = self.stream.dim, self.stream.length
         if dim is not None:
             self.check_shard(x)

@@ -38,6 +38,12 @@ def test_imports_run_one_way(package):
         assert not imported(file) & (FORBIDDEN[package] - ALLOWED.get(file, set())), file
 
 
+def test_no_two_test_files_have_one_name():
+    """A process that a test starts imports its file by name alone."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_float8_is_not_imported_before_a_model_has_it():
     script = "import sys, plans, plans.proof, parallel; sys.exit('torchao' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

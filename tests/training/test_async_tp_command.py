@@ -75,8 +75,9 @@ def test_the_page_has_what_is_decided(name):
 def test_every_registered_architecture_is_on_the_page():
     lines = PAGE.read_text().splitlines()
     start = lines.index(f"| {' | '.join(TITLES)} |")
-    rows = [line.split("`")[1] for line in lines[start + 2 : start + 2 + len(registered_plans())]]
-    assert sorted(rows) == sorted(registered_plans())
+    ours = {name for name, plan in registered_plans().items() if plan.__module__.startswith("plans.")}
+    rows = [line.split("`")[1] for line in lines[start + 2 : start + 2 + len(ours)]]
+    assert set(rows) == ours
 
 
 def test_a_length_that_the_degree_does_not_divide_is_padded_and_nothing_is_fused(capsys):

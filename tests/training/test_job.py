@@ -60,13 +60,18 @@ ANOTHER = {
     "checkpoint.exclude_from_loading": ["dataloader"],
     "checkpoint.keep_latest_k": 2,
     "parallelism.async_tensor_parallel_unfused": "warn",
+    "quantize.linear.float8.recipe_name": "rowwise",
 }
 
 # What a key needs beside it to mean anything.
 OP = {"activation_checkpoint.selective_ac_option": "op"}
 BUDGET = {"activation_checkpoint.mode": "memory_budget", "compile.enable": True}
 DDP = {"parallelism.data_parallel_strategy": "ddp"}
+FLOAT8 = {"quantize.linear.float8.recipe_name": "tensorwise"}
+GATHER = FLOAT8 | {"quantize.linear.float8.enable_fsdp_float8_all_gather": True}
 BESIDE = {
+    **{key: FLOAT8 for key in keys() if ".float8." in key and not key.endswith(".recipe_name")},
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": GATHER,
     **{key: OP for key in keys() if ".per_op_sac_" in key},
     "activation_checkpoint.memory_budget": BUDGET,
     "activation_checkpoint.visualize_memory_budget_pareto": BUDGET,

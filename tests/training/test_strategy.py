@@ -8,6 +8,7 @@ from parallel import (
     ActivationCheckpointing,
     Compile,
     DDPConfig,
+    Float8,
     FSDP2Config,
     MixedPrecision,
     ParallelError,
@@ -158,8 +159,9 @@ def test_what_parallel_refuses_is_told_by_the_jobs_keys(given, message):
 
 
 def test_every_option_is_told_by_a_key_of_the_job():
-    never = {"title", "loss_parallel", "tp_plan", "mixed_precision", "activation_checkpointing", "compile"}
-    for options in (FSDP2Config, DDPConfig, MixedPrecision, ActivationCheckpointing, Compile):
+    sections = {"mixed_precision", "float8", "activation_checkpointing", "compile"}
+    never = {"title", "loss_parallel", "tp_plan", *sections}
+    for options in (FSDP2Config, DDPConfig, MixedPrecision, Float8, ActivationCheckpointing, Compile):
         for option in fields(options):
             if option.name in never:
                 continue

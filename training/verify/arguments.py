@@ -58,7 +58,7 @@ class Request:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise VerifyError(f"{message}; see python -m plans verify --help")
+        raise VerifyError(f"{message}; see {self.prog} --help")
 
 
 def parse(argv: list[str]) -> Request:
