@@ -9,7 +9,7 @@
 
 import sys
 
-from training.main import main
+from titanplans.training.main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

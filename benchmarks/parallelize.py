@@ -33,9 +33,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-import models
-import models.kernels
-from parallel import Degrees, FSDP2Config, Mesh, ParallelManager, apply_strategy
+from titanplans import modeling
+from titanplans.modeling import kernels
+from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelManager, apply_strategy
 
 TP = 8
 WORLDS = (8, 512, 4096)
@@ -127,9 +127,9 @@ class Cost(NamedTuple):
 
 
 def cost(way: Callable[..., None], which: Model, world: int) -> Cost:
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    model = models.build(models.load_config(which.name, which.flavor))
+    model = modeling.build(modeling.load_config(which.name, which.flavor))
     parameters = sum(param.numel() for param in model.parameters())
     imported = set(sys.modules)
     above = peak_memory()
@@ -211,7 +211,7 @@ def step(rank: int, ranks: int, store: str, returns: bool) -> tuple[int, float, 
         raise RuntimeError("mallopt failed")
     if ranks > 1:
         dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{store}")
-    config = models.load_config(
+    config = modeling.load_config(
         "llama", "debug", hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16,
         num_key_value_heads=16,
     )  # fmt: skip
@@ -219,14 +219,14 @@ def step(rank: int, ranks: int, store: str, returns: bool) -> tuple[int, float, 
     tokens = torch.randint(0, config.vocab_size, (ROWS, TOKENS + 1)).chunk(ranks)[rank]
 
     above = peak_memory()
-    model = models.build(config)
+    model = modeling.build(config)
     parameters = sum(param.numel() for param in model.parameters())
     criterion = mean_loss
     if ranks > 1:
         manager = ParallelManager(FSDP2Config(), device_type="cpu")
         model, criterion = manager.parallelize(model), manager.cross_entropy
     model.to_empty(device="cpu")
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     logits = model(input_ids=tokens[:, :-1]).logits
     loss = criterion(logits, tokens[:, 1:])

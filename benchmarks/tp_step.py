@@ -55,11 +55,11 @@ def work(rank: int, rounds: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{folder}/store")
     # Only now: torchtitan picks its device when it is imported.
-    import models.kernels
-    from training.device import prepare_device
+    from titanplans.modeling import kernels
+    from titanplans.training.device import prepare_device
 
     prepare_device()
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     torch.set_num_threads(2 if rank == 2 else 1)
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     builders = {
@@ -104,7 +104,7 @@ def build() -> torch.nn.Module:
 
 
 def split(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    from plans import apply_plan
+    from titanplans import apply_plan
 
     apply_plan(model, mesh, loss_parallel=True, sequence_parallel=True)
     return model

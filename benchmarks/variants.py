@@ -142,14 +142,14 @@ def work(
 def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int]:
     """Return what runs a step and gives its loss, and FLOPs per token."""
     # Only now: torchtitan picks its device when it is imported, inductor its folder.
-    from training.device import prepare_device
+    from titanplans.training.device import prepare_device
 
     prepare_device()
-    import models
-    import models.kernels
-    from parallel import Compile, Degrees, Float8, FSDP2Config, MixedPrecision, ParallelManager
+    from titanplans import modeling
+    from titanplans.modeling import kernels
+    from titanplans.parallel import Compile, Degrees, Float8, FSDP2Config, MixedPrecision, ParallelManager
 
-    models.kernels.install(device)
+    kernels.install(device)
     options: dict[str, Any] = {}
     if variant.compiled:
         options["compile"] = Compile(enable=True)
@@ -157,18 +157,18 @@ def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int
         options["float8"] = Float8(recipe=variant.recipe, emulate=device == "cpu")
     if device == "cuda":
         options["mixed_precision"] = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
-    model: Any = models.build(models.load_config(name, MODELS[device][name]))
+    model: Any = modeling.build(modeling.load_config(name, MODELS[device][name]))
     batch, length = SHAPE[device]
-    _, flops = models.count_flops(model, length)
+    _, flops = modeling.count_flops(model, length)
     manager = ParallelManager(FSDP2Config(**options), Degrees(tp=tp), device_type=device)
     model = manager.parallelize(model)
     manager.to_empty()
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     loss = manager.prepare_loss(manager.cross_entropy)
 
     def run(seed: int) -> float:
-        inputs = models.sample_inputs(
+        inputs = modeling.sample_inputs(
             model.config, batch_size=batch, seq_len=length, seed=seed, device=device
         )
         value = loss(model(**inputs, use_cache=False).logits, inputs["input_ids"].roll(-1, 1), batch * length)

@@ -1,34 +1,13 @@
-"""WHAT is split: one `TPPlan` class per architecture, the registry, the styles, strict application.
+"""The plans, one small file an architecture: WHAT is split. Each module here and below is found by walking this package.
 
-Nothing here imports a model library: plans read the names of modules and of their classes.
+    from titanplans import TPPlan, register_plan
 
-    from plans import TPPlan, apply_plan, register_plan
+A new one is a file beside these, or a module of your own package, named in the job (`[model] plan = "module:Class"`) or
+by an entry point of the group "titanplans.plans".
 """
 
-from plans.apply import apply_plan, check_plan
-from plans.errors import PlanError, UserError
-from plans.gemma3 import Gemma3Plan, Gemma3VisionPlan
-from plans.gla import GLAPlan
-from plans.llama import LlamaPlan
-from plans.plan import TPOptions, TPPlan
-from plans.qwen import Qwen2Plan, Qwen3Plan
-from plans.registry import register_plan, registered_plans
-from plans.transformer import TransformerPlan
-
-__all__ = [
-    "GLAPlan",
-    "Gemma3Plan",
-    "Gemma3VisionPlan",
-    "LlamaPlan",
-    "PlanError",
-    "Qwen2Plan",
-    "Qwen3Plan",
-    "TPOptions",
-    "TPPlan",
-    "TransformerPlan",
-    "UserError",
-    "apply_plan",
-    "check_plan",
-    "register_plan",
-    "registered_plans",
-]
+if __name__ != "titanplans.plans":
+    raise ImportError(
+        f"this folder is imported as titanplans.plans, not as {__name__}: write `from titanplans.plans...`, after "
+        "`pip install -e .`"
+    )

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import worlds
 from torch.distributed.tensor import DTensor
 
-from plans.errors import UserError
-from plans.proof.simulate import fake_ranks
+from titanplans.errors import UserError
+from titanplans.proof.simulate import fake_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 BATCH, LENGTH = 4, 16
@@ -86,7 +86,7 @@ ALL = [
 
 def strategy(combination, backend="aot_eager"):
     """Return the strategy and the degrees; raises where the strategy itself refuses."""
-    from parallel import Degrees, read_strategy
+    from titanplans.parallel import Degrees, read_strategy
 
     rest = combination.ranks // combination.tp
     values = {
@@ -108,20 +108,20 @@ def strategy(combination, backend="aot_eager"):
 @functools.cache
 def on_meta(kind):
     """Return the tiny model of a kind, on meta; nobody changes it."""
-    import models
-    import models.kernels
+    from titanplans import modeling
+    from titanplans.modeling import kernels
 
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     if kind == "gla":
         from fla.models import GLAConfig
 
-        return models.build(GLAConfig(
+        return modeling.build(GLAConfig(
             hidden_size=32, num_hidden_layers=2, num_heads=2, vocab_size=64, intermediate_size=64, expand_k=1.0,
             expand_v=1.0, gate_low_rank_dim=8, fuse_cross_entropy=False,
         ))  # fmt: skip
     from transformers import Qwen3Config
 
-    return models.build(Qwen3Config(
+    return modeling.build(Qwen3Config(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
         intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True,
     ))  # fmt: skip
@@ -129,18 +129,18 @@ def on_meta(kind):
 
 def build(kind):
     """Return the tiny model of a kind with values, the same each time."""
-    import models
+    from titanplans import modeling
 
     model = copy.deepcopy(on_meta(kind))
     model.to_empty(device="cpu")
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     return model
 
 
 def refusal(combination):
     """Return why the combination is refused; None if it is not."""
-    from parallel import Mesh
-    from parallel.interplay import refuse
+    from titanplans.parallel import Mesh
+    from titanplans.parallel.interplay import refuse
 
     with fake_ranks(combination.ranks):
         try:
@@ -167,7 +167,7 @@ def step(model, rows, tokens, loss_of):
 
 def single(kind):
     """Return loss, norm and gradients of one process."""
-    from parallel import cross_entropy, total_norm
+    from titanplans.parallel import cross_entropy, total_norm
 
     model = build(kind)
     loss = step(model, slice(None), BATCH * LENGTH, cross_entropy)
@@ -182,9 +182,9 @@ def run_one(combination):
     """
     from torch._dynamo.utils import counters
 
-    from parallel import apply_strategy, total_norm
-    from parallel.gradients import align_gradients
-    from parallel.loss import cross_entropy
+    from titanplans.parallel import apply_strategy, total_norm
+    from titanplans.parallel.gradients import align_gradients
+    from titanplans.parallel.loss import cross_entropy
 
     torch._dynamo.reset()
     counters.clear()
@@ -221,7 +221,7 @@ single_once = functools.cache(single)
 @functools.cache
 def mesh_once(degrees):
     """Return the mesh of these degrees: each has groups of its own, whose threads go on for as long as the process."""
-    from parallel import Mesh
+    from titanplans.parallel import Mesh
 
     return Mesh(degrees, "cpu")
 

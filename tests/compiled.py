@@ -71,17 +71,17 @@ class Result(NamedTuple):
 
 def build(name):
     """Return the two-layer model, the same on every rank."""
-    import models
-    import models.kernels
+    from titanplans import modeling
+    from titanplans.modeling import kernels
 
-    models.kernels.install("cpu")
-    config = models.load_config(name, "debug", num_hidden_layers=2, **SIZES[name])
-    return models.build_real(config, dtype=torch.float32)
+    kernels.install("cpu")
+    config = modeling.load_config(name, "debug", num_hidden_layers=2, **SIZES[name])
+    return modeling.build_real(config, dtype=torch.float32)
 
 
 def parallel(name, compiled):
     """Return the split model, its loss, the optimizer and the manager; `compiled` is a backend, or None."""
-    from parallel import Compile, Degrees, FSDP2Config, ParallelManager
+    from titanplans.parallel import Compile, Degrees, FSDP2Config, ParallelManager
 
     options = {"compile": Compile(enable=True, backend=compiled)} if compiled else {}
     manager = ParallelManager(FSDP2Config(**options), Degrees(tp=2), device_type="cpu")
@@ -92,9 +92,9 @@ def parallel(name, compiled):
 
 def step(model, loss, optimizer, manager, seed, length=LENGTH):
     """Return loss and gradient norm of a training step on tokens (and images) of `seed`."""
-    import models
+    from titanplans import modeling
 
-    inputs = models.sample_inputs(model.config, batch_size=BATCH, seq_len=length, seed=seed)
+    inputs = modeling.sample_inputs(model.config, batch_size=BATCH, seq_len=length, seed=seed)
     value = loss(model(**inputs, use_cache=False).logits, inputs["input_ids"].roll(-1, 1))
     value.backward()
     norm = manager.clip_gradients(1.0)
@@ -107,7 +107,7 @@ def watch(model):
     """Record of each compiled block what its calls make; returns the dicts, filled as it runs."""
     from torch._dynamo.utils import counters
 
-    from parallel.blocks import block_lists
+    from titanplans.parallel.blocks import block_lists
 
     first: dict[str, Block] = {}
     calls: Counter[str] = Counter()
@@ -152,7 +152,7 @@ def run(rank):
     """Run every architecture on this rank."""
     from torch._dynamo.utils import counters
 
-    from training.device import prepare_device
+    from titanplans.training.device import prepare_device
 
     prepare_device()
     results = {}

@@ -3,7 +3,7 @@
 import hypothesis
 import torch
 
-from training.device import prepare_device
+from titanplans.training.device import prepare_device
 
 prepare_device()
 # Tensors here are tiny, and ranks have processes of their own: a second thread only waits, on a core that is busy.

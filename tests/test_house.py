@@ -1,4 +1,7 @@
-"""Imports run one way: train.py -> training -> {parallel, models} -> plans."""
+"""Imports run one way: cli -> training -> {parallel, modeling} -> tensor_parallel -> config.
+
+`proof` and `observe` stand on `tensor_parallel` and are used from above; `plans/` and `models/` import `titanplans` alone.
+"""
 
 import ast
 import subprocess
@@ -8,34 +11,64 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FORBIDDEN = {
-    "plans": {"models", "parallel", "training", "torchtitan", "transformers", "fla", "torchao"},
-    "models": {"parallel", "training", "torchtitan"},
-    "parallel": {"models", "training", "torchtitan", "transformers", "fla"},
-    "training": {"train"},
+LIBRARIES = {"torchtitan", "transformers", "fla", "torchao"}
+ABOVE = {
+    "config": {
+        "tensor_parallel",
+        "proof",
+        "observe",
+        "parallel",
+        "modeling",
+        "training",
+        "cli",
+        "torch",
+        *LIBRARIES,
+    },
+    "tensor_parallel": {"proof", "parallel", "modeling", "training", "cli", *LIBRARIES},
+    "proof": {"parallel", "modeling", "training", "cli", *LIBRARIES},
+    "observe": {"proof", "modeling", "training", "cli", *LIBRARIES - {"torchao"}},
+    "parallel": {"modeling", "training", "cli", *LIBRARIES - {"torchao"}},
+    "modeling": {"parallel", "training", "cli", "torchtitan", "torchao"},
+    "training": {"cli"},
+    "cli": set(),
 }
-ALLOWED = {
-    ROOT / "plans" / "__main__.py": {"training"},  # at the top of the house, as train.py is
-    # Float8's arithmetic, of a model that holds torchao's modules: imported when a plan is applied to one.
-    **{ROOT / "plans" / name: {"torchao"} for name in ("float8.py", "float8_linear.py", "float8_border.py")},
-    ROOT / "plans" / "proof" / "modes.py": {"torchao"},
-}
+"""What a package of the engine does not import, packages of the engine and libraries alike."""
+FLOAT8 = ("float8.py", "float8_linear.py", "float8_border.py", "modes.py")
+"""Float8's arithmetic, of a model that holds torchao's modules: imported when a plan is applied to one."""
 
 
 def imported(file: Path) -> set[str]:
+    """Return what `file` imports: top-level packages, and of titanplans its packages."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add((node.module or "").partition(".")[0])
+        found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found = [node.module or ""]
+            if node.module == "titanplans":
+                found = [f"titanplans.{alias.name}" for alias in node.names]
+        for name in found:
+            parts = name.split(".")
+            names.add(parts[1] if parts[0] == "titanplans" and len(parts) > 1 else parts[0])
     return names
 
 
-@pytest.mark.parametrize("package", FORBIDDEN)
+@pytest.mark.parametrize("package", ABOVE)
 def test_imports_run_one_way(package):
-    for file in (ROOT / package).rglob("*.py"):
-        assert not imported(file) & (FORBIDDEN[package] - ALLOWED.get(file, set())), file
+    for file in (ROOT / "titanplans" / package).rglob("*.py"):
+        allowed = {"torchao"} if file.name in FLOAT8 else set()
+        assert not imported(file) & (ABOVE[package] - allowed), file
+
+
+@pytest.mark.parametrize("folder", ["plans", "models"])
+def test_what_people_add_imports_titanplans_alone(folder):
+    for file in (ROOT / folder).rglob("*.py"):
+        engine = {path.name for path in (ROOT / "titanplans").iterdir() if path.is_dir()}
+        assert not imported(file) & (engine | LIBRARIES), file
+
+
+def test_the_engine_names_no_plan():
+    for file in (ROOT / "titanplans").rglob("*.py"):
+        assert "plans" not in imported(file), file
 
 
 def test_no_two_test_files_have_one_name():
@@ -44,8 +77,16 @@ def test_no_two_test_files_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
+def test_the_folders_of_plans_and_models_are_not_packages_of_their_own():
+    for folder in ("plans", "models"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert f"this folder is imported as titanplans.{folder}, not as {folder}" in done.stderr
+
+
 def test_float8_is_not_imported_before_a_model_has_it():
-    script = "import sys, plans, plans.proof, parallel; sys.exit('torchao' in sys.modules)"
+    script = "import sys, titanplans.proof, titanplans.parallel; sys.exit('torchao' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
@@ -63,9 +104,13 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     }
     # tensorboard is imported by torch, triton by fla.
     expected = {modules.get(name, name) for name in declared} - {None}
-    packages = [*FORBIDDEN, "train"]
-    files = [
-        f for p in packages for f in ((ROOT / p).rglob("*.py") if (ROOT / p).is_dir() else [ROOT / f"{p}.py"])
-    ]
-    used = set().union(*map(imported, files)) - set(sys.stdlib_module_names) - set(packages)
+    files = [f for p in ("titanplans", "plans", "models") for f in (ROOT / p).rglob("*.py")]
+    ours = {path.stem for path in (ROOT / "titanplans").iterdir()} | {"titanplans", *_public()}
+    used = set().union(*map(imported, files)) - set(sys.stdlib_module_names) - ours
     assert used == expected
+
+
+def _public() -> list[str]:
+    import titanplans
+
+    return titanplans.__all__

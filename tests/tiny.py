@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
-from plans import TPPlan
+from titanplans import TPPlan
 
 
 class Config:

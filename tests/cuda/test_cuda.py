@@ -5,8 +5,8 @@ import torch
 import worlds
 from torch.distributed.tensor import DTensor
 
-import models
-import models.kernels
+from titanplans import modeling
+from titanplans.modeling import kernels
 
 pytestmark = [
     pytest.mark.cuda,
@@ -17,13 +17,13 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def gradients(device: str, mesh=None) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and whole gradients of GLA's debug flavor, float32, the same weights on every device."""
-    from plans import apply_plan
+    from titanplans import apply_plan
 
-    model = models.build(models.load_config("gla", "debug"))
+    model = modeling.build(modeling.load_config("gla", "debug"))
     if mesh is not None:
         apply_plan(model, mesh, loss_parallel=False)
     model.to_empty(device="cpu")
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     model.to(device)
     tokens = torch.randint(0, 4096, (2, 129), generator=torch.Generator().manual_seed(0)).to(device)
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -45,7 +45,7 @@ def assert_close(actual, expected):
 
 
 def test_fla_kernels_on_a_gpu_equal_ours_on_a_cpu():
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     assert_close(gradients("cuda"), gradients("cpu"))
 
 

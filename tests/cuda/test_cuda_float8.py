@@ -5,10 +5,9 @@ import torch
 import worlds
 from torch import nn
 
-import models
-import models.kernels
-from parallel import convert_to_float8
-from plans.float8 import RECIPES
+from titanplans import modeling
+from titanplans.parallel import convert_to_float8
+from titanplans.tensor_parallel.float8 import RECIPES
 
 pytestmark = [
     pytest.mark.cuda,
@@ -22,7 +21,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe):
-    from plans.float8_linear import Split, split_linear
+    from titanplans.tensor_parallel.float8_linear import Split, split_linear
 
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(256, 128)).to("cuda", torch.bfloat16)
@@ -43,14 +42,14 @@ def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe):
 
 
 def loss_of_a_step(mesh=None) -> float:
-    from plans import apply_plan
+    from titanplans import apply_plan
 
-    model = models.build(models.load_config("qwen3", "debug"))
+    model = modeling.build(modeling.load_config("qwen3", "debug"))
     convert_to_float8(model, "tensorwise", device_type="cuda")
     if mesh is not None:
         apply_plan(model, mesh, loss_parallel=False)
     model.to_empty(device="cpu")
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     model.to("cuda", torch.bfloat16)
     tokens = torch.randint(0, 4096, (2, 129), generator=torch.Generator().manual_seed(0)).to("cuda")
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits

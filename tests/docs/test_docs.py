@@ -30,9 +30,9 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
 
 @pages_with("toml")
 def test_toml_blocks_load(page, tmp_path, monkeypatch):
-    from training.config import load_job
-    from training.sweep.cells import make_cells
-    from training.sweep.spec import read_spec
+    from titanplans.cli.sweep.cells import make_cells
+    from titanplans.cli.sweep.spec import read_spec
+    from titanplans.config import load_job
 
     monkeypatch.chdir(ROOT)  # a sweep names its base job
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import models.kernels
-from plans import TPPlan, registered_plans
-from plans.proof.reference import Reference
-from plans.proof.sample import moved, randomise, token_ids
+from titanplans import TPPlan, modeling, registered_plans
+from titanplans.modeling import kernels
+from titanplans.proof.reference import Reference
+from titanplans.proof.sample import moved, randomise, token_ids
 
 VOCABULARY, WIDTH, SEQUENCE = 51, 32, 7
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2}
@@ -64,7 +64,7 @@ class Architecture:
     @cache  # noqa: B019 -- a handful of frozen instances, all of the module's
     def reference(self) -> Reference:
         """Return the whole model after its step, recorded: once for all mutants of the architecture."""
-        models.kernels.install("cpu")
+        kernels.install("cpu")
         torch.manual_seed(0)
         model = self.build().double().train()
         randomise(model, seed=0)
@@ -128,7 +128,7 @@ def _gemma3() -> nn.Module:
 
 
 def _images(model: nn.Module) -> dict[str, Any]:
-    return models.sample_inputs(model.config, batch_size=2, seq_len=SEQUENCE, seed=0)  # type: ignore[arg-type]
+    return modeling.sample_inputs(model.config, batch_size=2, seq_len=SEQUENCE, seed=0)  # type: ignore[arg-type]
 
 
 ARCHITECTURES = (

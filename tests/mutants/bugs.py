@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mutants.faults import scale_gradient
-from plans import TPPlan
-from plans.local import ParameterMemo
-from plans.plan import Plan
-from plans.styles import SequenceParallel, VocabHead
+from titanplans import TPPlan
+from titanplans.tensor_parallel.local import ParameterMemo
+from titanplans.tensor_parallel.plan import Plan
+from titanplans.tensor_parallel.styles import SequenceParallel, VocabHead
 
 HEADS, WIDTH = 4, 16
 

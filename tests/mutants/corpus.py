@@ -18,10 +18,10 @@ from mutants.operators import (
     summed_again,
 )
 from mutants.site import Site
-from plans import TPOptions, TPPlan
-from plans.plan import Plan
-from plans.structure import find_layers, find_mixers
-from plans.styles import KVColwise, NoParallel, Style
+from titanplans import TPOptions, TPPlan
+from titanplans.tensor_parallel.plan import Plan
+from titanplans.tensor_parallel.structure import find_layers, find_mixers
+from titanplans.tensor_parallel.styles import KVColwise, NoParallel, Style
 
 LOCAL_ATTRIBUTES = "local_attributes"
 """The one operator that is not done to a style: a mixer keeps the attributes of the whole one."""

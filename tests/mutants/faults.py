@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plans.collectives import Border, Stream, shard_size
-from plans.local import Layout, ParameterMemo, local_parameter
-from plans.styles import Region, Rowwise, Style, VocabHead
-from plans.vocab import VocabEmbedding
+from titanplans.tensor_parallel.collectives import Border, Stream, shard_size
+from titanplans.tensor_parallel.local import Layout, ParameterMemo, local_parameter
+from titanplans.tensor_parallel.styles import Region, Rowwise, Style, VocabHead
+from titanplans.tensor_parallel.vocab import VocabEmbedding
 
 
 def _faulty(style: Style, name: str, **methods: Any) -> Style:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from mutants import faults
 from mutants.site import Site
-from plans.styles import (
+from titanplans.tensor_parallel.styles import (
     Colwise,
     KVColwise,
     NoParallel,
@@ -20,7 +20,7 @@ from plans.styles import (
     Style,
     VocabHead,
 )
-from plans.vocab import VocabEmbedding
+from titanplans.tensor_parallel.vocab import VocabEmbedding
 
 SKIP, DROP = "skip", "drop"
 Change = Style | str

@@ -23,9 +23,9 @@ from torch import nn
 
 from mutants import operators
 from mutants.prove import Verdict
-from plans.proof.reference import Reference
-from plans.proof.report import CaseResult
-from plans.structure import find_layers
+from titanplans.proof.reference import Reference
+from titanplans.proof.report import CaseResult
+from titanplans.tensor_parallel.structure import find_layers
 
 HERE = {
     operator.__name__

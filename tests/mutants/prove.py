@@ -10,10 +10,10 @@ import torch
 
 from mutants import threads
 from mutants.corpus import Mutant
-from plans import PlanError, check_plan
-from plans.proof.case import prove_cases
-from plans.proof.report import CaseResult
-from plans.proof.world import World, simulated
+from titanplans import PlanError, check_plan
+from titanplans.proof.case import prove_cases
+from titanplans.proof.report import CaseResult
+from titanplans.proof.world import World, simulated
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from plans import TPPlan
-from plans.checks import tied_parameters
-from plans.collectives import Stream
-from plans.structure import find_mixers
-from plans.styles import KVColwise, Rowwise, Style
+from titanplans import TPPlan
+from titanplans.tensor_parallel.checks import tied_parameters
+from titanplans.tensor_parallel.collectives import Stream
+from titanplans.tensor_parallel.structure import find_mixers
+from titanplans.tensor_parallel.styles import KVColwise, Rowwise, Style
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     ret_work,
 )
 
-from plans.proof import step
+from titanplans.proof import step
 
 T = TypeVar("T")
 Signature = tuple[Any, ...]

@@ -10,10 +10,10 @@ from tiny import Tiny, TinyPlan
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import ParallelError
-from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from parallel.kept import KeepMixer
-from parallel.selective import Selective
+from titanplans.parallel import ParallelError
+from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from titanplans.parallel.kept import KeepMixer
+from titanplans.parallel.selective import Selective
 
 TOKENS = torch.arange(16).reshape(2, 8) % 7
 PRODUCTS = {"mm", "addmm"}
@@ -305,7 +305,7 @@ UNDER_TP = {
 def collectives_in_backward(rank):
     from torch.distributed.device_mesh import init_device_mesh
 
-    from plans import apply_plan
+    from titanplans import apply_plan
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     results = {}

@@ -13,13 +13,13 @@ import torch._inductor.config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
-import models
-import models.kernels
-from parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, async_tp
-from parallel.fla_graphs import end_graphs_at_kernels
-from parallel.graph_collectives import install_record, installed_record, recording_graphs
-from plans.collectives import Border, Stream
-from plans.proof.simulate import fake_ranks
+from titanplans import modeling
+from titanplans.modeling import kernels
+from titanplans.observe.graph_collectives import install_record, installed_record, recording_graphs
+from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, async_tp
+from titanplans.parallel.fla_graphs import end_graphs_at_kernels
+from titanplans.proof.simulate import fake_ranks
+from titanplans.tensor_parallel.collectives import Border, Stream
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
 WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes
@@ -113,7 +113,7 @@ def test_nothing_fused_is_an_error_or_by_option_a_warning(border, mesh, caplog):
         async_tp.check_fused(mesh)
     with caplog.at_level(logging.WARNING):
         assert async_tp.check_fused(mesh, "warn") == (0, 4)
-    assert "python -m plans async-tp says what is in the way" in caplog.text
+    assert "titanplans async-tp says what is in the way" in caplog.text
 
 
 def test_a_loop_of_ones_own_is_checked_where_its_second_step_begins(border, mesh):
@@ -172,9 +172,9 @@ def test_with_a_cache_kept_what_came_out_of_it_is_counted(border):
 
 
 def test_prepared_blocks_of_fla_compute_the_same():
-    models.kernels.install("cpu")
-    config = models.load_config("gla", "debug", num_hidden_layers=1, hidden_size=64, vocab_size=64)
-    whole = models.build_real(config)
+    kernels.install("cpu")
+    config = modeling.load_config("gla", "debug", num_hidden_layers=1, hidden_size=64, vocab_size=64)
+    whole = modeling.build_real(config)
     prepared = copy.deepcopy(whole)
     with torch._dynamo.config.patch(nested_graph_breaks=False):
         async_tp.prepare(prepared)
@@ -182,7 +182,7 @@ def test_prepared_blocks_of_fla_compute_the_same():
         assert block.mlp.fuse_swiglu is False
         end_graphs_at_kernels(block)
         block.compile(backend="aot_eager")
-        inputs = models.sample_inputs(config, batch_size=2, seq_len=80, seed=0)
+        inputs = modeling.sample_inputs(config, batch_size=2, seq_len=80, seed=0)
         results = []
         for model in (whole, prepared):
             logits = model(**inputs).logits

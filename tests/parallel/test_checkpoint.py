@@ -17,7 +17,7 @@ MESHES = {"tp 4": (4, 1), "tp 2 x fsdp 2": (2, 1), "tp 2 x replicate 2": (2, 2),
 def split(tp, replicate):
     from torchtitan.distributed import ParallelDims
 
-    from parallel import parallelize
+    from titanplans.parallel import parallelize
 
     model = qwen3()  # 4 heads, 2 of keys and values; 97 tokens, 45 wide
     parallelize(
@@ -37,7 +37,7 @@ def split(tp, replicate):
 
 
 def all_pairs(rank):
-    from training.device import prepare_device
+    from titanplans.training.device import prepare_device
 
     prepare_device()
     folders = [tempfile.mkdtemp() if rank == 0 else None]

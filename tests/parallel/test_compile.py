@@ -9,11 +9,11 @@ from tiny import Block, Tiny, TinyPlan
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from parallel import ParallelError
-from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from parallel.compile import apply_compile, compile_loss, compile_optimizer, one_graph_a_block
-from parallel.kept import KeepMixer
-from parallel.selective import Selective
+from titanplans.parallel import ParallelError
+from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from titanplans.parallel.compile import apply_compile, compile_loss, compile_optimizer, one_graph_a_block
+from titanplans.parallel.kept import KeepMixer
+from titanplans.parallel.selective import Selective
 
 TOKENS = torch.arange(32).reshape(2, 16)
 SMALL = dict(hidden_size=64, vocab_size=96, intermediate_size=48, use_cache=False)
@@ -62,9 +62,9 @@ def qwen3(layers=12):
 
 
 def gla(layers=3):
-    import models.kernels
+    from titanplans.modeling import kernels
 
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     from fla.models import GLAConfig, GLAForCausalLM
 
     torch.manual_seed(0)
@@ -296,7 +296,7 @@ def compiled_under_tp(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from plans import apply_plan
+    from titanplans import apply_plan
 
     results = {}
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))

@@ -4,7 +4,7 @@ import compiled
 import pytest
 import worlds
 
-from plans import registered_plans
+from titanplans import registered_plans
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,9 @@ def results():
 
 
 def test_every_registered_architecture_is_compiled_here():
-    own = {name for name, plan in registered_plans().items() if plan.__module__.startswith("plans.")}
+    own = {
+        name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
+    }
     assert own == set(compiled.SIZES)
 
 

@@ -8,12 +8,12 @@ import torch
 from tiny import Tiny
 from torch._dynamo.utils import counters
 
-from parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError
-from parallel.compile import apply_compile, compile_loss
-from parallel.compile_limits import RECOMPILATIONS, check_device, count_kinds
-from parallel.fla_graphs import end_graphs_at_kernels
-from parallel.interplay import refuse
-from plans.proof.simulate import fake_ranks
+from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError
+from titanplans.parallel.compile import apply_compile, compile_loss
+from titanplans.parallel.compile_limits import RECOMPILATIONS, check_device, count_kinds
+from titanplans.parallel.fla_graphs import end_graphs_at_kernels
+from titanplans.parallel.interplay import refuse
+from titanplans.proof.simulate import fake_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,11 @@ def config(backend="aot_eager", **options):
 
 
 def build(name, **sizes):
-    import models
-    import models.kernels
+    from titanplans import modeling
+    from titanplans.modeling import kernels
 
-    models.kernels.install("cpu")
-    return models.build_real(models.load_config(name, "debug", **sizes), dtype=torch.float32)
+    kernels.install("cpu")
+    return modeling.build_real(modeling.load_config(name, "debug", **sizes), dtype=torch.float32)
 
 
 def test_switched_off_by_the_environment(monkeypatch):
@@ -150,7 +150,7 @@ def test_between_two_kernels_is_one_graph_whatever_modules_lie_there():
 
 
 def test_any_length_of_one_chunk_size_is_one_graph():
-    from models.kernels.gla import chunk_gla
+    from titanplans.modeling.kernels.gla import chunk_gla
 
     compiled = torch.compile(chunk_gla, backend="aot_eager", dynamic=True, fullgraph=True)
     for length in (70, 100, 140):

@@ -6,8 +6,8 @@ import worlds
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelError
-from parallel.conditions import shard_model
+from titanplans.parallel import ParallelError
+from titanplans.parallel.conditions import shard_model
 
 
 class Net(nn.Module):

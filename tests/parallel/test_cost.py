@@ -12,11 +12,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import models
-from parallel import Degrees, FSDP2Config, Mesh, apply_strategy
-from parallel.fsdp_construction import Shards, independent_of_world
-from plans import apply_plan
-from plans.proof.simulate import fake_ranks
+from titanplans import apply_plan, modeling
+from titanplans.parallel import Degrees, FSDP2Config, Mesh, apply_strategy
+from titanplans.parallel.fsdp_construction import Shards, independent_of_world
+from titanplans.proof.simulate import fake_ranks
 
 TP = 8
 WORLDS = (64, 512, 4096)
@@ -35,7 +34,7 @@ class Count(TorchDispatchMode):
 
 
 def build():
-    return models.build(models.load_config("llama", "debug"))
+    return modeling.build(modeling.load_config("llama", "debug"))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import ParallelError
-from parallel.activation_checkpoint import apply_activation_checkpointing
-from parallel.compile import apply_compile
-from parallel.ddp import accumulate, apply_ddp, refuse_degrees
-from parallel.degrees import Degrees
-from parallel.strategies import DDPConfig
+from titanplans.parallel import ParallelError
+from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
+from titanplans.parallel.compile import apply_compile
+from titanplans.parallel.ddp import accumulate, apply_ddp, refuse_degrees
+from titanplans.parallel.degrees import Degrees
+from titanplans.parallel.strategies import DDPConfig
 
 RANKS, BATCH, LENGTH, LAYERS = 2, 8, 8, 4
 
@@ -255,7 +255,7 @@ def refusals():
             return str(error)
 
     def split(model):
-        from plans import apply_plan
+        from titanplans import apply_plan
 
         apply_plan(model, line, loss_parallel=False, plan=TinyPlan)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.degrees import Degrees, refuse_unsupported
-from parallel.errors import ParallelError
+from titanplans.errors import ParallelError
+from titanplans.parallel.degrees import Degrees, refuse_unsupported
 
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 degree = st.integers(1, 8)

@@ -9,11 +9,11 @@ import worlds
 from torch import nn
 from torch.nn import functional as F
 
-import models
-import models.kernels
-from parallel import Degrees, FSDP2Config, ParallelError, ParallelManager, convert_to_float8
-from parallel.float8 import SMALL, check_calls, float8_report, refuse_read_weights
-from plans.float8 import RECIPES, float8_linears
+from titanplans import modeling
+from titanplans.modeling import kernels
+from titanplans.parallel import Degrees, FSDP2Config, ParallelError, ParallelManager, convert_to_float8
+from titanplans.parallel.float8 import SMALL, check_calls, float8_report, refuse_read_weights
+from titanplans.tensor_parallel.float8 import RECIPES, float8_linears
 
 
 class Block(nn.Module):
@@ -136,8 +136,8 @@ def test_refused_before_anything_is_changed(case):
 
 
 def test_a_tied_weight_is_not_gathered_in_float8():
-    models.kernels.install("cpu")
-    model = models.build(models.load_config("qwen3", "debug", tie_word_embeddings=True))
+    kernels.install("cpu")
+    model = modeling.build(modeling.load_config("qwen3", "debug", tie_word_embeddings=True))
     with pytest.raises(
         ParallelError,
         match="are one tensor, which FSDP's float8 all-gather would take apart: leave 'lm_head'",
@@ -305,14 +305,14 @@ def strategy(options):
 
 
 def on_four_ranks(rank):
-    models.kernels.install("cpu")
-    config = models.load_config("qwen3", "debug", **SIZES)
+    kernels.install("cpu")
+    config = modeling.load_config("qwen3", "debug", **SIZES)
     found = {}
     for name, (degrees, options) in WAYS.items():
         manager = ParallelManager(strategy(options), degrees)
-        model = manager.parallelize(models.build(config))
+        model = manager.parallelize(modeling.build(config))
         manager.to_empty()
-        models.initialize(model, seed=0)
+        modeling.initialize(model, seed=0)
         found[name] = train(model, manager)
     found["evaluated"] = {
         name: _evaluated(config, WAYS[name]) for name in WAYS if name.startswith(("dp", "tp x dp, gathered"))
@@ -323,7 +323,7 @@ def on_four_ranks(rank):
     found["gla"] = [_gla(compiled) for compiled in (False, True)]
     for name, (degrees, options, _) in REFUSED_WAYS.items():
         try:
-            ParallelManager(strategy(options), degrees).parallelize(models.build(config))
+            ParallelManager(strategy(options), degrees).parallelize(modeling.build(config))
         except ParallelError as error:
             found[name] = str(error)
     return found
@@ -332,9 +332,9 @@ def on_four_ranks(rank):
 def _built(config, way):
     degrees, options = way
     manager = ParallelManager(strategy(options), degrees)
-    model = manager.parallelize(models.build(config))
+    model = manager.parallelize(modeling.build(config))
     manager.to_empty()
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     return model, manager
 
 
@@ -382,7 +382,7 @@ def _saved(config):
     """What a state dict holds whose weights are gathered in float8, and the loss after it was saved and loaded."""
     import torch.distributed.checkpoint as dcp
 
-    from plans.float8 import float8_linears as converted
+    from titanplans.tensor_parallel.float8 import float8_linears as converted
 
     model, manager = _built(config, WAYS["tp x dp, gathered in float8"])
     train(model, manager)
@@ -405,18 +405,18 @@ def _gla(compiled):
     """Losses of GLA, whose blocks become several graphs, and how the first mixer is entered."""
     sizes = dict(hidden_size=256, num_hidden_layers=1, intermediate_size=64, vocab_size=128)
     manager = ParallelManager(strategy({"compile": compiled}), Degrees(tp=2))
-    model = manager.parallelize(models.build(models.load_config("gla", "debug", **sizes)))
+    model = manager.parallelize(modeling.build(modeling.load_config("gla", "debug", **sizes)))
     manager.to_empty()
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     return train(model, manager), float8_report(model)["borders"]["model.layers.0.attn"]["activations"]
 
 
 def one_process(recipe):
-    config = models.load_config("qwen3", "debug", **SIZES)
-    model = models.build(config)
+    config = modeling.load_config("qwen3", "debug", **SIZES)
+    model = modeling.build(config)
     convert_to_float8(model, recipe, emulate=True)
     model.to_empty(device="cpu")
-    models.initialize(model, seed=0)
+    modeling.initialize(model, seed=0)
     return train(model)
 
 
@@ -427,7 +427,7 @@ def results():
 
 @pytest.fixture(scope="module")
 def expected():
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     return {recipe: one_process(recipe) for recipe in RECIPES}
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import ParallelError
-from parallel.fsdp import shard
-from parallel.fsdp_units import find_units, split_dtypes
-from parallel.gradient_sync import accumulate, unsharded
+from titanplans.parallel import ParallelError
+from titanplans.parallel.fsdp import shard
+from titanplans.parallel.fsdp_units import find_units, split_dtypes
+from titanplans.parallel.gradient_sync import accumulate, unsharded
 
 BATCH, LENGTH, LAYERS = 8, 8, 4
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
@@ -128,7 +128,7 @@ def prepare(kind, replicate, fsdp, tp, options):
     model = build(kind)
     mesh = world(replicate, fsdp, tp)
     if tp > 1:
-        from plans import apply_plan
+        from titanplans import apply_plan
 
         apply_plan(model, mesh["tp"], loss_parallel=False, plan=TinyPlan)
     units = shard(model, mesh["r", "f"] if replicate > 1 else mesh["f"], **options)

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from parallel.degrees import Degrees
-from parallel.errors import ParallelError
-from parallel.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
-from parallel.mesh import Mesh
-from plans import apply_plan
+from titanplans import apply_plan
+from titanplans.errors import ParallelError
+from titanplans.parallel.degrees import Degrees
+from titanplans.parallel.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
+from titanplans.parallel.mesh import Mesh
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 MODELS = {

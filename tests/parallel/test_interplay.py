@@ -8,9 +8,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-import models
-import models.kernels
-from parallel import (
+from titanplans import modeling
+from titanplans.errors import UserError
+from titanplans.modeling import kernels
+from titanplans.parallel import (
     DDPConfig,
     Degrees,
     EveryNthLayer,
@@ -25,8 +26,7 @@ from parallel import (
     apply_strategy,
     parallelize,
 )
-from plans.errors import UserError
-from plans.proof.simulate import fake_ranks
+from titanplans.proof.simulate import fake_ranks
 
 WORLD = 4
 COMPILED = {"enable": True, "backend": "aot_eager", "components": ["model"]}
@@ -34,14 +34,14 @@ ASYNC_TP = COMPILED | {"backend": "inductor", "enable_async_tensor_parallel": Tr
 
 
 def llama():
-    return models.build(LlamaConfig(
+    return modeling.build(LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
     ))  # fmt: skip
 
 
 def gla():
-    models.kernels.install("cpu")
-    return models.build(models.load_config("gla", "debug"))
+    kernels.install("cpu")
+    return modeling.build(modeling.load_config("gla", "debug"))
 
 
 def refused(config, degrees=None, model=llama, policy=None):

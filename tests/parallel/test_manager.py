@@ -9,7 +9,7 @@ from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
 from worlds import run
 
-from parallel import (
+from titanplans.parallel import (
     DDPConfig,
     Degrees,
     FSDP2Config,
@@ -19,7 +19,7 @@ from parallel import (
     process_group,
     read_strategy,
 )
-from parallel.loss import cross_entropy
+from titanplans.parallel.loss import cross_entropy
 
 STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 6
 CASES = {

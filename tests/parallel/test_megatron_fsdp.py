@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel import ParallelError
-from parallel.activation_checkpoint import Full
-from parallel.megatron_fsdp import (
+from titanplans.errors import PlanError
+from titanplans.parallel import ParallelError
+from titanplans.parallel.activation_checkpoint import Full
+from titanplans.parallel.megatron_fsdp import (
     accumulate,
     apply_megatron_fsdp,
     arguments,
@@ -27,8 +28,7 @@ from parallel.megatron_fsdp import (
     register_optimizer,
     unit_classes,
 )
-from parallel.strategies import MegatronFSDPConfig
-from plans.errors import PlanError
+from titanplans.parallel.strategies import MegatronFSDPConfig
 
 INSTALLED = importlib.util.find_spec("megatron_fsdp") is not None
 needs_package = pytest.mark.skipif(not INSTALLED, reason="megatron-fsdp is an extra, and not installed")

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel.degrees import Degrees
-from parallel.errors import ParallelError
-from parallel.mesh import Mesh
+from titanplans.errors import ParallelError
+from titanplans.parallel.degrees import Degrees
+from titanplans.parallel.mesh import Mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 COMBINED = {

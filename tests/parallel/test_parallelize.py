@@ -107,7 +107,7 @@ def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default",
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-    from parallel import EveryNthLayer, parallelize
+    from titanplans.parallel import EveryNthLayer, parallelize
 
     dims = ParallelDims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
     model = build(kind, tied)
@@ -160,11 +160,11 @@ def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default",
 
 
 def all_cases(rank):
-    import models.kernels
-    from training.device import prepare_device
+    from titanplans.modeling import kernels
+    from titanplans.training.device import prepare_device
 
     prepare_device()
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     return {name: parallel_step(**case) for name, case in CASES.items()}
 
 
@@ -175,9 +175,9 @@ def results():
 
 @pytest.fixture(scope="module")
 def references():
-    import models.kernels
+    from titanplans.modeling import kernels
 
-    models.kernels.install("cpu")
+    kernels.install("cpu")
     return {
         key: reference(*key)
         for key in {(case.get("kind", "transformer"), case.get("tied", False)) for case in CASES.values()}

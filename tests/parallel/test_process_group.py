@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.errors import ParallelError
-from parallel.process_group import _sigint_deferred, available_cores, backend_for, process_group
+from titanplans.errors import ParallelError
+from titanplans.parallel.process_group import _sigint_deferred, available_cores, backend_for, process_group
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -14,13 +14,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import Tiny, TinyPlan
 
-from parallel import ParallelError
-from parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from parallel.compile import COMPONENTS
-from parallel.fsdp import shard
-from parallel.kept import KeepMixer
-from parallel.selective import Selective
-from parallel.strategies import (
+from titanplans.parallel import ParallelError
+from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from titanplans.parallel.compile import COMPONENTS
+from titanplans.parallel.fsdp import shard
+from titanplans.parallel.kept import KeepMixer
+from titanplans.parallel.selective import Selective
+from titanplans.parallel.strategies import (
     ActivationCheckpointing,
     Compile,
     DDPConfig,
@@ -30,8 +30,8 @@ from parallel.strategies import (
     read_strategy,
     write_strategy,
 )
-from parallel.strategies.options import Options
-from parallel.strategies.sections import _READ
+from titanplans.parallel.strategies.options import Options
+from titanplans.parallel.strategies.sections import _READ
 
 STRATEGIES = [FSDP2Config, DDPConfig, MegatronFSDPConfig]
 SECTIONS = [MixedPrecision, ActivationCheckpointing, Compile]

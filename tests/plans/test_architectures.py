@@ -8,11 +8,10 @@ from functools import partial
 
 import pytest
 
-import models
-import models.kernels
-from models.samples import build_real, sample_inputs
-from plans import registered_plans
-from plans.proof import verify
+from titanplans import modeling, registered_plans
+from titanplans.modeling import kernels
+from titanplans.modeling.samples import build_real, sample_inputs
+from titanplans.proof import verify
 
 FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
 DENSE = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96, head_dim=16)
@@ -37,11 +36,11 @@ ODD = dict(intermediate_size=45, vocab_size=97)
 
 @pytest.fixture(autouse=True, scope="module")
 def cpu_kernels():
-    models.kernels.install("cpu")
+    kernels.install("cpu")
 
 
 def prove(name, overrides, *, seq_len=16, batch_size=2, **options):
-    config = models.load_config(name, "debug", **overrides)
+    config = modeling.load_config(name, "debug", **overrides)
     inputs = sample_inputs(config, batch_size=batch_size, seq_len=seq_len, seed=0)
     report = verify(partial(build_real, config), inputs=inputs, **options)
     assert report.passed, report.table()
@@ -49,9 +48,9 @@ def prove(name, overrides, *, seq_len=16, batch_size=2, **options):
 
 
 def test_every_registered_plan_is_here():
-    assert {name for name, plan in registered_plans().items() if plan.__module__.startswith("plans.")} == set(
-        SMALL
-    )
+    assert {
+        name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
+    } == set(SMALL)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -7,21 +7,20 @@ from functools import partial
 
 import pytest
 import torch
+from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 
-import models
-import models.kernels
-import plans.float8_border
-import plans.float8_linear
-from models.samples import build_real, sample_inputs
-from parallel import convert_to_float8
-from plans import PlanError, apply_plan, check_plan, registered_plans
-from plans.float8 import RECIPES, float8_linears, recipe_of
-from plans.float8_checks import check_torchao_styles
-from plans.llama import LlamaPlan
-from plans.proof import verify
-from plans.proof.modes import exact_float8
-from plans.proof.simulate import ranks
+import titanplans.tensor_parallel.float8_border
+import titanplans.tensor_parallel.float8_linear
+from titanplans import PlanError, apply_plan, check_plan, modeling, registered_plans
+from titanplans.modeling import kernels
+from titanplans.modeling.samples import build_real, sample_inputs
+from titanplans.parallel import convert_to_float8
+from titanplans.proof import verify
+from titanplans.proof.modes import exact_float8
+from titanplans.proof.simulate import ranks
+from titanplans.tensor_parallel.float8 import RECIPES, float8_linears, recipe_of
+from titanplans.tensor_parallel.float8_checks import check_torchao_styles
 
 DENSE = dict(
     hidden_size=64,
@@ -47,18 +46,18 @@ FILTERS = {"gemma3": ("vision_tower",)}
 
 @pytest.fixture(autouse=True, scope="module")
 def cpu_kernels():
-    models.kernels.install("cpu")
+    kernels.install("cpu")
 
 
 def build(name, recipe, **convert):
     convert = {"emulate": True, "filters": FILTERS.get(name, ())} | convert
-    model = build_real(models.load_config(name, "debug", **SMALL[name]))
+    model = build_real(modeling.load_config(name, "debug", **SMALL[name]))
     convert_to_float8(model, recipe, **convert)
     return model
 
 
 def prove(name, recipe, **options):
-    config = models.load_config(name, "debug", **SMALL[name])
+    config = modeling.load_config(name, "debug", **SMALL[name])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
     return verify(
         partial(build, name, recipe), inputs=inputs, **{"degrees": [4], "loss_parallel": True} | options
@@ -82,7 +81,7 @@ def test_rows_equal_those_of_the_whole_model(name, recipe):
 
 def test_a_filtered_projection_gathers_plainly():
     """What is not converted reads the sequence, too, so that it comes as it is; each projection casts for itself."""
-    config = models.load_config("gla", "debug", **SMALL["gla"])
+    config = modeling.load_config("gla", "debug", **SMALL["gla"])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
     report = verify(
         lambda: build("gla", "tensorwise", filters=["gk_proj"]),
@@ -94,35 +93,35 @@ def test_a_filtered_projection_gathers_plainly():
 
 
 def test_every_registered_plan_is_here():
-    assert {name for name, plan in registered_plans().items() if plan.__module__.startswith("plans.")} == set(
-        SMALL
-    )
+    assert {
+        name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
+    } == set(SMALL)
 
 
 # What the proof would find.
 
 
 def own_scales(monkeypatch):
-    plain = plans.float8_linear.all_reduce
+    plain = titanplans.tensor_parallel.float8_linear.all_reduce
     monkeypatch.setattr(
-        plans.float8_linear,
+        titanplans.tensor_parallel.float8_linear,
         "all_reduce",
         lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
     )
 
 
 def own_scale_of_the_shard(monkeypatch):
-    plain = plans.float8_border.all_reduce
+    plain = titanplans.tensor_parallel.float8_border.all_reduce
     monkeypatch.setattr(
-        plans.float8_border,
+        titanplans.tensor_parallel.float8_border,
         "all_reduce",
         lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
     )
 
 
 def summands_cast_apart(monkeypatch):
-    monkeypatch.setattr(plans.float8_linear, "_summed", lambda grad, split: grad)
-    monkeypatch.setattr(plans.float8_linear, "_share", lambda result, split: result)
+    monkeypatch.setattr(titanplans.tensor_parallel.float8_linear, "_summed", lambda grad, split: grad)
+    monkeypatch.setattr(titanplans.tensor_parallel.float8_linear, "_share", lambda result, split: result)
 
 
 @pytest.mark.parametrize("fault", [own_scales, own_scale_of_the_shard, summands_cast_apart])
@@ -151,7 +150,9 @@ def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
     split.load_state_dict(whole.state_dict())
     for model in (whole, split):
         convert_to_float8(model, recipe, emulate=emulate)
-    plans.float8_linear.split_linear(split[0], plans.float8_linear.Split(("no group", 1)))
+    titanplans.tensor_parallel.float8_linear.split_linear(
+        split[0], titanplans.tensor_parallel.float8_linear.Split(("no group", 1))
+    )
     x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
     results = []
     for model in (whole, split):
@@ -167,7 +168,9 @@ def test_a_frozen_weight_gets_no_gradient():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
     convert_to_float8(model, emulate=True)
-    plans.float8_linear.split_linear(model[0], plans.float8_linear.Split(("no group", 1)))
+    titanplans.tensor_parallel.float8_linear.split_linear(
+        model[0], titanplans.tensor_parallel.float8_linear.Split(("no group", 1))
+    )
     model[0].weight.requires_grad_(False)
     x = torch.randn(16, 16, requires_grad=True)
     model(x).sum().backward()
@@ -180,7 +183,7 @@ def test_a_frozen_weight_gets_no_gradient():
 
 def meta(name, recipe="tensorwise", **overrides):
     with torch.device("meta"):
-        model = models.build(models.load_config(name, "debug", **SMALL[name] | overrides))
+        model = modeling.build(modeling.load_config(name, "debug", **SMALL[name] | overrides))
     convert_to_float8(model, recipe, emulate=True)
     return model
 
@@ -243,7 +246,7 @@ def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
         def mlp_plan(self, mlp):
             return super().mlp_plan(mlp) | {"gate_proj": Float8ColwiseParallel()}
 
-    model = meta("llama", recipe) if recipe else models.build(models.load_config("llama", "debug"))
+    model = meta("llama", recipe) if recipe else modeling.build(modeling.load_config("llama", "debug"))
     with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel\\): .*{words}"):
         check_plan(model, 2, plan=Theirs)
     with pytest.raises(PlanError, match="which gloo has not"):
@@ -321,6 +324,6 @@ def test_every_converted_module_is_called(name):
     model, called = build(name, "tensorwise"), set()
     for path, module in float8_linears(model).items():
         module.register_forward_pre_hook(lambda module, args, path=path: called.add(path))
-    config = models.load_config(name, "debug", **SMALL[name])
+    config = modeling.load_config(name, "debug", **SMALL[name])
     model(**sample_inputs(config, batch_size=1, seq_len=16, seed=0), use_cache=False)
     assert called == float8_linears(model).keys()

@@ -6,9 +6,9 @@ import pytest
 from tiny import Tiny, TinyPlan
 from torch import nn
 
-import models.kernels
-from plans import TPPlan
-from plans.proof import verify
+from titanplans import TPPlan, modeling
+from titanplans.modeling import kernels
+from titanplans.proof import verify
 
 SMALL = dict(
     hidden_size=64, num_hidden_layers=1, vocab_size=96, hidden_ratio=4, intermediate_size=48, use_cache=False
@@ -47,7 +47,7 @@ CASES = [("transformer", n, o) for n, o in TRANSFORMER.items()] + [("gla", n, o)
 
 @pytest.fixture(autouse=True, scope="module")
 def cpu_kernels():
-    models.kernels.install("cpu")
+    kernels.install("cpu")
 
 
 def build(kind: str, options: dict) -> nn.Module:
@@ -77,7 +77,7 @@ def test_the_form_that_users_write(tied):
 
 def test_positions_and_masks_come_from_whole_embeddings():
     """A model of transformers reads both off its embedding's output, which must not be a shard."""
-    config = models.load_config("mistral", "debug", num_hidden_layers=1, sliding_window=5)
+    config = modeling.load_config("mistral", "debug", num_hidden_layers=1, sliding_window=5)
 
     class Plan(TPPlan):
         begins_stream = False
@@ -95,8 +95,8 @@ def test_positions_and_masks_come_from_whole_embeddings():
         begins_stream = True
 
     options = dict(degrees=[2], loss_parallel=True, sequence_parallel=True)
-    assert verify(partial(models.build_real, config), Plan, **options).passed
-    report = verify(partial(models.build_real, config), AtTheEmbedding, **options)
+    assert verify(partial(modeling.build_real, config), Plan, **options).passed
+    report = verify(partial(modeling.build_real, config), AtTheEmbedding, **options)
     assert not report.passed
     assert "model.layers.0" in report.table()
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import save
 
-import models
-from plans.errors import UserError
-from training.checkpoint_card import CARD, check_model_card, find_checkpoint, write_model_card
-from training.checks import check_job
-from training.config import ConfigError, JobConfig, load_job
-from training.device import prepare_device
+from titanplans import modeling
+from titanplans.config import ConfigError, JobConfig, load_job
+from titanplans.errors import UserError
+from titanplans.training.checkpoint_card import CARD, check_model_card, find_checkpoint, write_model_card
+from titanplans.training.checks import check_job
+from titanplans.training.device import prepare_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -211,7 +211,7 @@ def test_wandb_has_to_be_installed(job, monkeypatch):
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(job, tmp_path):
-    config = models.load_config("gla", "debug", vocab_size=1024)
+    config = modeling.load_config("gla", "debug", vocab_size=1024)
     config.save_pretrained(tmp_path)
     said = refusal(job(model__config=str(tmp_path / "config.json")))
     assert "has 4096 tokens" in said
@@ -229,27 +229,27 @@ def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
 
 
 def test_a_card_tells_models_apart_and_not_kernels(tmp_path):
-    config = models.load_config("gla", "debug")
+    config = modeling.load_config("gla", "debug")
     check_model_card(tmp_path, config)  # no card: nothing to compare
     write_model_card(tmp_path, config)
-    check_model_card(tmp_path, models.load_config("gla", "debug", fuse_norm=not config.fuse_norm))
+    check_model_card(tmp_path, modeling.load_config("gla", "debug", fuse_norm=not config.fuse_norm))
     with pytest.raises(ConfigError) as caught:
-        check_model_card(tmp_path, models.load_config("gla", "debug", num_heads=4, use_short_conv=True))
+        check_model_card(tmp_path, modeling.load_config("gla", "debug", num_heads=4, use_short_conv=True))
     assert "num_heads = 8, now 4; use_short_conv = false, now true" in str(caught.value)
     assert list(tmp_path.iterdir()) == [tmp_path / CARD]
 
 
 def test_a_card_of_another_architecture_names_both(tmp_path):
-    write_model_card(tmp_path, models.load_config("gla", "debug"))
+    write_model_card(tmp_path, modeling.load_config("gla", "debug"))
     with pytest.raises(ConfigError, match=r"and \d+ more keys"):
-        check_model_card(tmp_path, models.load_config("transformer", "debug"))
+        check_model_card(tmp_path, modeling.load_config("transformer", "debug"))
 
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
     """Return the weights of the debug GLA, empty, by name."""
     prepare_device()
-    model = models.build(models.load_config("gla", "debug"))
+    model = modeling.build(modeling.load_config("gla", "debug"))
     return {name: torch.empty(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -276,7 +276,7 @@ def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
     check_job(wanted, 1)
     said = refusal(job(checkpoint__enable="true", model__name="transformer"))
     assert "step-5 is of another model" in said
-    write_model_card(folder, models.load_config("gla", "debug", num_heads=4))
+    write_model_card(folder, modeling.load_config("gla", "debug", num_heads=4))
     assert "num_heads = 4, now 8" in refusal(wanted)
 
 
@@ -314,7 +314,7 @@ def test_checking_imports_no_torchtitan():
     """The device has to be chosen before torchtitan is imported, and checks come before the device."""
     code = """
         import sys
-        import training.checks
+        import titanplans.training.checks
         assert not any(name.startswith("torchtitan") for name in sys.modules)
     """
     done = subprocess.run(

@@ -9,8 +9,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from plans.errors import UserError
-from training.data import DataError, check_checkpoint, check_dataset, check_tokenizer, default_tokenizer_path
+from titanplans.errors import UserError
+from titanplans.training.data import (
+    DataError,
+    check_checkpoint,
+    check_dataset,
+    check_tokenizer,
+    default_tokenizer_path,
+)
 
 
 @pytest.fixture
@@ -101,7 +107,7 @@ def test_too_few_tokens_for_one_sequence(refused, tmp_path):
 
 def test_a_name_that_the_hub_cannot_give_says_why():
     # In a process of its own: the libraries read HF_HUB_OFFLINE when they are imported.
-    code = "from training.data import check_dataset; check_dataset('nobody/nothing')"
+    code = "from titanplans.training.data import check_dataset; check_dataset('nobody/nothing')"
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
@@ -113,7 +119,7 @@ def test_a_name_that_the_hub_cannot_give_says_why():
 
 
 def test_checking_imports_no_torchtitan():
-    code = "import sys, training.data; sys.exit('torchtitan' in sys.modules)"
+    code = "import sys, titanplans.training.data; sys.exit('torchtitan' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from training.data import check_checkpoint
-from training.data.errors import DataError
-from training.data.loader import TextDataLoader
-from training.data.sources import open_source
-from training.data.vocabulary import default_tokenizer_path
+from titanplans.errors import DataError
+from titanplans.training.data import check_checkpoint
+from titanplans.training.data.loader import TextDataLoader
+from titanplans.training.data.sources import open_source
+from titanplans.training.data.vocabulary import default_tokenizer_path
 
 # Short documents and short windows: an epoch ends every few batches, and most batches begin and end
 # inside a document.

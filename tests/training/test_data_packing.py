@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.packing import pack
+from titanplans.training.data.packing import pack
 
 # Documents as lengths: tokens are numbered through, so that any gap, repeat or swap shows.
 lengths = st.lists(st.integers(0, 30), max_size=20)

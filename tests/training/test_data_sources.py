@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.errors import DataError
-from training.data.local import PIECE_BYTES, TextFiles, find_files
-from training.data.sources import open_source
-from training.data.split import in_split, split_index, split_names, split_size
-from training.data.stdlib import stdlib_files, stdlib_root
+from titanplans.errors import DataError
+from titanplans.training.data.local import PIECE_BYTES, TextFiles, find_files
+from titanplans.training.data.sources import open_source
+from titanplans.training.data.split import in_split, split_index, split_names, split_size
+from titanplans.training.data.stdlib import stdlib_files, stdlib_root
 
 TEXTS = [f"Document {i}. " + f"word{i} " * (3 + 7 * i % 11) for i in range(45)]
 

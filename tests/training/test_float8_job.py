@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel import FSDP2Config
-from plans.errors import UserError
-from training.checks import check_job
-from training.config import load_job
-from training.strategy import strategy
+from titanplans.config import load_job
+from titanplans.errors import UserError
+from titanplans.parallel import FSDP2Config
+from titanplans.training.checks import check_job
+from titanplans.training.strategy import strategy
 
 ROOT = Path(__file__).parents[2]
 SECTION = "quantize.linear.float8"

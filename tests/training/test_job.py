@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from parallel import FSDP2Config
-from training.config import ConfigError, JobConfig
-from training.config.schema import build_job, keys
-from training.device import prepare_device
+from titanplans.config import ConfigError, JobConfig
+from titanplans.config.schema import build_job, keys
+from titanplans.parallel import FSDP2Config
+from titanplans.training.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next lines import
 
-from training.job import trainer_config  # noqa: E402
-from training.trainer import Trainer  # noqa: E402
+from titanplans.training.job import trainer_config  # noqa: E402
+from titanplans.training.trainer import Trainer  # noqa: E402
 
 
 def configure(world_size: int = 1, **options: object) -> Trainer.Config:

@@ -4,7 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from parallel import (
+from titanplans.config import ConfigError, check_values
+from titanplans.config.schema import build_job, keys
+from titanplans.parallel import (
     ActivationCheckpointing,
     Compile,
     DDPConfig,
@@ -13,9 +15,7 @@ from parallel import (
     MixedPrecision,
     ParallelError,
 )
-from training.config import ConfigError, check_values
-from training.config.schema import build_job, keys
-from training.strategy import strategy, told_by_key
+from titanplans.training.strategy import strategy, told_by_key
 
 
 def of(**options: object) -> FSDP2Config | DDPConfig:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from training.data.train_tokenizer import BOS, EOS, VOCAB_SIZE, save, train
-from training.data.vocabulary import default_tokenizer_path, load_tokenizer
+from titanplans.training.data.train_tokenizer import BOS, EOS, VOCAB_SIZE, save, train
+from titanplans.training.data.vocabulary import default_tokenizer_path, load_tokenizer
 
 TOKENIZER = load_tokenizer(default_tokenizer_path())
 
@@ -35,7 +35,7 @@ def test_it_is_what_it_claims_to_be():
 
 
 def test_it_spends_less_than_a_token_on_three_bytes_of_held_out_text():
-    from training.data.sources import open_source
+    from titanplans.training.data.sources import open_source
 
     texts = [text for _, text in open_source("stdlib", split="validation").documents(0, 0, 1, None)]
     tokens = sum(len(TOKENIZER.encode(text).ids) for text in texts)

@@ -165,7 +165,7 @@ def test_rank_of_torchrun_checks_against_its_world(folder):
 def test_a_plan_of_the_users_own_reaches_every_rank(folder):
     (folder / "my_plans.py").write_text(
         """
-from plans import TPPlan, register_plan
+from titanplans import TPPlan, register_plan
 
 @register_plan("granite")
 class GranitePlan(TPPlan):

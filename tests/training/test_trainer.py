@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import worlds
 
-from training.jsonl import read_rows
+from titanplans.training.jsonl import read_rows
 
 SMALL = {
     "hidden_size": 32,
@@ -92,17 +92,17 @@ def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
 
     `prepare` is given the trainer before it trains.
     """
-    from training.config import load_job
-    from training.device import prepare_device
+    from titanplans.config import load_job
+    from titanplans.training.device import prepare_device
 
     device_type = prepare_device()
     import torchtitan.trainer
 
-    import models.kernels
-    from training.job import trainer_config
-    from training.trainer import Trainer
+    from titanplans.modeling import kernels
+    from titanplans.training.job import trainer_config
+    from titanplans.training.trainer import Trainer
 
-    models.kernels.install(device_type)
+    kernels.install(device_type)
     torchtitan.trainer.time = SimpleNamespace(perf_counter=lambda: 0.0, sleep=lambda seconds: None)
     paths = [f"--model.config={folder}/{model}.json", f"--training.dataset_path={folder}/text"]
     job = load_job([f"{folder}/job.toml", f"--job.dump_folder={folder}/{dump}", *paths, *options])

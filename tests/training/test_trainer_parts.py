@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel.process_group import available_cores
-from plans.errors import UserError
-from training.device import HostDevice, peak_resident_bytes, pick_device_type, prepare_device
-from training.logs import _worth_showing
-from training.outcome import fail, refuse
+from titanplans.errors import UserError
+from titanplans.parallel.process_group import available_cores
+from titanplans.training.device import HostDevice, peak_resident_bytes, pick_device_type, prepare_device
+from titanplans.training.logs import _worth_showing
+from titanplans.training.outcome import fail, refuse
 
 prepare_device()  # before torchtitan, which the next line imports
 
-from training.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
+from titanplans.training.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
 
 on_a_cpu = pytest.mark.skipif(pick_device_type() != "cpu", reason="what a machine without accelerator gets")
 
@@ -29,7 +29,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 @on_a_cpu
 def test_prepare_device_refuses_to_come_too_late():
     late = python(
-        "import torchtitan.tools.utils; from training.device import prepare_device; prepare_device()"
+        "import torchtitan.tools.utils; from titanplans.training.device import prepare_device; prepare_device()"
     )
     assert "RuntimeError: torchtitan was imported before prepare_device()" in late.stderr
 
@@ -95,7 +95,7 @@ def test_refusal_is_one_line(capsys):
 
 
 def test_failure_has_its_traceback_and_a_lost_peer_has_none(capsys, monkeypatch):
-    monkeypatch.setattr("training.outcome.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("titanplans.training.outcome.time.sleep", lambda seconds: None)
     monkeypatch.delitem(os.environ, "TORCHELASTIC_ERROR_FILE", raising=False)
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0

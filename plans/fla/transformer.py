@@ -1,0 +1,52 @@
+"""The plan of FLA's transformer, and of its softmax attention wherever a hybrid model holds it."""
+
+from torch import nn
+
+from titanplans import Plan, TPPlan, find_decoder, register_plan
+
+
+@register_plan("transformer", mixer="fla.layers.attn.Attention")
+class TransformerPlan(TPPlan):
+    """Heads and MLP width are split, norms replicated.
+
+    The reductions stand at the exit of mixer and MLP, not at `o_proj` and `down_proj`: FLA pads
+    the output of the one after its projection, and calls a fused kernel on the weight of the other.
+    """
+
+    def model_plan(self, model: nn.Module) -> Plan:
+        plan = super().model_plan(model)
+        # FLA's models read the sequence off the tokens, or inside a mixer: never off their embeddings.
+        if (embedding := find_decoder(model).embedding) is not None:
+            plan[embedding] = self.vocab_embedding(begins_stream=True)
+        base = model.get_submodule(model.base_model_prefix)  # type: ignore[arg-type]
+        return plan | {
+            f"{model.base_model_prefix}.{name}": s for name, s in self._residual_mixing(base).items()
+        }
+
+    def layer_plan(self, layer: nn.Module) -> Plan:
+        return super().layer_plan(layer) | self._residual_mixing(layer)
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        plan = {
+            **self.attn_region(),
+            "q_proj": self.colwise(),
+            "k_proj": self.kv_colwise(attn),
+            "v_proj": self.kv_colwise(attn),
+            "o_proj": self.rowwise(reduce_output=False),
+        }
+        if attn.qk_norm:  # one weight for all heads
+            plan |= {"q_norm": self.replicated(), "k_norm": self.replicated()}
+        return plan
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        return {
+            **self.mlp_region(),
+            "gate_proj": self.colwise(),
+            "up_proj": self.colwise(),
+            "down_proj": self.rowwise(reduce_output=False),
+        }
+
+    def _residual_mixing(self, module: nn.Module) -> Plan:
+        """Attention over residuals (config.attnres_block_size): token by token, on the stream."""
+        names = ("attn_res_proj", "attn_res_norm", "mlp_res_proj", "mlp_res_norm", "res_proj", "res_norm")
+        return {name: self.sequence_parallel() for name in names if name in module._modules}

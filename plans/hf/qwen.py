@@ -1,0 +1,20 @@
+"""The plans of Qwen2 (and 2.5) and Qwen3: a Llama with biases on q, k, v, or with norms over each head."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .llama import LlamaPlan
+
+
+@register_plan("qwen2")
+class Qwen2Plan(LlamaPlan):
+    """The biases are split with their projections."""
+
+
+@register_plan("qwen3")
+class Qwen3Plan(LlamaPlan):
+    """`q_norm` and `k_norm` have one weight for all heads, of which a rank sees its own."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        return super().attn_plan(attn) | {"q_norm": self.replicated(), "k_norm": self.replicated()}

@@ -1,0 +1,196 @@
+"""`titanplans async-tp`: every registered architecture against the table of docs/async-tp.md, and what else it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Block, Tiny, TinyPlan
+from torch import nn
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+from titanplans import apply_plan, modeling, registered_plans
+from titanplans.cli.async_tp.capture import capture
+from titanplans.cli.async_tp.decide import decide
+from titanplans.cli.async_tp.verdict import verdicts
+from titanplans.cli.verify.arguments import Request
+from titanplans.cli.verify.main import main
+from titanplans.cli.verify.source import Source
+from titanplans.cli.verify.subject import Subject
+from titanplans.modeling import kernels
+from titanplans.observe.graph_collectives import recording_graphs
+from titanplans.proof.simulate import fake_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "async-tp.md"
+TITLES = ("architecture", "forward", "backward", "left, since torch's pass has no form for it")
+NAMES = [name for name in modeling.available() if name in registered_plans()]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_a_cpu():
+    kernels.install("cpu")
+
+
+def quietly(words):
+    """Progress, shown to nobody."""
+
+
+def decided(name, **request):
+    source = Source(name, modeling.load_config(name, "debug"))
+    return decide(Subject(source), Request("async-tp", name, vocab_size=512, **request), 2, quietly)
+
+
+def row(name):
+    """A model's row of the table, and what inductor's record says of the same graphs."""
+    with recording_graphs() as record:
+        decision = decided(name, batch_size=1)
+    (blocks,) = (found for found in decision.blocks if found.names)
+    assert len(blocks.names) >= 2  # the first, too, but for the gather where the stream begins
+    counts = []
+    for backward in (False, True):
+        those = [v for v in blocks.verdicts if v.backward == backward]
+        counts.append(f"{sum(v.fused for v in those)}/{len(those)}")
+    left = [
+        f"{v.place}: {v.obstacle.removesuffix(', and the pass takes one')}"
+        for v in blocks.verdicts
+        if not v.fused
+    ]
+    assert decision.complete, left
+    return f"| {' | '.join([f'`{name}`', *counts, '; '.join(left)])} |", decision, record
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_what_is_decided(name):
+    line, decision, record = row(name)
+    assert line in PAGE.read_text().splitlines()
+    # The recorder of a training run counts the same, over the captured blocks: the first, and one of each kind.
+    captured = [c for c in record.collectives() if c.operation != "all_reduce"]
+    fused = {(c.operation, c.backward) for c in captured if c.fused}
+    assert {("all_gather", False), ("reduce_scatter", False), ("all_gather", True)} == fused
+    assert all(c.products >= 1 and c.received > 0 for c in captured if c.fused)
+    assert sum(c.fused for c in captured) % sum(decision.count(backward=b)[0] for b in (False, True)) == 0
+
+
+def test_every_registered_architecture_is_on_the_page():
+    lines = PAGE.read_text().splitlines()
+    start = lines.index(f"| {' | '.join(TITLES)} |")
+    ours = {
+        name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
+    }
+    rows = [line.split("`")[1] for line in lines[start + 2 : start + 2 + len(ours)]]
+    assert set(rows) == ours
+
+
+def test_a_length_that_the_degree_does_not_divide_is_padded_and_nothing_is_fused(capsys):
+    assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "not fused: slice, view between it and q_proj and k_proj and v_proj" in out
+    assert "not fused: concatenation, view between it and o_proj" in out
+    assert "NOT all is fused that could be: forward 0 of 4" in out
+
+
+def test_json_is_all_of_stdout_and_nothing_of_a_capture_stays(capsys):
+    before = torch.distributed.is_nccl_available, torch._inductor.config._micro_pipeline_tp
+    assert main(["async-tp", "llama", "--json", "--vocab-size", "64"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["complete"], found["forward"], found["degree"]) == (True, {"fused": 4, "total": 4}, 2)
+    blocks, begin = found["blocks"]
+    assert blocks["collectives"][0]["products"] == ["q_proj", "k_proj", "v_proj"]
+    assert begin["title"] == "model.layers.0, where the sharded stream begins"
+    assert (torch.distributed.is_nccl_available, torch._inductor.config._micro_pipeline_tp) == before
+    with fake_ranks(2) as mesh:
+        assert not is_symm_mem_enabled_for_group(mesh.get_group().group_name)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["async-tp"], "async-tp takes either a SUBJECT or --all"),
+        (["async-tp", "qwen4"], "async-tp qwen4: no such model; did you mean qwen3?"),
+        (["async-tp", "qwen3", "--tp", "3"], "tensor_parallel_degree = 3 does not divide"),
+        (["async-tp", "qwen3", "--float8", "int4"], "argument --float8: invalid choice: 'int4'"),
+    ],
+)
+def test_what_cannot_be_asked(argv, words, capsys):
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_job_is_decided_at_its_degree_and_its_length(tmp_path, capsys):
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[model]\nname = "qwen3"\nflavor = "debug"\n[training]\nseq_len = 513\n[parallelism]\ntensor_parallel_degree = 4\n'
+    )
+    assert main(["async-tp", str(job), "--vocab-size", "64"]) == 1
+    out = capsys.readouterr().out
+    assert "tp 4, 2 sequences of 129 tokens" in out
+    assert "1 tokens left over of a multiple of 4" in out
+    job.write_text(job.read_text() + "enable_sequence_parallel = false\n")
+    assert main(["async-tp", str(job)]) == 2
+    assert "without sequence parallelism there are all-reduces only" in capsys.readouterr().err
+
+
+class NormedMLP(nn.Module):
+    """An MLP whose norm stands within its region, and whose last product has a bias before the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.gate_proj, self.up_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 24)
+        self.down_proj = nn.Linear(24, 16, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)) * 0.5
+
+
+class NormedPlan(TinyPlan):
+    def mlp_plan(self, mlp):
+        return {
+            **self.mlp_region(),
+            "norm": self.replicated(),
+            "gate_proj": self.colwise(),
+            "up_proj": self.colwise(),
+            "down_proj": self.rowwise(reduce_output=False),
+        }
+
+
+def normed():
+    model = Tiny()
+    for block in model.layers:
+        assert isinstance(block, Block)
+        block.mlp = NormedMLP()
+    return model
+
+
+def test_what_stands_between_is_said_in_words():
+    decision = decide(Subject(Source("own", make=normed), NormedPlan), Request("async-tp", "own"), 2, quietly)
+    assert not decision.complete
+    said = {(v.place, v.backward): v.obstacle for b in decision.blocks for v in b.verdicts if not v.fused}
+    assert said["mlp in", False] == (
+        "norm mlp.norm, view between it and gate_proj and up_proj; its result is saved for the backward, too"
+    )
+    assert said["mlp out", False] == "product element by element, view between it and down_proj"
+
+
+def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators():
+    config = modeling.load_config("transformer", "debug", num_hidden_layers=1, vocab_size=64)
+    model = modeling.build_real(config, dtype=torch.float32)
+    inputs = modeling.sample_inputs(config, batch_size=1, seq_len=80, seed=0)
+    with fake_ranks(2) as mesh:
+        apply_plan(model, mesh, loss_parallel=False)
+        group, name = mesh.get_group().group_name, "model.layers.0"
+
+        def run():
+            model(**inputs).logits.sum().backward()
+
+        graphs = capture(model, [name], run, group)[name]
+    block = model.get_submodule(name)
+    found = verdicts(graphs, {str(id(module)): path for path, module in block.named_modules()})
+    # Not prepared: the MLP's last product is within FLA's swiglu_linear.
+    said = {(v.place, v.backward): v.obstacle for v in found if not v.fused and v.possible}
+    assert said == {
+        ("mlp out", False): "its input comes into the graph without a product: a graph break parts them",
+        ("mlp out", True): "its result leaves the graph without a product: a graph break parts them",
+    }
+    assert block.mlp.fuse_swiglu is True

@@ -1,0 +1,287 @@
+"""What is made of what a run has left: figures, records, error lines, the tables and the picture."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from titanplans.cli.sweep import plot, table
+from titanplans.cli.sweep.cells import make_cells
+from titanplans.cli.sweep.figures import FIGURES, memory_ranks, read_figures
+from titanplans.cli.sweep.process import error_line
+from titanplans.cli.sweep.record import changes, new_record, read_record, write_record
+from titanplans.cli.sweep.spec import read_spec
+from titanplans.config import ConfigError
+from titanplans.training.jsonl import JsonlWriter, read_rows
+
+SWEEP = """
+[sweep]
+base = "base.toml"
+[set]
+debug.seed = 1
+[grid]
+parallelism.tensor_parallel_degree = [1, 2, 3]
+"""
+
+
+@pytest.fixture
+def spec(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text('[model]\nname = "gla"\nflavor = "debug"\n')
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    return read_spec("sweep.toml")
+
+
+# ---------------------------------------------------------------- metrics.jsonl
+
+
+def test_metrics_of_a_resumed_run_are_one_run(tmp_path):
+    path = tmp_path / "out" / "metrics.jsonl"
+
+    def run(steps, value):
+        writer = JsonlWriter(path)
+        for step in steps:
+            writer.log({"loss": value}, step)
+        writer.close()
+
+    run([1, 2, 3, 4], 1.0)
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')  # killed here
+    run([3, 4, 5], 2.0)  # from the checkpoint of step 2
+    assert [(row["step"], row["loss"]) for row in read_rows(path)] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    run([1, 2], 3.0)  # over again
+    assert [(row["step"], row["loss"]) for row in read_rows(path)] == [(1, 3), (2, 3)]
+
+
+def test_metrics_are_json_where_a_figure_is_not_finite(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.log({"a": float("nan"), "b": float("inf"), "c": 3}, 1)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "a": None, "b": None, "c": 3}
+
+
+# ---------------------------------------------------------------- figures
+
+
+def rows_of(steps, memory=0.5):
+    return [
+        {
+            "step": step,
+            "loss_metrics/global_avg_loss": 8.0 - step,
+            "throughput/all_devices(tps)": 100.0 * step,
+            "memory/peak_rss(GiB)": memory,
+        }
+        for step in steps
+    ]
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_figures_of_a_run(tmp_path):
+    validation = {"step": 6, "validation_metrics/loss": 3.5, "validation_metrics/memory/peak_rss(GiB)": 0.7}
+    write_rows(tmp_path / "metrics.jsonl", [*rows_of([1, 2, 4, 5, 6]), validation])
+    (tmp_path / "parallelism.json").write_text('{"step": {"collectives": 0, "bytes": 7}}')
+    found, missing = read_figures(tmp_path, skip_steps=2)
+    assert (found["loss_first"], found["loss_last"], found["loss_validation"]) == (7.0, 2.0, 3.5)
+    assert found["tokens_per_second"] == 500.0, "of 400, 500, 600: the interval 3-4 begins after step 2"
+    assert found["peak_memory_gib"] == 0.7
+    assert (found["collectives_per_step"], found["bytes_per_step"]) == (0, 7), "none is a count, too"
+    assert missing == {}
+
+
+def test_peak_memory_is_the_largest_ranks(tmp_path):
+    for rank, memory in enumerate([0.5, 0.6, 0.4]):
+        write_rows(tmp_path / f"rank_{rank}" / "metrics.jsonl", rows_of([1, 2], memory))
+    found, _ = read_figures(tmp_path, skip_steps=1)
+    assert found["peak_memory_gib"] == 0.6
+    assert memory_ranks(tmp_path) == "the largest of 3 ranks"
+
+
+def test_a_figure_that_is_not_there_has_a_reason_and_is_no_0(tmp_path):
+    found, missing = read_figures(tmp_path, skip_steps=1)
+    assert set(found) == set(missing) == {figure.name for figure in FIGURES}
+    assert set(found.values()) == {None}
+
+    write_rows(tmp_path / "metrics.jsonl", [*rows_of([1]), {"step": 2, "loss_metrics/global_avg_loss": None}])
+    (tmp_path / "parallelism.json").write_text(
+        '{"step": {"collectives": null, "bytes": null, "reason": "so"}}'
+    )
+    found, missing = read_figures(tmp_path, skip_steps=5)
+    assert missing["loss_last"] == "not finite"
+    assert missing["loss_validation"] == "validation.enable = false"
+    assert missing["tokens_per_second"] == "no interval was logged that begins after step 5"
+    assert missing["collectives_per_step"] == missing["bytes_per_step"] == "so"
+
+
+# ---------------------------------------------------------------- why a cell did not finish
+
+
+TRACEBACK = """\
+12:00:00  step 1  loss 8.3
+rank 1: Traceback (most recent call last):
+  File "a.py", line 1, in f
+    g()
+KeyError: 'inner'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 2, in f
+    raise RuntimeError("outer")
+RuntimeError: outer
+rank 0: Traceback (most recent call last):
+  File "b.py", line 1, in g
+RuntimeError: a peer is gone
+error: rank 1 (pid 7) failed, see its traceback above; the other ranks were stopped
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "line"),
+    [
+        ("12:00:00  step 1\nerror: steps = 0: at least 1\n", 2, "steps = 0: at least 1"),
+        (TRACEBACK, 1, "RuntimeError: outer"),
+        ("error: rank 1 (pid 7) was killed by SIGKILL\n", 1, "rank 1 (pid 7) was killed by SIGKILL"),
+        ("working\n", -9, "killed by SIGKILL"),
+        ("Segmentation fault\n\n", 139, "Segmentation fault"),
+        ("", 1, "no output"),
+    ],
+)
+def test_error_line(text, status, line):
+    assert error_line(text, status) == line
+
+
+# ---------------------------------------------------------------- records
+
+
+def test_a_record_reads_back_and_notices_what_changed(spec, tmp_path):
+    cell = make_cells(spec)[0]
+    assert read_record(cell) is None
+    record = new_record(cell)
+    record.state = "finished"
+    write_record(cell, record)
+    assert read_record(cell) == record
+    assert changes(cell, record) == []
+
+    (tmp_path / "base.toml").write_text(
+        '# other words, the same job\n[model]\nname = "gla"\nflavor = "debug"\n'
+    )
+    assert changes(make_cells(read_spec("sweep.toml"))[0], record) == []
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 3\n")
+    assert changes(make_cells(read_spec("sweep.toml"))[0], record) == [
+        'model.flavor = "debug", now unset',
+        'model.name = "gla", now unset',
+        "training.steps = 10000, now 3",
+    ]
+
+
+def test_a_changed_model_file_is_noticed(spec, tmp_path):
+    (tmp_path / "model.json").write_text("{}")
+    (tmp_path / "base.toml").write_text('[model]\nconfig = "model.json"\n')
+    cell = make_cells(spec)[0]
+    record = new_record(cell)
+    (tmp_path / "model.json").write_text("{ }")
+    assert changes(cell, record) == ["the file of model.config has other content"]
+
+
+def test_a_key_that_came_later_stands_for_its_default(spec):
+    cell = make_cells(spec)[0]
+    record = new_record(cell)
+    del record.job["metrics.log_freq"]
+    assert changes(cell, record) == []
+    del record.job["debug.seed"]
+    assert changes(cell, record) == ["debug.seed = unset, now 1"]
+
+
+def test_folders_of_others_are_left_alone(spec):
+    cell = make_cells(spec)[0]
+    cell.folder.mkdir(parents=True)
+    (cell.folder / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"holds files, but no cell.json, so it is not a sweep's"):
+        read_record(cell)
+    (cell.folder / "cell.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cell.json can't be read"):
+        read_record(cell)
+
+
+# ---------------------------------------------------------------- tables and picture
+
+
+def some_rows(spec):
+    first, second, third = make_cells(spec)
+    done, refused = new_record(first), new_record(second)
+    done.state, done.exit_status, done.seconds = "finished", 0, 3.5
+    done.figures = dict.fromkeys((figure.name for figure in FIGURES), None)
+    done.figures |= {"loss_last": 6.123456789, "tokens_per_second": 12345.6, "bytes_per_step": 2_500_000}
+    done.missing = {"collectives_per_step": "the run wrote no parallelism.json"}
+    refused.state, refused.exit_status, refused.line = "refused", 2, "a | b"
+    return [table.Row(first, done), table.Row(second, refused), table.Row(third, None)]
+
+
+def test_csv_has_every_figure_in_full_and_what_varies(spec):
+    done, refused, waiting = csv.DictReader(io.StringIO(table.csv_table(some_rows(spec))))
+    assert (done["cell"], done["state"], done["parallelism.tensor_parallel_degree"]) == (
+        "tensor_parallel_degree=1",
+        "finished",
+        "1",
+    )
+    assert (done["loss_last"], done["bytes_per_step"], done["collectives_per_step"]) == (
+        "6.123456789",
+        "2500000",
+        "",
+    )
+    assert done["reason"] == "collectives_per_step: the run wrote no parallelism.json"
+    assert (refused["state"], refused["exit_status"], refused["reason"]) == ("refused", "2", "a | b")
+    assert (waiting["state"], waiting["ranks"]) == ("not run", "")
+    assert "debug.seed" not in done, "it does not vary"
+
+
+def test_markdown_has_a_row_a_cell_and_the_reasons(spec):
+    page = table.markdown_table(spec, some_rows(spec))
+    assert "1 finished, 1 refused, 1 not run" in page
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    assert {line.count("|") for line in lines} == {len(FIGURES) + 3}
+    assert lines[2] == "| tensor_parallel_degree=1 | 1 |  | 6.12346 |  | 12,346 |  |  | 2.50 |"
+    assert lines[3].startswith("| tensor_parallel_degree=2 | 2 | refused |")
+    assert "- `tensor_parallel_degree=2` refused (exit status 2): a | b" in page
+    assert "- all that finished: no collectives a step: the run wrote no parallelism.json" in page
+
+
+def test_losses_over_other_data_are_told_apart(spec):
+    first, second, third = make_cells(spec)
+    job = replace(second.job, training=replace(second.job.training, seq_len=7))
+    rows = []
+    for cell in (first, replace(second, job=job), third):
+        record = new_record(cell)
+        record.state = "finished"
+        rows.append(table.Row(cell, record))
+    assert table.different_data(rows) == [
+        "`tensor_parallel_degree=2` saw other data than `tensor_parallel_degree=1`, so their losses don't compare: "
+        "training.seq_len = 7, not 2048"
+    ]
+    rows[2].record.ranks = 6  # as on a machine with six GPUs
+    assert "data-parallel ranks = 2, not 1" in table.different_data(rows)[1]
+
+
+def test_the_picture_has_bars_as_long_as_their_numbers(spec, tmp_path):
+    rows = some_rows(spec)
+    other = new_record(rows[2].cell)
+    other.state, other.figures = "finished", {**rows[0].record.figures, "tokens_per_second": 12345.6 / 2}
+    rows[2] = table.Row(rows[2].cell, other)
+    plot.draw("a sweep", rows, tmp_path / "plot.png")
+    image = Image.open(tmp_path / "plot.png").convert("RGB")
+    green = tuple(int(plot._COLOURS[1][at : at + 2], 16) for at in (1, 3, 5))
+    lengths = [sum(image.getpixel((x, y)) == green for x in range(image.width)) for y in range(image.height)]
+    whole, half = sorted(set(lengths), reverse=True)[:2]
+    assert half / whole == pytest.approx(0.5, abs=0.01)  # of 200 pixels
+
+
+def test_the_picture_of_nothing_is_a_picture(spec, tmp_path):
+    plot.draw("a sweep", [table.Row(cell, None) for cell in make_cells(spec)], tmp_path / "plot.png")
+    assert Image.open(tmp_path / "plot.png").width > 100

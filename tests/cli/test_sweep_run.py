@@ -1,0 +1,327 @@
+"""Sweeps that run: real jobs and a resumed sweep; and, with a job that only sleeps, limits, Ctrl-C and kills."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from titanplans.cli.sweep import process
+from titanplans.cli.sweep.main import main
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "model_type": "gla",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 4096,
+    "intermediate_size": 64,
+}
+BASE = """
+[model]
+config = "gla.json"
+[training]
+dataset_path = "text"
+local_batch_size = 2
+seq_len = 32
+steps = 3
+mixed_precision_param = "float32"
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1
+[debug]
+seed = 5
+"""
+SWEEP = """
+[sweep]
+base = "base.toml"
+dump_folder = "out"
+timing_skip_steps = 1
+[[cells]]
+name = "first"
+[[cells]]
+name = "diverges"
+optimizer.lr = 1e30
+lr_scheduler.warmup_steps = 1
+[[cells]]
+name = "contradicts"
+lr_scheduler.total_steps = 1
+[[cells]]
+name = "second"
+optimizer.lr = 1e-2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "base.toml").write_text(BASE)
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    (tmp_path / "gla.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        words = " ".join(f"the {i} quick {i * number % 97} foxes" for i in range(80))
+        (tmp_path / "text" / f"{number}.txt").write_text(words)
+    return tmp_path
+
+
+def record(name: str) -> dict:
+    return json.loads(Path("out", name, "cell.json").read_text())
+
+
+def states() -> dict[str, str]:
+    with Path("out", "table.csv").open() as file:
+        return {row["cell"]: row["state"] for row in csv.DictReader(file)}
+
+
+def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys):
+    assert main(["sweep.toml"]) == 1
+    assert states() == {
+        "first": "finished",
+        "diverges": "failed",
+        "contradicts": "refused",
+        "second": "finished",
+    }
+    first, second, diverges, contradicts = map(record, ("first", "second", "diverges", "contradicts"))
+    assert first["figures"]["loss_first"] == second["figures"]["loss_first"], "the same data and seed"
+    assert first["figures"]["loss_last"] != second["figures"]["loss_last"], "another learning rate"
+    assert first["figures"]["tokens_per_second"] > 0
+    assert 0.1 < first["figures"]["peak_memory_gib"] < 20
+    assert first["figures"]["collectives_per_step"] == 0, "one rank"
+    assert (diverges["exit_status"], diverges["line"].partition(":")[0]) == (1, "RuntimeError")
+    assert "not finite" in diverges["line"]
+    assert contradicts["line"].startswith("lr_scheduler.total_steps = 1 ends before training.steps = 3")
+    assert Image.open("out/table.png").format == "PNG"
+    page = Path("out/table.md").read_text()
+    assert f"- `diverges` failed (exit status 1): {diverges['line']}" in page
+
+    # Half done: a cell was running when the sweep was killed, and another has never begun.
+    (folder / "out" / "diverges" / "cell.json").write_text(json.dumps(diverges | {"state": "running"}))
+    text = SWEEP.replace("optimizer.lr = 1e30\n", "optimizer.lr = 1e-3\n")
+    text = text.replace("timing_skip_steps = 1", "timing_skip_steps = 9")
+    (folder / "sweep.toml").write_text(text)
+    written = (folder / "out" / "first" / "log.txt").stat()
+    capsys.readouterr()
+    assert main(["sweep.toml"]) == 0
+    said = capsys.readouterr().out
+    assert "[1/4] first: finished before\n" in said
+    assert "[4/4] second: finished before\n" in said
+    assert (folder / "out" / "first" / "log.txt").stat() == written
+    assert set(states().values()) == {"finished", "refused"}
+    reason = "no interval was logged that begins after step 9"
+    assert record("first")["missing"] == {
+        "loss_validation": "validation.enable = false",
+        "tokens_per_second": reason,
+    }
+    first = record("first")
+    assert "RuntimeError" not in (folder / "out" / "diverges" / "log.txt").read_text(), (
+        "other settings left it"
+    )
+
+    # The base job changes below cells that have finished.
+    (folder / "base.toml").write_text(BASE.replace("steps = 3", "steps = 2"))
+    capsys.readouterr()
+    assert main(["sweep.toml"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(
+        "error: sweep.toml: cell first has finished with other settings: training.steps = 3, now 2: --rerun changed "
+    )
+    assert said.out == ""
+    assert record("first") == first
+    assert main(["sweep.toml", "--only", "contradicts"]) == 0
+    assert states() == {
+        "first": "outdated",
+        "diverges": "outdated",
+        "contradicts": "refused",
+        "second": "outdated",
+    }
+    assert "8." not in "".join(
+        line for line in Path("out/table.md").read_text().splitlines() if line.startswith("|")
+    )
+    capsys.readouterr()
+    assert main(["sweep.toml", "--dry-run", "--only", "first"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "first: has finished with other settings (training.steps = 3, now 2)\n  python train.py base.toml "
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            [],
+            "error: the following arguments are required: SWEEP.toml; see titanplans sweep --help\n",
+        ),
+        (["sweep.toml", "--onyl", "x"], "error: unrecognized arguments: --onyl x; see"),
+        (
+            ["sweep.toml", "--only", "x"],
+            "error: --only x: sweep.toml has no such cell; there are first, diverges",
+        ),
+    ],
+)
+def test_mistakes_of_the_command_line(folder, capsys, argv, message):
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert not (folder / "out").exists()
+
+
+def test_under_torchrun_it_is_refused(folder, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert main(["sweep.toml"]) == 2
+    assert "run it without torchrun" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- a job that sleeps
+
+SLEEPER = """
+import pathlib, signal, subprocess, sys, time
+if "--debug.seed=9" in sys.argv:  # one that does not listen, and has a child
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    print("child", child.pid, flush=True)
+print("asleep", flush=True)
+time.sleep(60)
+"""
+TWO = '[sweep]\nbase = "base.toml"\ndump_folder = "out"\n[grid]\ndebug.seed = [1, 2]\n'
+SWEEPER = """
+import pathlib, sys
+from titanplans.cli.sweep import process
+from titanplans.cli.sweep.main import main
+process._TRAIN = pathlib.Path("sleeper.py")
+sys.exit(main(["sweep.toml"]))
+"""
+
+
+@pytest.fixture
+def sleeper(folder, monkeypatch):
+    (folder / "sleeper.py").write_text(SLEEPER)
+    (folder / "sweep.toml").write_text(TWO)
+    monkeypatch.setattr(process, "_TRAIN", folder / "sleeper.py")
+    return folder
+
+
+def sweep(folder: Path) -> subprocess.Popen:
+    """Start a sweep, and wait until its first job sleeps."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", SWEEPER],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=(folder / "said").open("w"),
+    )
+    wait_for(folder / "out" / "seed=1" / "log.txt", "asleep")
+    return started
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Tell whether the process has ended; one that nobody has waited for, has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while not gone(pid):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.02)
+
+
+on_linux = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="reads the state of processes from /proc"
+)
+
+
+def test_a_time_limit_stops_a_cell_and_the_next_one_runs(sleeper, capsys):
+    (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
+    start = time.monotonic()
+    assert main(["sweep.toml"]) == 1
+    assert time.monotonic() - start < 20
+    assert states() == {"seed=1": "timed out", "seed=2": "timed out"}
+    assert record("seed=1")["line"] == "stopped at [sweep] time_limit_seconds = 0.3"
+    assert record("seed=1")["exit_status"] == -signal.SIGTERM
+
+
+def test_a_checkpoint_of_other_settings_is_not_deleted_without_a_word(sleeper, capsys):
+    limited = TWO.replace("[1, 2]", "[1]").replace("[grid]", "time_limit_seconds = 0.3\n[grid]")
+    (sleeper / "sweep.toml").write_text(limited)
+    assert main(["sweep.toml"]) == 1
+    checkpoint = sleeper / "out" / "seed=1" / "checkpoint"
+    checkpoint.mkdir()
+    assert main(["sweep.toml"]) == 1, "the same settings: it would go on from there"
+    assert checkpoint.exists()
+
+    (sleeper / "sweep.toml").write_text(limited + "[set]\ntraining.steps = 9\n")
+    capsys.readouterr()
+    assert main(["sweep.toml"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "cell seed=1 has a checkpoint with other settings: training.steps = 3, now 9: --rerun changed" in said
+    )
+    assert checkpoint.exists()
+    assert main(["sweep.toml", "--rerun", "changed"]) == 1
+    assert not checkpoint.exists()
+
+
+@on_linux
+def test_a_job_that_does_not_listen_is_killed_with_its_children(sleeper, monkeypatch):
+    monkeypatch.setattr(process, "_SECONDS_TO_STOP", 0.3)
+    (sleeper / "sweep.toml").write_text(
+        TWO.replace("[1, 2]", "[9]").replace("[grid]", "time_limit_seconds = 2\n[grid]")
+    )
+    assert main(["sweep.toml"]) == 1
+    assert record("seed=9")["exit_status"] == -signal.SIGKILL
+    child = int((sleeper / "out" / "seed=9" / "log.txt").read_text().split()[1])
+    wait_until_gone(child)
+
+
+@on_linux
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_the_job_and_leaves_the_table(sleeper, signum):
+    started = sweep(sleeper)
+    job = int((sleeper / "out" / "lock").read_text().split()[-1])
+    started.send_signal(signum)
+    assert started.wait(timeout=30) == 128 + signum
+    assert gone(job)
+    assert states() == {"seed=1": "stopped", "seed=2": "not run"}
+    assert record("seed=1")["line"] == f"stopped with the sweep, by {signal.Signals(signum).name}"
+    assert "stopped; out/table.csv" in (sleeper / "said").read_text()
+
+
+@on_linux
+def test_what_a_killed_sweep_left_running_is_not_disturbed(sleeper, capsys):
+    started = sweep(sleeper)
+    job = int((sleeper / "out" / "lock").read_text().split()[-1])
+    assert main(["sweep.toml"]) == 2, "while it runs"
+    started.kill()
+    started.wait()
+    assert main(["sweep.toml"]) == 2
+    for line in capsys.readouterr().err.splitlines():
+        assert line.startswith(
+            "error: out: another sweep runs here, or the job of one that was killed (sweep "
+        )
+        assert f", job {job})" in line
+    assert record("seed=1")["state"] == "running"
+    os.kill(job, signal.SIGKILL)
+    wait_until_gone(job)
+
+    (sleeper / "sweep.toml").write_text(TWO.replace("[grid]", "time_limit_seconds = 0.3\n[grid]"))
+    assert main(["sweep.toml"]) == 1
+    assert states() == {"seed=1": "timed out", "seed=2": "timed out"}

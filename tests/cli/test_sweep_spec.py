@@ -1,0 +1,254 @@
+"""The sweep file and its cells: what is read, what is made of it, and what is refused before anything runs."""
+
+import textwrap
+
+import pytest
+
+from titanplans.cli.sweep.cells import make_cells, refusal, select
+from titanplans.cli.sweep.spec import read_spec
+from titanplans.config import ConfigError
+
+BASE = """
+[model]
+name = "gla"
+flavor = "debug"
+[training]
+seq_len = 64
+steps = 10
+[debug]
+seed = 1
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Return a function that writes a sweep file beside its base job, and returns its path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text(BASE)
+
+    def write(text: str, head: str = '[sweep]\nbase = "base.toml"\n') -> str:
+        (tmp_path / "sweep.toml").write_text(head + textwrap.dedent(text), encoding="utf-8")
+        return "sweep.toml"
+
+    return write
+
+
+def cells_of(path: str):
+    return make_cells(read_spec(path))
+
+
+def told(path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        cells_of(path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ")
+    return str(caught.value).removeprefix(f"{path}: ")
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def test_a_grid_is_a_product_and_named_cells_follow(write):
+    cells = cells_of(
+        write("""
+        [set.training]
+        steps = 5
+        [grid]
+        parallelism.tensor_parallel_degree = [1, 2]
+        compile.enable = [false, true]
+        [[cells]]
+        name = "long"
+        training.steps = 50
+        """)
+    )
+    assert [cell.name for cell in cells] == [
+        "tensor_parallel_degree=1,compile.enable=false",  # "enable" alone would not say of what
+        "tensor_parallel_degree=1,compile.enable=true",
+        "tensor_parallel_degree=2,compile.enable=false",
+        "tensor_parallel_degree=2,compile.enable=true",
+        "long",
+    ]
+    jobs = [cell.job for cell in cells]
+    assert [(job.parallelism.tensor_parallel_degree, job.compile.enable) for job in jobs[:4]] == [
+        (1, False),
+        (1, True),
+        (2, False),
+        (2, True),
+    ]
+    assert [job.training.steps for job in jobs] == [5, 5, 5, 5, 50]
+    assert all(job.training.seq_len == 64 for job in jobs), "the base job is below"
+    assert all(job.metrics.enable_jsonl for job in jobs)
+    assert jobs[4].job.dump_folder == "outputs/sweep/long"
+
+
+def test_keys_of_an_axis_vary_together_and_its_points_have_names(write):
+    cells = cells_of(
+        write("""
+        [[axis]]
+        names = ["small", "large"]
+        training.local_batch_size = [2, 4]
+        "optimizer.lr" = [1e-3, 2e-3]
+        [grid]
+        debug.seed = [1, 2]
+        """)
+    )
+    assert [cell.name for cell in cells] == ["seed=1,small", "seed=1,large", "seed=2,small", "seed=2,large"]
+    assert [(c.job.training.local_batch_size, c.job.optimizer.lr) for c in cells[:2]] == [
+        (2, 1e-3),
+        (4, 2e-3),
+    ]
+
+
+def test_values_of_every_kind_reach_the_job(write):
+    cell, _ = cells_of(
+        write(r"""
+        [[cells]]
+        name = "odd"
+        compile.enable = true
+        compile.components = ["loss"]
+        compile.mode = "none"
+        compile.options = {"max_autotune" = true}
+        parallelism.tensor_parallel_degree = 2
+        model.plan = {"model.layers.*.attn" = "attn_input"}
+        activation_checkpoint.selective_ac_option = "op"
+        activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns = ["a, b", 'c"d']
+        job.description = "none, = --x \\ \"y\""
+        optimizer.lr = 1
+        training.batch_size = 3
+        [[cells]]
+        name = "plain"
+        """)
+    )
+    job = cell.job
+    assert (job.compile.components, job.compile.mode, job.compile.options) == (
+        ["loss"],
+        None,
+        {"max_autotune": True},
+    )
+    assert job.model.plan == {"model.layers.*.attn": "attn_input"}
+    assert job.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns == ["a, b", 'c"d']
+    assert job.job.description == 'none, = --x \\ "y"'
+    assert job.optimizer.lr == 1.0
+    assert job.training.local_batch_size == 3, "flame's name"
+
+
+def test_a_cell_that_contradicts_itself_is_a_refused_cell(write):
+    bad, good, old = cells_of(
+        write("""
+        [[cells]]
+        name = "bad"
+        lr_scheduler.total_steps = 5
+        [[cells]]
+        name = "good"
+        [[cells]]
+        name = "old"
+        training.varlen = true
+        """)
+    )
+    assert bad.job is None
+    assert bad.refusal.startswith("lr_scheduler.total_steps = 5 ends before training.steps = 10")
+    assert old.refusal.startswith("--training.varlen")
+    assert good.refusal is None
+
+
+def test_what_the_model_refuses_is_asked_without_running(write):
+    good, bad = cells_of(write("[grid]\nparallelism.tensor_parallel_degree = [2, 3]\n"))
+    assert refusal(good) is None
+    assert refusal(bad).startswith("tensor_parallel_degree = 3 does not divide num_heads")
+
+
+def test_only_takes_known_names(write):
+    path = write("[grid]\ntraining.steps = [1, 2]\n")
+    cells = cells_of(path)
+    assert [cell.name for cell in select(read_spec(path), cells, ["training.steps=2"])] == [
+        "training.steps=2"
+    ]
+    with pytest.raises(ConfigError, match=r"--only steps=3: sweep.toml has no such cell; there are training"):
+        select(read_spec(path), cells, ["steps=3"])
+
+
+# ---------------------------------------------------------------- what is refused
+
+ONE = "[grid]\ntraining.steps = [1, 2]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no cell: give [grid] or [[axis]] lists of values, or [[cells]] with a name and its settings"),
+        ("[grid]\ntraining.steps = []", "[grid] training.steps = []: no value, so no cell"),
+        ("[grid]\ntraining.steps = 3", "[grid] training.steps = 3: expected a list of values"),
+        ("[grid]\ntraining.stepz = [3]", "[grid] training.stepz: no such key; did you mean training.steps?"),
+        ("[grid]\ntrainig.steps = [3]", "[grid]: no section [trainig]; did you mean [training]?"),
+        ("[grid]\nsteps = [3]", "[grid] steps: stands in no section; did you mean training.steps?"),
+        ('[grid]\ntraining.steps = [3, "4"]', '[grid] training.steps = "4": expected an integer, at least 1'),
+        ("[grid]\ntraining.steps = [3, 0]", "[grid] training.steps = 0: expected an integer, at least 1"),
+        (
+            '[grid]\ncompile.components = ["loss"]',
+            '= "loss": expected a list of "model", "loss", "optimizer"',
+        ),
+        ("[grid]\ntraining.steps = [3, 3]", 'two cells are named "training.steps=3"; give one another name'),
+        (
+            "[grid]\ntraining.steps = [3]\n[[cells]]\nname = 'x'\ntraining.steps = 3",
+            "cells training.steps=3 and x have equal settings, so they are one experiment; leave one out",
+        ),
+        (
+            "[[cells]]\nname = 'x'\ntraining.steps = 10\n[[cells]]\nname = 'y'",
+            "cells x and y have equal settings",  # 10 is the base job's
+        ),
+        ("[[cells]]\nname = 'x'\n[[cells]]\nname = 'x'", 'name = "x" is given twice'),
+        ("[[cells]]\ntraining.steps = 3", "[[cells]] 1, name is missing"),
+        ("[[cells]]\nname = '../x'", 'cell "../x": a name is its folder\'s'),
+        ("[cells]\nname = 'x'", "cells is a list of tables; write [[cells]]"),
+        (ONE + "[set]\ntraining.steps = 3", "training.steps varies, and [set] gives it, too"),
+        (ONE + "[[axis]]\ntraining.steps = [3]", "training.steps varies, and another axis gives it, too"),
+        (
+            ONE + "[set]\ntraining.batch_size = 1\ntraining.local_batch_size = 1",
+            "local_batch_size is given twice",
+        ),
+        (ONE + "[set]\njob.dump_folder = 'x'", "[set] job.dump_folder: each cell has a folder of its own"),
+        (ONE + "[set]\nmetrics.enable_jsonl = false", "so the sweep switches them on; leave it out"),
+        (ONE + "[set]\ndebug.seed = 'none'", "debug.seed is unset in cell training.steps=1"),
+        (ONE + "[set]\ntraining.context_len = 3", "[set] training.context_len: is read beside other keys"),
+        (ONE + "[training]\nsteps = 3", "[training] is a job's section, and stands under [set.training]"),
+        (ONE + "[axes]\nx = 3", "no part axes; did you mean axis?"),
+        (
+            "[[axis]]\ntraining.steps = [1, 2]\noptimizer.lr = [1e-3]",
+            "[[axis]] 1, lists of different lengths don't vary together: training.steps has 2, optimizer.lr has 1",
+        ),
+        (
+            "[[axis]]\nnames = ['a']\ntraining.steps = [1, 2]",
+            "training.steps has 2, names has 1; make them equal",
+        ),
+        ("[[axis]]\nnames = ['a']", "[[axis]] 1, no key varies"),
+        ('[[axis]]\nnames = ["a/b"]\ntraining.steps = [1]', 'cell "a/b": a name is its folder\'s'),
+    ],
+)
+def test_what_is_wrong_with_a_sweep_file(write, text, message):
+    assert message in told(write(text))
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("", "[sweep] base is missing"),
+        ('[sweep]\nbas = "base.toml"\n', "[sweep] bas: no such key; did you mean base?"),
+        ('[sweep]\nbase = "base.toml"\ntime_limit_seconds = 0\n', "expected a number, above 0"),
+        ('[sweep]\nbase = "base.toml"\ntiming_skip_steps = -1\n', "expected an integer, at least 0"),
+        ("sweep = 3\n", "[sweep] = 3: expected a table"),
+    ],
+)
+def test_what_is_wrong_with_the_head(write, head, message):
+    assert message in told(write(ONE, head))
+
+
+def test_a_base_job_that_is_not_there_or_is_wrong(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"^bse.toml: no such job file; there are base.toml, sweep.toml$"):
+        cells_of(write(ONE, '[sweep]\nbase = "bse.toml"\n'))
+    (tmp_path / "base.toml").write_text("[training]\nstepz = 3\n")
+    with pytest.raises(ConfigError, match=r"^base.toml: training.stepz: no such key"):
+        cells_of(write(ONE))
+    with pytest.raises(
+        ConfigError, match=r"^missing.toml: no such sweep file; there are base.toml, sweep.toml$"
+    ):
+        read_spec("missing.toml")

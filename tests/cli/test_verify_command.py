@@ -1,0 +1,394 @@
+"""The command line of a proof within one process: every kind of subject, and what is refused."""
+
+import json
+import logging
+import os
+
+import pytest
+
+from titanplans.cli.verify.main import main
+from titanplans.cli.verify.screen import progress
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 101,
+}
+RETNET = {"model_type": "retnet", "hidden_size": 64, "num_hidden_layers": 1, "num_heads": 4, "vocab_size": 64}
+OWN = """
+from types import SimpleNamespace
+from titanplans import TPPlan, register_plan
+from titanplans.plans.hf.qwen import Qwen3Plan
+from titanplans import modeling
+
+class Unregistered(Qwen3Plan):
+    pass
+
+class Retention(TPPlan):
+    def attn_plan(self, attn):
+        split = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj", "g_proj")}
+        return self.attn_region() | split | {
+            "g_norm_swish_gate": self.replicated(), "o_proj": self.rowwise(reduce_output=False)
+        }
+
+    def mlp_plan(self, mlp):
+        return super().mlp_plan(mlp) | self.mlp_region() | {"down_proj": self.rowwise(reduce_output=False)}
+
+DICT = {"lm_head": "vocab_head"}
+
+NO_BLOCKS = {
+    "embed": "vocab_embedding",
+    "mlp": "mlp_input",
+    "mlp.up": "colwise",
+    "mlp.down": "rowwise",
+    "head": "vocab_head",
+}
+
+def no_blocks():
+    from torch import nn
+
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    parts = {"embed": nn.Embedding(30, 8), "mlp": MLP(), "head": nn.Linear(8, 30, bias=False)}
+    model = nn.Sequential()
+    for name, part in parts.items():
+        model.add_module(name, part)
+    model.config = SimpleNamespace(vocab_size=30)
+    return model
+
+def small():
+    return modeling.build_real(modeling.load_config("qwen3", "debug", num_hidden_layers=1))
+
+def on_meta():
+    return modeling.build(modeling.load_config("qwen3", "debug"))
+
+def three():
+    return 3
+
+def failing():
+    return {}["weights"]
+
+class Typo(Qwen3Plan):
+    def attn_plan(self, attn):
+        return {"q_norm": self.replicatd()}
+
+class NoReturn(Qwen3Plan):
+    def attn_plan(self, attn):
+        super().attn_plan(attn)
+
+class NoOptions(Qwen3Plan):
+    def __init__(self):
+        pass
+"""
+ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of the user's, which Python imports from, as `python -m` does."""
+    (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "retnet.json").write_text(json.dumps(RETNET))
+    (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
+    (tmp_path / "broken_syntax.py").write_text("def f(:")
+    (tmp_path / "broken_name.py").write_text("x = 1\ny = undefined\n")
+    (tmp_path / "broken_driver.py").write_text("raise RuntimeError('no driver')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def command(folder, capsys, monkeypatch):
+    """`command(*words)` returns status, stdout and stderr; logging is put back afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(list(words))
+        return status, *capsys.readouterr()
+
+    yield call
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_the_whole_grid_as_text(command):
+    status, out, err = command("verify", "qwen3.json", "--layers", "1")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "qwen3.json"
+    assert "layers 1, num attention heads 4, num key value heads 2, vocabulary 101, hidden 32" in lines[1]
+    assert lines[2:4] == [
+        "  2 sequences of 16 tokens, ranks simulated in one process",
+        "  the first 1 of 3 blocks",
+    ]
+    rows = [line.split()[:3] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]
+    choices = [["sharded", "sharded"], ["sharded", "whole"], ["whole", "sharded"], ["whole", "whole"]]
+    assert rows == [["2", *c] for c in choices] + [
+        ["4", *c] for c in choices
+    ]  # degree 4 shares key/value heads
+    assert "not proved: tp 8: tensor_parallel_degree = 8 does not divide num_attention_heads = 4" in out
+    assert "1 x Qwen3DecoderLayer (Qwen3Attention, Qwen3MLP)" in out
+    assert "2 all-gather, 2 reduce-scatter  2 all-gather, 2 reduce-scatter" in out
+    assert "collectives, tp 2, loss whole, sequence whole: no more than is needed" in out
+    assert lines[-1].startswith("proved: 8 cases, worst ")
+    assert "; 1 refusal above; " in lines[-1]
+
+
+def test_json_is_one_object(command):
+    status, out, err = command("verify", "qwen3.json", "--json", *ONE_CASE)
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["verdict"], found["subject"], found["ranks"]) == (
+        "proved",
+        "qwen3.json",
+        "ranks simulated in one process",
+    )
+    assert found["sizes"]["layers"] == 2
+    assert found["notes"] == ["the first 2 of 3 blocks, as few as hold every kind of block (--layers)"]
+    (case,) = found["report"]["cases"]
+    assert case["passed"]
+    (counted,) = found["communication"]
+    assert (counted["degree"], counted["sequence_parallel"], counted["minimal"]) == (2, True, True)
+
+
+def test_a_job_is_proved_as_it_is_split(command, folder):
+    (folder / "job.toml").write_text(
+        '[model]\nconfig = "qwen3.json"\nplan = "own_plans_of_test_verify:Unregistered"\n'
+        "[parallelism]\ntensor_parallel_degree = 4\ndisable_loss_parallel = true\n"
+        '[experimental]\ncustom_import = "own_plans_of_test_verify"\n'
+    )
+    status, out, _ = command("verify", "job.toml", "--json", "--layers", "1")
+    found = json.loads(out)
+    (case,) = found["report"]["cases"]
+    assert status == 0
+    assert (case["degree"], case["loss_parallel"], case["sequence_parallel"]) == (4, False, True)
+    assert found["report"]["subject"] == "Qwen3ForCausalLM, Unregistered"
+    # Flags come before the job.
+    _, out, _ = command(
+        "verify", "job.toml", "--json", "--layers", "1", "--tp", "2", "--no-sequence-parallel"
+    )
+    (case,) = json.loads(out)["report"]["cases"]
+    assert (case["degree"], case["loss_parallel"], case["sequence_parallel"]) == (2, False, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        (("titanplans.plans.hf.qwen:Qwen3Plan", "--layers", "1"), "qwen3, flavor debug"),
+        (("own_plans_of_test_verify:Unregistered", "--model", "qwen3.json", "--layers", "1"), "qwen3.json"),
+        (
+            ("own_plans_of_test_verify:Unregistered", "--model", "own_plans_of_test_verify:small"),
+            "own_plans_of_test_verify:small",
+        ),
+        (
+            ("qwen3", "--plan", "own_plans_of_test_verify:Unregistered", "--layers", "1"),
+            "qwen3, flavor debug",
+        ),
+    ],
+)
+def test_a_plan_finds_its_model(command, words, model):
+    status, out, err = command("verify", *words, *ONE_CASE)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0] == model
+
+
+def test_a_dict_for_a_model_of_no_known_parts(command):
+    words = (f"{OURS}:NO_BLOCKS", "--model", f"{OURS}:no_blocks", "--no-sequence-parallel")
+    status, out, err = command("verify", *words)
+    assert (status, err) == (0, "")
+    assert "collectives are not counted: there is no list of blocks" in out
+    assert out.splitlines()[-1].startswith("proved: 4 cases")  # an MLP of 12 is no share for each of 8 ranks
+
+
+def test_images_get_room(command):
+    status, out, _ = command("verify", "gemma3", *ONE_CASE)
+    assert status == 0
+    assert "Gemma3ForConditionalGeneration, Gemma3VisionPlan" in out
+    assert "2 sequences of 16 tokens" in out
+
+
+def test_float32_where_asked(command):
+    status, out, _ = command(
+        "verify", "qwen3.json", "--dtype", "float32", "--layers", "1", "--seq-len", "5", *ONE_CASE
+    )
+    assert status == 0
+    assert "Qwen3ForCausalLM, Qwen3Plan, float32" in out
+    assert "2 sequences of 5 tokens" in out
+
+
+def test_list_names_plans_model_types_and_mixers(command):
+    status, out, _ = command("list")
+    assert status == 0
+    (row,) = [line.split() for line in out.splitlines() if "GLAPlan" in line]
+    assert row == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention"]
+    assert "llama, mistral" in out
+
+
+def test_progress_is_one_line_of_a_terminal(monkeypatch):
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("COLUMNS", "20")
+        with progress("gla", shown=True) as tell:
+            tell("tp = 2, loss parallel on")
+        with progress("gla", shown=False) as tell:  # on another rank than 0
+            tell("tp = 4")
+        assert os.read(master, 1000).decode() == "\r\x1b[Kgla: tp = 2, loss p\r\x1b[K"
+    os.close(master)
+
+
+OURS = "own_plans_of_test_verify"
+REFUSED = {
+    "no command": ((), "the following arguments are required"),
+    "no subject": (("verify",), "either a SUBJECT or --all"),
+    "subject and all": (("verify", "gla", "--all"), "either a SUBJECT or --all"),
+    "all with a plan": (("verify", "--all", "--plan", "gla"), "--plan gla: goes with one SUBJECT"),
+    "unknown option": (("verify", "gla", "--tpp", "2"), "unrecognized arguments: --tpp 2"),
+    "unknown flavor": (
+        ("verify", "gla", "--flavor", "3B"),
+        "no flavor '3B'; available: debug, 340M, 1.3B, 7B",
+    ),
+    "no job": (("verify", "no.toml"), "no.toml: no such job file"),
+    "no config": (("verify", "no.json"), "'no.json' can't be read: No such file"),
+    "flavor of a config": (
+        ("verify", "qwen3.json", "--flavor", "1B"),
+        "--flavor 1B: goes with a named model",
+    ),
+    "model of a model": (("verify", "gla", "--model", "qwen3"), "--model qwen3: goes with a plan"),
+    "plan of a plan": (
+        ("verify", f"{OURS}:Unregistered", "--model", "qwen3", "--plan", "qwen3"),
+        f"{OURS}:Unregistered is a plan already",
+    ),
+    "degree 0": (("verify", "gla", "--tp", "0"), "'0' is not a list of degrees above 1"),
+    "degree x": (("verify", "gla", "--tp", "2,x"), "'2,x' is not a list of degrees above 1"),
+    "degree and heads": (
+        ("verify", "gla", "--tp", "2,3"),
+        "tensor_parallel_degree = 3 does not divide num_heads = 8",
+    ),
+    "sequence": (("verify", "gla", "--seq-len", "0"), "'0' is not a number above 0"),
+    "dtype": (("verify", "gla", "--dtype", "bfloat16"), "'bfloat16' is neither float64 nor float32"),
+    "float8": (("verify", "gla", "--float8", "fp4"), "invalid choice: 'fp4'"),
+    "a filter of nothing": (
+        ("verify", "gla", "--float8-filter", "lm_head"),
+        "--float8-filter lm_head: nothing is float8; add --float8 tensorwise",
+    ),
+    "a filter that matches nothing": (
+        ("verify", "gla", "--float8", "rowwise", "--float8-filter", "output"),
+        "--float8-filter: 'output' is part of no Linear's name",
+    ),
+    "float8 in float32": (
+        ("verify", "llama", "--float8", "rowwise", "--dtype", "float32"),
+        "prove it in torch.float64",
+    ),
+    "layers": (("verify", "gla", "--layers", "5"), "--layers 5: gla, flavor debug has 4 blocks"),
+    "no module": (("verify", "no_such:Plan"), "no module named 'no_such'"),
+    "no attribute": (
+        ("verify", "titanplans.plans.hf.qwen:Qwen4Plan"),
+        "module titanplans.plans.hf.qwen has no Qwen4Plan; it has ",
+    ),
+    "no name": (("verify", "titanplans.plans.hf.qwen:"), "write module:attribute"),
+    "syntax": (("verify", "broken_syntax:Plan"), "can't be imported: SyntaxError"),
+    "import fails": (("verify", "gla", "--plan", "broken_name:Plan"), "broken_name.py, line 2)"),
+    "import raises": (("verify", "broken_driver:Plan"), "RuntimeError: no driver ("),
+    "a typo in a plan": (
+        ("verify", f"{OURS}:Typo", "--model", "qwen3"),
+        "plan Typo: AttributeError: 'Typo' object has no attribute 'replicatd' (",
+    ),
+    "a plan without return": (
+        ("verify", f"{OURS}:NoReturn", "--model", "qwen3"),
+        "the plan of self_attn is None, not a dict",
+    ),
+    "a plan without options": (
+        ("verify", f"{OURS}:NoOptions", "--model", "qwen3"),
+        "NoOptions can't be made of its options: TypeError",
+    ),
+    "a model that raises": (
+        ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:failing"),
+        "KeyError: 'weights'",
+    ),
+    "no plan": (("verify", f"{OURS}:small"), "neither a TPPlan class nor a dict"),
+    "registered for no model": (
+        ("verify", f"{OURS}:Unregistered"),
+        "is registered for no named model; say which",
+    ),
+    "registered for two": (
+        ("verify", "titanplans.plans.hf.llama:LlamaPlan"),
+        "is registered for llama and mistral; say which",
+    ),
+    "incomplete": (("verify", f"{OURS}:DICT", "--model", "qwen3"), "is covered by no key of DictPlan"),
+    "no registered plan": (("verify", "retnet.json"), "no plan is registered for RetNetForCausalLM"),
+    "GPU kernel": (
+        ("verify", "retnet.json", "--plan", f"{OURS}:Retention"),
+        "torchrun --nproc-per-node 2 -m titanplans verify ... --process-group",
+    ),
+    "no model": (
+        ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:three"),
+        "something of type int, not an nn.Module",
+    ),
+    "model on meta": (
+        ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:on_meta"),
+        "is on meta); give it some",
+    ),
+    "layers of a function": (
+        ("verify", f"{OURS}:Unregistered", "--model", f"{OURS}:small", "--layers", "1"),
+        "makes a model of a fixed size",
+    ),
+    "memory": (
+        ("verify", "llama", "--flavor", "3.1-70B", "--layers", "80"),
+        "the proof of 70,553,706,496 parameters in float64 needs about 5,8",
+    ),
+    "no torchrun": (
+        ("verify", "gla", "--process-group", "--tp", "4"),
+        "torchrun --nproc-per-node 4 -m titanplans verify gla --process-group --tp 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_one_line_and_status_2(command, case):
+    words, said = REFUSED[case]
+    status, out, err = command(*words)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_degree_1_of_a_job_splits_nothing(command, folder):
+    (folder / "job.toml").write_text('[model]\nconfig = "qwen3.json"\n')
+    status, _, err = command("verify", "job.toml")
+    assert status == 2
+    assert (
+        "job.toml: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2"
+        in err
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "words", "said"),
+    [
+        ("2", (), "torchrun started 2 processes, but ranks are simulated in one: add --process-group"),
+        ("2", ("--process-group", "--tp", "4"), "--tp 4: 2 processes prove degree 2 only"),
+        ("1", ("--process-group",), "--process-group with 1 process splits nothing"),
+    ],
+)
+def test_a_launch_that_does_not_fit_is_refused(command, monkeypatch, size, words, said):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    status, out, err = command("verify", "gla", *words)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err

@@ -1,0 +1,111 @@
+"""Models cut to fewer blocks and tokens, and the memory that a proof needs."""
+
+import pytest
+import torch
+
+from titanplans import check_plan, modeling, registered_plans
+from titanplans.cli.verify.cut import cut
+from titanplans.cli.verify.group import Ranks
+from titanplans.cli.verify.memory import available_bytes, check_memory
+from titanplans.cli.verify.source import Source
+from titanplans.cli.verify.subject import every_model
+from titanplans.errors import VerifyError
+from titanplans.modeling import kernels
+from titanplans.tensor_parallel.structure import find_layers
+
+CPU = Ranks(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpu_kernels():
+    kernels.install("cpu")
+
+
+def test_every_named_model_has_a_registered_plan_and_its_own_model_type():
+    assert every_model() == list(modeling.available())
+    for name in modeling.available():
+        assert modeling.load_config(name, "debug").model_type == name
+        assert name in registered_plans()
+
+
+def hybrid(**options):
+    from fla.models import GLAConfig
+
+    sizes = dict(hidden_size=64, num_hidden_layers=8, num_heads=4, vocab_size=100, intermediate_size=96)
+    return Source("hybrid", GLAConfig(**sizes, attn={"layers": [2, 5], "num_heads": 4}, **options))
+
+
+def named(name, flavor):
+    return Source(f"{name}, flavor {flavor}", modeling.load_config(name, flavor))
+
+
+@pytest.mark.parametrize(
+    ("source", "layers", "blocks", "of"),
+    [
+        (lambda: named("qwen3", "0.6B"), None, 2, 28),  # alike, but the stream begins at the first
+        (lambda: named("qwen3", "0.6B"), 5, 5, 28),
+        (lambda: named("qwen3", "debug"), 4, 4, 4),
+        (lambda: named("gemma3_text", "debug"), None, 2, 4),  # a local one, then a full one
+        (lambda: named("gemma3_text", "1B"), None, 6, 26),  # five local ones, then a full one
+        (lambda: named("gemma3", "4B"), None, 6, 34),
+        (hybrid, None, 3, 8),
+        (hybrid, 2, 2, 8),
+    ],
+)
+def test_the_first_blocks(source, layers, blocks, of):
+    found = cut(source(), layers, None)
+    why = "" if layers else ", as few as hold every kind of block (--layers)"
+    assert found.notes == ((f"the first {blocks} of {of} blocks{why}",) if blocks < of else ())
+    assert len(find_layers(found.model)) == blocks
+    text = found.config.get_text_config()
+    assert text.num_hidden_layers == blocks
+    assert len(getattr(text, "layer_types", None) or range(blocks)) == blocks
+    assert all(p.is_meta for p in found.model.parameters())
+
+
+def test_lists_with_an_entry_for_each_block_follow():
+    found = cut(named("gemma3_text", "1B"), 7, None).config
+    assert found.layer_types == modeling.load_config("gemma3_text", "1B").layer_types[:7]
+    assert found.sliding_window == 512
+    assert cut(hybrid(), None, None).config.attn["layers"] == [2]
+    # A vision tower is cut to the same number, if it has more.
+    assert cut(named("gemma3", "4B"), 3, None).config.vision_config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(("name", "flavor"), [("qwen3", "0.6B"), ("gemma3", "4B"), ("gla", "340M")])
+def test_a_smaller_vocabulary(name, flavor):
+    found = cut(named(name, flavor), None, 1000)
+    assert found.notes[1].startswith("a vocabulary of 1,000 instead of ")
+    assert found.model.get_input_embeddings().weight.shape[0] == 1000
+    assert found.model.get_output_embeddings().weight.shape[0] == 1000
+
+
+def test_more_than_there_is_is_refused():
+    with pytest.raises(VerifyError, match=r"--layers 29: qwen3, flavor 0.6B has 28 blocks"):
+        cut(named("qwen3", "0.6B"), 29, None)
+    with pytest.raises(VerifyError, match=r"--vocab-size 4097: qwen3, flavor debug has 4,096 tokens"):
+        cut(named("qwen3", "debug"), None, 4097)
+
+
+def ask(model, dtype, degrees=(2, 8)):
+    split = {degree: check_plan(model, degree) for degree in degrees}
+    check_memory(model, split, tokens=32, dtype=dtype, ranks=CPU, built=False)
+
+
+def test_memory_that_is_not_there_is_refused():
+    model = modeling.build(modeling.load_config("llama", "3.1-70B"))
+    with pytest.raises(
+        VerifyError, match=r"^the proof of 70,553,706,496 parameters in float64 needs"
+    ) as error:
+        ask(model, torch.float64)
+    needed = float(str(error.value).split("about ")[1].split(" GB")[0].replace(",", ""))
+    # Ten copies of 70.6e9 float64 are 5645 GB; the embedding, of 8.4 GB, a few times more.
+    assert 5645 < needed < 6200
+    assert str(error.value).endswith(" are free: fewer --layers, a smaller --vocab-size or a smaller flavor")
+    with pytest.raises(VerifyError, match=r"in float32 needs about 2,9\d\d.\d GB"):
+        ask(model, torch.float32)
+
+
+def test_a_small_proof_fits():
+    assert available_bytes(CPU.device) > 2**28
+    ask(modeling.build(modeling.load_config("qwen3", "debug")), torch.float64)

@@ -1,0 +1,179 @@
+"""Names, flavors, published sizes, config files, and building on meta."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, ViTConfig
+
+from titanplans import modeling
+from titanplans.modeling import ModelError
+from titanplans.modeling.kernels import install
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_attention():
+    install("cpu")
+
+
+def test_overrides_reach_the_model():
+    model = modeling.build(modeling.load_config("gla", "debug", vocab_size=512, num_hidden_layers=1))
+    assert model.get_input_embeddings().weight.shape == (512, 128)
+    assert len(model.model.layers) == 1
+
+
+def test_overrides_of_a_nested_config_go_where_the_field_is():
+    config = modeling.load_config(
+        "gemma3",
+        "debug",
+        vocab_size=512,
+        num_hidden_layers=2,
+        mm_tokens_per_image=1,
+        tie_word_embeddings=False,
+    )
+    assert (config.text_config.vocab_size, config.text_config.num_hidden_layers) == (512, 2)
+    assert config.mm_tokens_per_image == 1
+    assert not hasattr(config, "vocab_size"), "the text config's fields are not repeated outside"
+    assert (config.tie_word_embeddings, config.text_config.tie_word_embeddings) == (False, False)
+    assert modeling.build(config).lm_head.weight.shape == (512, 128)
+
+
+def test_a_nested_override_changes_what_it_names_and_leaves_the_rest():
+    before = modeling.load_config("gemma3", "debug")
+    config = modeling.load_config(
+        "gemma3", "debug", vision_config={"num_hidden_layers": 1}, text_config={"sliding_window": 4}
+    )
+    assert (config.vision_config.num_hidden_layers, config.text_config.sliding_window) == (1, 4)
+    config.vision_config.num_hidden_layers, config.text_config.sliding_window = 2, 8
+    assert config.to_dict() == before.to_dict()
+
+
+def test_a_config_leaves_the_flavor_as_it_was():
+    given = {"full_attention": {"rope_type": "default"}}
+    config = modeling.load_config("gemma3_text", "1B", rope_parameters=given)
+    assert given == {"full_attention": {"rope_type": "default"}}
+    config.rope_parameters["full_attention"]["rope_theta"] = 7.0
+    fresh = modeling.load_config("gemma3_text", "1B")
+    fresh.rope_parameters["sliding_attention"]["rope_theta"] = 7.0
+    assert modeling.load_config("gemma3_text", "1B").rope_parameters == {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "words"),
+    [
+        (("gal", "debug"), {}, ["'gal'", "transformer, gla", "'gla'?"]),
+        (("gla", "350M"), {}, ["'350M'", "debug, 340M, 1.3B, 7B", "'340M'?"]),
+        (("gla", "debug"), {"hiden_size": 64}, ["hiden_size", "'hidden_size'?"]),
+        (("llama", "debug"), {"num_attn_heads": 4}, ["LlamaConfig", "'num_attention_heads'?"]),
+        (("llama", "debug"), {"dtype": "float16"}, ["LlamaConfig", "dtype"]),
+        (("qwen3", "debug"), {"hidden_size": "wide"}, ["hidden_size", "wide"]),
+        (("gemma3", "debug"), {"vocb_size": 8}, ["Gemma3Config", "'vocab_size'?"]),
+        (("gemma3", "debug"), {"text_config": {"layers": 1}}, ["Gemma3TextConfig", "layers"]),
+        (("gemma3", "debug"), {"vision_config": {"image": 1}}, ["SiglipVisionConfig", "'image_size'?"]),
+        (("gla", "debug"), {"attn": {"layers": [9], "num_heads": 4}}, ["out-of-range layer 9"]),
+    ],
+)
+def test_a_wrong_name_is_refused_in_one_line_with_what_would_work(arguments, overrides, words):
+    with pytest.raises(ModelError) as refusal:
+        modeling.load_config(*arguments, **overrides)
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in words)
+
+
+@pytest.mark.parametrize("model_type", ["gla", "transformer", "llama", "gated_deltanet"])
+def test_any_config_file_or_its_folder_loads(tmp_path, model_type):
+    import fla.models  # noqa: F401  # its model types
+
+    CONFIG_MAPPING[model_type](hidden_size=64, vocab_size=96).save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        config = modeling.load_config_file(path)
+        assert (config.model_type, config.hidden_size, config.vocab_size) == (model_type, 64, 96)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["config.json", "No such file"]),
+        ('{"model_type": "gla",\n oops}', ["not JSON", "line 2"]),
+        ("[1]", ["JSON object", "list"]),
+        ('{"hidden_size": 3}', ["no 'model_type'"]),
+        ('{"model_type": "lama"}', ["'lama'", "'llama'?"]),
+        ('{"model_type": 3}', ["model_type 3"]),
+        ('{"model_type": "llama", "hidden_size": "wide"}', ["hidden_size", "wide"]),
+    ],
+)
+def test_a_bad_config_file_is_refused_in_one_line(tmp_path, text, words):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ModelError) as refusal:
+        modeling.load_config_file(path)
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_code_from_a_config_file_never_runs(tmp_path):
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit('ran')")
+    values = {
+        "model_type": "x",
+        "auto_map": {"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.X"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="never run"):
+        modeling.load_config_file(tmp_path)
+
+
+def test_parameters_take_the_default_dtype_not_the_configs():
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=64, dtype="float16"
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = modeling.build(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert config.dtype == torch.float16, "the caller's config was changed"
+    assert config.use_cache
+    assert not model.config.use_cache
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ViTConfig(), ["'vit'", "no causal language model"]),
+        ({"num_heads": 8, "num_kv_heads": 3}, ["'transformer'", "num_heads must be divisible"]),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(config, words):
+    if isinstance(config, dict):
+        config = modeling.load_config("transformer", "debug", **config)
+    with pytest.raises(ModelError) as refusal:
+        modeling.build(config)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_an_encoder_with_a_language_model_head_builds():
+    assert modeling.build(BertConfig(num_hidden_layers=1)).get_output_embeddings() is not None
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_softmax_attention_without_flash_attn_says_what_to_do():
+    # A process of its own: in this one the CPU attention is installed.
+    code = "import models; modeling.build(modeling.load_config('transformer', 'debug'))"
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert "ModelError" in ran.stderr
+    assert "kernels.install('cpu')" in ran.stderr

@@ -1,0 +1,105 @@
+"""FLOPs per token against sums done by hand."""
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
+
+from titanplans import modeling
+from titanplans.modeling.kernels import install
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_attention():
+    install("cpu")
+
+
+def _count(config, seq_len):
+    return modeling.count_flops(modeling.build(config), seq_len)
+
+
+def test_softmax_attention_is_palms_formula():
+    total, flops = _count(modeling.load_config("transformer", "debug"), seq_len=512)
+    layers, width, vocabulary = 4, 128, 4096
+    assert total == 2_098_304
+    assert flops == 6 * (total - vocabulary * width) + 12 * layers * width * 512
+
+
+def test_a_window_bounds_the_context():
+    _, full = _count(modeling.load_config("transformer", "debug"), seq_len=64)
+    _, windowed = _count(modeling.load_config("transformer", "debug", window_size=64), seq_len=4096)
+    assert windowed == full
+
+
+def test_gemmas_sliding_layers_stop_at_their_window():
+    config = modeling.load_config(
+        "gemma3_text", "debug"
+    )  # two layers of a window of 8, two full ones; 8 heads of 32
+    total, flops = _count(config, seq_len=512)
+    assert flops == 6 * (
+        total + 2 * (8 * 64 * 8) + 2 * (8 * 64 * 512)
+    )  # the embedding is tied: it is the head
+
+
+def test_mistrals_window_stands_on_the_config():
+    _, full = _count(modeling.load_config("mistral", "debug"), seq_len=64)
+    _, windowed = _count(modeling.load_config("mistral", "debug", sliding_window=64), seq_len=4096)
+    assert windowed == full
+
+
+def test_a_vision_tower_is_counted_but_does_nothing_for_a_token_of_text():
+    # The same text tower, with and without.
+    text, flops = _count(modeling.load_config("gemma3_text", "debug", num_key_value_heads=2), seq_len=128)
+    total, flops_with = _count(modeling.load_config("gemma3", "debug"), seq_len=128)
+    hidden, mlp, patch, positions = 32, 64, 3 * 14 * 14, 16
+    layer = 4 * (hidden + 1) * hidden + 2 * hidden * mlp + mlp + hidden + 2 * 2 * hidden
+    tower = (patch + 1) * hidden + positions * hidden + 2 * layer + 2 * hidden
+    assert total == text + tower + hidden + hidden * 128  # the projector: a norm and a matrix
+    assert flops_with == flops
+
+
+def test_gated_linear_attention_does_not_grow_with_the_sequence():
+    config = modeling.load_config("gla", "debug")
+    total, flops = _count(config, seq_len=512)
+    heads, d = 8, 16
+    mixer = 4 * heads * (2 * d * d + 64 * (d + d))
+    assert flops == 6 * (total - 4096 * 128 + mixer)
+    assert _count(config, seq_len=65536)[1] == flops
+
+
+def test_hybrid_layers_are_counted_by_their_own_mixer():
+    config = modeling.load_config("gla", "debug", attn={"layers": [1], "num_heads": 8})
+    short, long = (_count(config, seq_len)[1] for seq_len in (512, 1024))
+    assert long - short == 12 * 1 * 128 * 512
+
+
+def test_tied_parameters_count_once_and_are_multiplied_with():
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, intermediate_size=96
+    )
+    untied, flops = _count(LlamaConfig(**sizes, tie_word_embeddings=False), 32)
+    tied, tied_flops = _count(LlamaConfig(**sizes, tie_word_embeddings=True), 32)
+    assert untied - tied == 128 * 64
+    assert tied_flops == flops
+
+
+def test_a_model_after_to_empty_counts_the_same():
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, intermediate_size=96
+    )
+    model = modeling.build(LlamaConfig(**sizes, tie_word_embeddings=True))
+    before = modeling.count_flops(model, 32)
+    model.to_empty(device="cpu")  # unties
+    assert modeling.count_flops(model, 32) == before
+
+
+def test_a_token_is_multiplied_with_its_experts_only():
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=16
+    )
+    sizes |= dict(vocab_size=128, moe_intermediate_size=32, num_experts=8)
+    one, two = (_count(Qwen3MoeConfig(**sizes, num_experts_per_tok=k), 32)[1] for k in (1, 2))
+    assert two - one == 6 * 2 * 3 * 64 * 32  # layers x (gate, up, down) of one expert
+
+
+def test_learned_positions_are_looked_up():
+    total, flops = _count(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=256), 32)
+    assert flops == 6 * (total - 256 * 64) + 12 * 64 * 32

@@ -1,0 +1,165 @@
+"""Initial weights of split models: on every rank bitwise the part that torch itself would cut.
+
+`initialize` does not communicate, so each of four ranks is played in turn in this process, in a fake
+process group: a second model, with the weights of the unsplit one, is cut by DTensor and FSDP2. That
+what the ranks hold also makes up the whole is checked over gloo in test_initialize_gloo.py.
+"""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanplans import modeling
+from titanplans.modeling import ModelError
+from titanplans.modeling.kernels import install
+from titanplans.modeling.shards import copy_shard
+
+# Nothing here is a multiple of 4: over four ranks a vocabulary of 130 makes 33, 33, 33 and 31, the bias
+# of a rank-2 gate 1, 1, 0 and 0.
+SIZES = dict(num_hidden_layers=2, vocab_size=130, hidden_size=32, num_heads=2, intermediate_size=54)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_attention():
+    install("cpu")
+
+
+@contextmanager
+def _rank(rank):
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # DTensor remembers results for equal meshes, and with them the rank that a mesh was made on.
+        _clear_sharding_prop_cache()
+
+
+def _flat():
+    return init_device_mesh("cpu", (4,))
+
+
+def _square():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _cut(model, mesh, placements):
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                cut = distribute_tensor(parameter.detach(), mesh, placements(parameter), src_data_rank=None)
+                module._parameters[name] = nn.Parameter(cut)
+    return model
+
+
+def _tp(model, mesh):
+    plan = {"model.embeddings": RowwiseParallel(), "lm_head": ColwiseParallel()}
+    for layer in range(len(model.model.layers)):
+        prefix = f"model.layers.{layer}"
+        plan |= {f"{prefix}.attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        plan |= {f"{prefix}.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+        plan |= {f"{prefix}.attn.o_proj": RowwiseParallel(), f"{prefix}.mlp.down_proj": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+def _fsdp(model, mesh):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+SPLITS = {
+    "replicate": (lambda m: _cut(m, _flat(), lambda p: [Replicate()]), {"Replicate"}),
+    "first dim": (lambda m: _cut(m, _flat(), lambda p: [Shard(0)]), {"Shard"}),
+    "last dim": (lambda m: _cut(m, _flat(), lambda p: [Shard(p.dim() - 1)]), {"Shard"}),
+    "one dim twice": (lambda m: _cut(m, _square(), lambda p: [Shard(0), Shard(0)]), {"Shard"}),
+    "first and last dim": (lambda m: _cut(m, _square(), lambda p: [Shard(0), Shard(p.dim() - 1)]), {"Shard"}),
+    "tp": (lambda m: _tp(m, _square()["tp"]), {"Shard"}),
+    "fsdp": (lambda m: _fsdp(m, _flat()), {"Shard"}),
+    "hsdp": (lambda m: _fsdp(m, _square()), {"Replicate", "Shard"}),
+    "fsdp x tp": (lambda m: _fsdp(_tp(m, (s := _square())["tp"]), s["dp"]), {"Shard", "_StridedShard"}),
+}
+
+
+def _whole(config):
+    model = modeling.build(config).to_empty(device="cpu")
+    modeling.initialize(model, seed=3)
+    return model
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", ["gla", "transformer"])
+def test_every_rank_holds_the_part_that_torch_cuts(name, split):
+    apply, placements = SPLITS[split]
+    config = modeling.load_config(name, "debug", **SIZES)
+    seen = set()
+    for rank in range(4):
+        with _rank(rank):
+            expected = dict(apply(_whole(config)).named_parameters())
+            model = apply(modeling.build(config)).to_empty(device="cpu")
+            for parameter in model.parameters():
+                parameter.data.fill_(math.nan)
+            modeling.initialize(model, seed=3)
+            for parameter_name, parameter in model.named_parameters():
+                value, cut = parameter.detach(), expected[parameter_name].detach()
+                if isinstance(value, DTensor):
+                    seen.update(type(placement).__name__ for placement in value.placements)
+                    assert value.placements == cut.placements
+                    value, cut = value.to_local(), cut.to_local()
+                assert torch.equal(value, cut), (rank, parameter_name)
+    assert seen == placements, "the case does not test what it says"
+
+
+def test_tied_shards_are_one_parameter():
+    config = modeling.load_config("gla", "debug", tie_word_embeddings=True, **SIZES)
+    with _rank(1):
+        model = SPLITS["fsdp x tp"][0](modeling.build(config)).to_empty(device="cpu")
+        modeling.initialize(model, seed=3)
+        weight = model.lm_head._parameters["weight"]
+        assert weight is model.model.embeddings._parameters["weight"]
+        assert any(isinstance(placement, _StridedShard) for placement in weight.placements)
+
+
+def test_one_unit_at_a_time_is_in_memory(monkeypatch):
+    config = modeling.load_config("gla", "debug")
+    layer = sum(p.numel() for p in modeling.build(config).model.layers[0].parameters())
+    embedding = config.vocab_size * config.hidden_size
+    held = []
+    original = modeling.initialize.__globals__["Reference"].values
+
+    def values(self, unit):
+        answer = original(self, unit)
+        rest = sum(p.numel() for p in self.model.parameters() if not p.is_meta)
+        held.append(rest + sum(value.numel() for value in answer.values()))
+        return answer
+
+    monkeypatch.setattr(modeling.initialize.__globals__["Reference"], "values", values)
+    _whole(config)
+    assert max(held) == max(layer, embedding)
+
+
+@pytest.mark.parametrize(
+    ("placements", "words"),
+    [
+        ([Partial(), Replicate()], "placement P"),
+        ([_StridedShard(0, split_factor=4), Shard(0)], "4 earlier shards.*make 2"),
+    ],
+)
+def test_a_placement_that_says_no_part_is_refused(placements, words):
+    with _rank(0):
+        destination = DTensor.from_local(
+            torch.zeros(2, 4), _square(), placements, shape=(8, 4), stride=(4, 1)
+        )
+        with pytest.raises(ModelError, match=rf"^some\.weight: .*{words}"):
+            copy_shard(destination, torch.zeros(8, 4), name="some.weight")

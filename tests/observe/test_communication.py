@@ -1,0 +1,460 @@
+"""The collectives of split models, counted: exactly those that the published bounds need, in every block and end.
+
+And plans that are right but wasteful, and the places that the count names for each.
+"""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import Tiny, TinyPlan
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
+
+from titanplans import PlanError, TPOptions, apply_plan, modeling, registered_plans
+from titanplans.modeling import kernels
+from titanplans.proof.communication import Communication, count_communication
+from titanplans.proof.communication_bound import bound
+from titanplans.proof.simulate import fake_ranks, ranks
+from titanplans.proof.traffic import record_collectives
+
+BATCH, SEQUENCE = 2, 16
+
+
+class Case(NamedTuple):
+    """A model of two blocks to be counted, and its plan if that is not the registered one."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    plan: type | None = None
+    hidden: int = 64
+    vocabulary: int = 512
+
+
+def fla(kind: str, **options) -> nn.Module:
+    """A small one. A rank's vocabulary is wider than the hidden states, so that no size passes for another."""
+    from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
+
+    config, model = {
+        "transformer": (TransformerConfig, TransformerForCausalLM),
+        "gla": (GLAConfig, GLAForCausalLM),
+    }[kind]
+    sizes = dict(hidden_size=64, num_hidden_layers=2, vocab_size=512, intermediate_size=48, num_heads=8)
+    return model(config(**sizes, use_cache=False, **options))
+
+
+def dense(name: str, **options) -> nn.Module:
+    """The same of transformers. Qwen2 alone has no head_dim."""
+    sizes = dict(hidden_size=64, num_hidden_layers=2, vocab_size=512, intermediate_size=48, head_dim=16)
+    if name == "qwen2":
+        del sizes["head_dim"]
+    return modeling.build_real(modeling.load_config(name, "debug", **sizes, **options), dtype=torch.float32)
+
+
+CASES = [
+    Case("transformer", partial(fla, "transformer", qk_norm=True, num_kv_heads=4, qkv_bias=True)),
+    Case("transformer, tied", partial(fla, "transformer", tie_word_embeddings=True, fuse_swiglu=False)),
+    Case("gla", partial(fla, "gla", use_short_conv=True)),
+    Case("gla, hybrid", partial(fla, "gla", attn=dict(layers=[1], num_heads=8, num_kv_heads=4))),
+    *(
+        Case(name, partial(dense, name))
+        for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
+    ),
+    Case("tiny", Tiny, TinyPlan, hidden=16, vocabulary=32),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpu_kernels():
+    kernels.install("cpu")
+
+
+@pytest.fixture
+def trainers_loss():
+    """torchtitan's vocabulary-parallel cross entropy, with the kind of DTensors that the trainer tells it of."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
+
+    before = get_spmd_backend()
+    set_spmd_backend("partial_dtensor")
+    yield cross_entropy_loss
+    set_spmd_backend(before)
+
+
+def torch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def step(model: nn.Module, tokens: torch.Tensor, loss=torch_loss) -> None:
+    logits = model(input_ids=tokens, use_cache=False).logits
+    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+        loss(logits, tokens).backward()
+
+
+def token_ids(model: nn.Module) -> torch.Tensor:
+    size = getattr(model.config, "vocab_size", 32)
+    return torch.randint(0, size, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+
+
+def count(
+    build: Callable[[], nn.Module],
+    options: TPOptions,
+    plan=None,
+    *,
+    judged=None,
+    loss=torch_loss,
+    world=fake_ranks,
+) -> Communication:
+    """The communication of a model, held against `judged` instead of `options` if given."""
+    with world(options.degree) as mesh:
+        model = build()
+        apply_plan(
+            model,
+            mesh,
+            plan=plan,
+            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.sequence_parallel,
+        )
+        run = partial(step, model, token_ids(model), loss)
+        return count_communication(model, run, judged or options, batch=BATCH, sequence=SEQUENCE)
+
+
+def issued(communication: Communication, part: str, direction: str) -> Counter:
+    return Counter((c.operation, c.elements) for c in communication.of(part, direction))
+
+
+GRID = [TPOptions(*o) for o in itertools.product((2, 4), (True, False), (True, False))]
+
+
+def test_every_registered_plan_is_counted():
+    names = {case.name for case in CASES}
+    assert names >= {
+        name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
+    }
+
+
+@pytest.mark.parametrize("options", GRID, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_block_and_end_needs_all_that_it_issues(case, options):
+    communication = count(case.build, options, case.plan)
+    assert communication.minimal, communication.lines()
+    stream, logits = BATCH * SEQUENCE * case.hidden, BATCH * SEQUENCE * case.vocabulary
+
+    # Spelt out, not by the bound that is tested beside it.
+    blocks = communication.decoder.layers
+    assert len(blocks) == 2
+    two = {("all_gather", stream): 2, ("reduce_scatter", stream): 2}
+    if not options.sequence_parallel:
+        two = {("all_reduce", stream): 2}
+    for block in blocks:
+        assert issued(communication, block, "forward") == two
+        assert issued(communication, block, "backward") == two
+
+    head = {("all_gather", stream): 1} if options.sequence_parallel else {}
+    if not options.loss_parallel:
+        head |= {("all_gather", logits): 1}
+    assert issued(communication, "head", "forward") == head
+    one = "reduce_scatter" if options.sequence_parallel else "all_reduce"
+    assert issued(communication, "head", "backward") == {(one, stream): 1}
+    reductions = {("all_reduce", BATCH * SEQUENCE): 3} if options.loss_parallel else {}
+    assert issued(communication, "loss", "forward") == reductions
+    assert not communication.of("loss", "backward")
+
+    # Every part is a block or an end: nothing is issued elsewhere.
+    assert set(communication.parts) == {*blocks, "embedding", "head", "loss"}
+    embedded = issued(communication, "embedding", "forward")
+    backward = issued(communication, "embedding", "backward")
+    if options.sequence_parallel:
+        assert embedded in ({("all_reduce", stream): 1}, {("reduce_scatter", stream): 1})
+        assert backward == {("all_gather", stream): 1}
+    else:
+        assert (embedded, backward) == ({("all_reduce", stream): 1}, {})
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
+def test_simulated_ranks_issue_the_same(case):
+    options = TPOptions(2)
+    simulated, fake = (count(case.build, options, case.plan, world=world) for world in (ranks, fake_ranks))
+    assert simulated == fake
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_trainers_loss_sends_no_vocabulary(trainers_loss, sequence_parallel):
+    options = TPOptions(4, True, sequence_parallel)
+    communication = count(CASES[0].build, options, loss=trainers_loss)
+    assert communication.minimal, communication.lines()
+    ends = [c for c in communication.collectives if c.module in (None, "lm_head")]
+    assert max(c.elements for c in ends) < BATCH * SEQUENCE * 512 // 4
+    assert [c.elements for c in ends if c.module is None] == [BATCH * SEQUENCE] * 3
+
+
+def test_the_backward_mirrors_the_forward_module_by_module():
+    communication = count(Tiny, TPOptions(2), TinyPlan)
+    forward, backward = (
+        [(c.operation, c.module) for c in communication.collectives if c.backward == b and c.module]
+        for b in (False, True)
+    )
+    block = [
+        ("all_gather", "attn"),
+        ("reduce_scatter", "attn.o_proj"),
+        ("all_gather", "mlp"),
+        ("reduce_scatter", "mlp.down_proj"),
+    ]
+    blocks = [(operation, f"layers.{i}.{name}") for i in range(2) for operation, name in block]
+    assert forward == [("all_reduce", "embed"), *blocks, ("all_gather", "lm_head")]
+    mirrored = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+    assert backward == [
+        *[(mirrored[operation], name) for operation, name in reversed(forward[1:])],
+        # The embedding stays whole; the stream begins, and its gradient ends, at the first block.
+        ("all_gather", "layers.0"),
+    ]
+
+
+def test_bytes_on_a_ring():
+    """Sequence parallelism splits each all-reduce in two, and sends as much (Korthikanti et al. 2022, 4.2.2)."""
+    received = [
+        sum(
+            c.received
+            for c in count(Tiny, TPOptions(4, sequence_parallel=sp), TinyPlan).of("layers.1", "backward")
+        )
+        for sp in (True, False)
+    ]
+    assert received == [4 * BATCH * SEQUENCE * 16 * 4 * 3 // 4] * 2  # float32, 3 of 4 ranks' shares
+
+
+# A length that the degree does not divide is filled up to one that it does: 18 to 20.
+def test_uneven_sequences_are_filled_up_in_the_bound():
+    needed = bound(Tiny(), TPOptions(4), batch=1, sequence=18)
+    assert {a.elements for a in needed["layers.0"].forward} == {20 * 16}
+    needed = bound(Tiny(), TPOptions(4, sequence_parallel=False), batch=1, sequence=18)
+    assert {a.elements for a in needed["layers.0"].forward} == {18 * 16}
+
+
+class NoMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn_norm, self.attn = nn.RMSNorm(16), Tiny().layers[0].attn
+
+    def forward(self, x):
+        return x + self.attn(hidden_states=self.attn_norm(x))
+
+
+def test_a_block_has_as_many_regions_as_mixers_and_mlps():
+    def build():
+        model = Tiny()
+        model.layers[1] = NoMLP()
+        return model
+
+    communication = count(build, TPOptions(2), TinyPlan)
+    assert communication.minimal
+    one = {("all_gather", BATCH * SEQUENCE * 16): 1, ("reduce_scatter", BATCH * SEQUENCE * 16): 1}
+    assert (
+        issued(communication, "layers.1", "forward") == issued(communication, "layers.1", "backward") == one
+    )
+    assert len(communication.needed("layers.0", "forward")) == 4
+
+
+class Both(ParallelStyle):
+    """Several styles on one module, of which strict application knows nothing."""
+
+    def __init__(self, *styles):
+        self.styles = styles
+
+    def _apply(self, module, device_mesh):
+        for style in self.styles:
+            style._apply(module, device_mesh)
+        return module
+
+
+class GatherForEachProjection(TinyPlan):
+    """As Hugging Face's and flame's plans do without PrepareModuleInput."""
+
+    def attn_plan(self, attn):
+        gather = self.attn_input()[""]
+        plan = {name: Both(gather, self.colwise()) for name in ("q_proj", "k_proj", "v_proj")}
+        return {**plan, "q_norm": Both(self.replicated()), "o_proj": Both(self.rowwise())}
+
+
+class GatherForGateAndUp(TinyPlan):
+    def mlp_plan(self, mlp):
+        gather = self.mlp_input()[""]
+        plan = {name: Both(gather, self.colwise()) for name in ("gate_proj", "up_proj")}
+        return {**plan, "down_proj": Both(self.rowwise())}
+
+
+class TorchStyles(TinyPlan):
+    """The same waste as it is written with torch's own styles, whose collectives DTensor issues."""
+
+    def attn_plan(self, attn):
+        stream = self.stream.placement
+        colwise = {n: ColwiseParallel(input_layouts=stream) for n in ("q_proj", "k_proj", "v_proj")}
+        return {
+            **colwise,
+            "q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+            "o_proj": RowwiseParallel(output_layouts=stream),
+        }
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("plan", "projections"),
+    [
+        (GatherForEachProjection, ["attn.q_proj", "attn.k_proj", "attn.v_proj"]),
+        (TorchStyles, ["attn.q_proj", "attn.k_proj", "attn.v_proj"]),
+        (GatherForGateAndUp, ["mlp.gate_proj", "mlp.up_proj"]),
+    ],
+)
+def test_a_gather_for_each_projection_is_too_many(plan, projections, sequence_parallel):
+    communication = count(Tiny, TPOptions(2, True, sequence_parallel), plan)
+    assert not communication.minimal
+    one = "reduce_scatter" if sequence_parallel else "all_reduce"
+    for block in communication.decoder.layers:
+        names = [f"{block}.{name}" for name in projections]
+        # Gathers: of the first projection needed, of the others too many.
+        forward = [c.module for c in communication.exceeding(block, "forward")]
+        assert forward == (names[1:] if sequence_parallel else [])
+        # Sums of gradients: of one needed, and which one autograd runs first is its own affair.
+        backward = communication.exceeding(block, "backward")
+        assert len(backward) == len(names) - 1
+        assert {c.module for c in backward} < set(names)
+        assert {c.operation for c in backward} == {one}
+    text = "\n".join(communication.lines())
+    assert f"more than is needed: backward {one.replace('_', '-')} of 512 elements at layers.0." in text
+
+
+def test_gathered_logits_are_too_many_where_the_loss_could_work_on_shards():
+    communication = count(CASES[0].build, TPOptions(2, loss_parallel=False), judged=TPOptions(2))
+    (logits,) = communication.exceeding("head", "forward")
+    assert (logits.operation, logits.module, logits.elements) == (
+        "all_gather",
+        "lm_head",
+        BATCH * SEQUENCE * 512,
+    )
+
+
+def test_a_loss_that_gathers_the_logits_is_found_outside_of_the_model():
+    def gathering(logits, labels):
+        return torch_loss(logits.redistribute(placements=[Replicate()]).to_local(), labels)
+
+    communication = count(CASES[0].build, TPOptions(2), loss=gathering)
+    (logits,) = communication.exceeding("loss", "forward")
+    assert (logits.operation, logits.module) == ("all_gather", None)
+
+
+def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
+    """Reduced by a hook on each parameter, once a micro-batch, instead of once a step."""
+
+    class Hooked(TinyPlan):
+        def attn_plan(self, attn):
+            class Reduced(ParallelStyle):
+                def _apply(style, module, device_mesh):
+                    self.replicated()._apply(module, device_mesh)
+                    weight = module._parameters["weight"]
+                    weight.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+                    return module
+
+            return super().attn_plan(attn) | {"q_norm": Reduced()}
+
+    communication = count(Tiny, TPOptions(2), Hooked)
+    for block in communication.decoder.layers:
+        (gradient,) = communication.exceeding(block, "backward")
+        assert (gradient.operation, gradient.module) == ("all_reduce", f"{block}.attn.q_norm")
+        assert gradient.elements == 4
+
+
+def test_gradients_of_replicated_parameters_are_counted_apart():
+    communication = count(Tiny, TPOptions(2), TinyPlan)
+    norms = [
+        f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attn_norm", "mlp_norm", "attn.q_norm")
+    ]
+    biases = [f"layers.{i}.{linear}.bias" for i in range(2) for linear in ("attn.o_proj", "mlp.down_proj")]
+    assert set(communication.gradients) == {*norms, *biases, "norm.weight"}
+    assert communication.gradients["layers.0.attn.q_norm.weight"] == 4 * 4
+    # A replicated stream gives whole gradients to all but what stands between heads.
+    replicated = count(Tiny, TPOptions(2, sequence_parallel=False), TinyPlan)
+    assert set(replicated.gradients) == {f"layers.{i}.attn.q_norm.weight" for i in range(2)}
+
+
+def test_operators_that_work_in_place_are_seen_too():
+    with fake_ranks(4), record_collectives(nn.Identity()) as collectives:
+        tensor, gathered = torch.ones(6), [torch.empty(6) for _ in range(4)]
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.all_gather(gathered, tensor)
+        dist.reduce_scatter(tensor, gathered)
+        dist.barrier()
+    # In bytes of the whole, and received: float32, 6 elements a rank.
+    assert [(c.operation, c.bytes, c.received) for c in collectives] == [
+        ("all_reduce", 24, 36),
+        ("broadcast", 24, 24),
+        ("all_gather", 96, 72),
+        ("reduce_scatter", 96, 72),
+    ]
+
+
+def test_checkpointed_activations_are_refused():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    with fake_ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.layers[0].modules()]
+        model.layers[0] = checkpoint_wrapper(block := model.layers[0])
+        run = partial(step, model, token_ids(model))
+        with pytest.raises(PlanError, match=r"layers\.0.* is called again in the backward: count the commun"):
+            count_communication(model, run, TPOptions(2), batch=BATCH, sequence=SEQUENCE)
+    # Nothing is left behind, not even by a failure.
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in block.modules()] == hooks
+
+
+def test_published_sizes_without_their_memory():
+    options, length = TPOptions(8), 4096
+    with fake_ranks(8) as mesh:
+        model = modeling.build(modeling.load_config("transformer", "7B")).to(torch.bfloat16)
+        apply_plan(model, mesh)
+        # Its parameters are on meta before they are fake.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            run = partial(step, model.to_empty(device="cpu"), torch.zeros(1, length, dtype=torch.long))
+            communication = count_communication(model, run, options, batch=1, sequence=length)
+    assert communication.minimal
+    table = communication.lines()
+    # 4 x 7/8 x 1 x 4096 x 4096 x 2 bytes
+    assert table[1].startswith("32 x TransformerBlock (Attention, GatedMLP)")
+    assert table[1].endswith("117.4 MB")
+    assert table[-1] == "once a step the gradients of 65 replicated parameters are summed: 532.5 kB"
+
+
+def test_the_table_and_its_json():
+    communication = count(Tiny, TPOptions(2), GatherForEachProjection)
+    count_as_json = json.loads(json.dumps(communication.to_dict()))
+    assert not count_as_json["minimal"]
+    block = count_as_json["parts"][0]
+    assert (block["name"], block["parts"]) == ("2 x Block (Attention, MLP)", ["layers.0", "layers.1"])
+    assert [c["module"] for c in block["forward"]["exceeding"]] == [
+        "layers.0.attn.k_proj",
+        "layers.0.attn.v_proj",
+    ]
+    row = communication.lines()[1].split("  ")
+    cells = [cell.strip() for cell in row if cell.strip()]
+    assert cells == [
+        "2 x Block (Attention, MLP)",
+        "forward",
+        "4 all-gather, 2 reduce-scatter",
+        "2 all-gather, 2 reduce-scatter",
+        "6.1 kB",  # 6 x 1/2 x 2 x 16 x 16 x 4 bytes
+    ]

@@ -1,0 +1,190 @@
+"""What a job writes and logs of what took effect, on two real ranks; one spawn, shared by all cases."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import worlds
+from test_trainer import DEGREE, train, write_inputs
+
+STEPS = "--training.steps=3"
+CASES = {
+    "tp": (DEGREE,),
+    "accumulated": (DEGREE, "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2"),
+    "fsdp": (),
+    "ddp": ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=2"),
+    "float8": (
+        DEGREE,
+        "--quantize.linear.float8.recipe_name=tensorwise",
+        "--quantize.linear.float8.emulate",
+    ),
+    "compiled": (
+        DEGREE,
+        "--compile.enable",
+        "--compile.backend=aot_eager",
+        "--compile.components=model,loss",
+    ),
+}
+
+
+class Lines(logging.Handler):
+    """What is logged of the effect."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        if record.name == "titanplans.training.effect":
+            self.lines.append(record.getMessage())
+
+
+def run(folder: Path, name: str, *options: str, measured: bool = True):
+    """Losses and norms of a run, the file after its first line is logged and at its end, and what it says of itself."""
+    file = folder / name / "parallelism.json"
+    states = []
+
+    def prepare(trainer):
+        if not measured:
+            trainer.effect._steps = 0
+            return
+        start = trainer.effect.start
+
+        def noted():
+            start()
+            if file.exists():  # rank 0's
+                states.append(json.loads(file.read_text()))
+
+        trainer.effect.start = noted
+
+    handler = Lines()
+    logger = logging.getLogger("titanplans.training.effect")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    recorder, _ = train(folder, "gla", name, STEPS, *options, prepare=prepare)
+    logger.removeHandler(handler)
+    states += [json.loads(file.read_text())] if file.exists() else []
+    return (recorder.losses(), recorder.losses("grad_norm")), states, handler.lines
+
+
+def on_two_ranks(rank: int) -> dict:
+    import torch
+
+    from titanplans.errors import UserError
+
+    folder = Path(os.environ["TEST_FOLDER"])
+    results = {}
+    for name, options in CASES.items():
+        measured = run(folder, name, *options)
+        results[name] = (*measured, run(folder, f"{name} unseen", *options, measured=False)[0] == measured[0])
+    results["files"] = sorted(str(path.relative_to(folder)) for path in folder.glob("tp/**/*.part"))
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UserError) as error:
+        run(folder, "eager", *CASES["compiled"])
+    results["eager"] = str(error.value)
+    return results
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    write_inputs(folder)
+    os.environ["TEST_FOLDER"] = str(folder)
+    return worlds.run(on_two_ranks, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_states_what_took_effect_and_trains_the_same(two, case):
+    (losses, _), (start, end), lines, same = two[case]
+    assert same, "losses and norms of the gradient, to the last bit"
+    assert list(losses) == [1, 2, 3]
+    assert start["measured_after_step"] is None
+    assert start["step"] == {"collectives": None, "bytes": None, "reason": "no step has ended yet"}
+    # DDP sorts its buckets anew after the first step.
+    assert end["measured_after_step"] == (2 if case == "ddp" else 1)
+    assert {
+        key: end[key]
+        for key in start
+        if key not in ("measured_after_step", "step", "blocks", "beside_blocks", "compile")
+    } == {
+        key: start[key]
+        for key in start
+        if key not in ("measured_after_step", "step", "blocks", "beside_blocks", "compile")
+    }
+    assert lines[0].startswith(f"In effect: {'ddp' if case == 'ddp' else 'fsdp2'} on 2 ranks")
+    assert any(
+        line.startswith(f"Step {end['measured_after_step']}: {end['step']['collectives']} coll")
+        for line in lines
+    )
+    assert len(lines) <= 6, "a few lines, not a dump"
+
+
+def test_the_sums_are_those_of_the_parts(two):
+    for case in CASES:
+        report = two[case][1][-1]
+        for key in ("collectives", "bytes", "fused"):
+            step = report["step"]
+            assert step[key] == sum(group[key] for group in step["by_group"].values())
+            assert step[key] == sum(phase[key] for phase in step["by_phase"].values())
+        for ours, theirs in (("count", "collectives"), ("bytes", "bytes")):
+            rows = [
+                row[ours] * len(kind["names"]) for kind in report["blocks"] for row in kind["collectives"]
+            ]
+            rows += [row[ours] for part in report["beside_blocks"] for row in part["collectives"]]
+            assert sum(rows) == report["step"][theirs]
+
+
+def test_micro_batches_are_counted_once_each(two):
+    once, twice = (two[case][1][-1] for case in ("tp", "accumulated"))
+    assert (once["micro_batches"], twice["micro_batches"]) == (1, 2)
+    for phase in ("forward", "backward"):
+        # The same tokens in two parts: twice as many collectives of half the size, but for what reduces gradients.
+        assert (
+            twice["step"]["by_phase"][phase]["collectives"]
+            == 2 * once["step"]["by_phase"][phase]["collectives"]
+        )
+    assert twice["step"]["by_phase"]["forward"]["bytes"] == once["step"]["by_phase"]["forward"]["bytes"]
+
+
+def test_what_is_summed_up_for_the_log_alone_counts_apart(two):
+    # Over data-parallel ranks torchtitan sums up the loss, its largest value and the tokens where it logs.
+    assert two["fsdp"][1][-1]["step"]["log"]["collectives"] == 3
+    assert two["tp"][1][-1]["step"]["log"]["collectives"] == 0
+    assert two["fsdp"][1][-1]["step"]["by_group"].keys() == {"fsdp"}
+    assert two["ddp"][1][-1]["step"]["by_group"].keys() == {"dp_replicate"}
+
+
+def test_compiled_blocks_communicate_as_eager_ones_do(two):
+    eager, compiled = (two[case][1][-1] for case in ("tp", "compiled"))
+    assert compiled["blocks"] == eager["blocks"]
+    (kind,) = compiled["compile"]["kinds"]
+    assert (kind["class"], kind["ran_compiled"], kind["blocks"]) == ("GLABlock", 2, 2)
+    assert kind["graphs"] > 0
+    assert compiled["compile"]["graphs_beside_blocks"] == 1, "the loss"
+    assert eager["compile"] is None
+
+
+def test_in_float8_a_gather_is_a_quarter_of_what_it_is_in_float32(two):
+    plain, float8 = (two[case][1][-1] for case in ("tp", "float8"))
+    (last_plain,), (last_float8,) = (
+        [
+            row["bytes"]
+            for row in report["blocks"][-1]["collectives"]
+            if (row["phase"], row["operation"]) == ("forward", "all_gather")
+        ]
+        for report in (plain, float8)
+    )
+    assert last_plain == 4 * last_float8
+    assert float8["float8"]["recipe"] == "tensorwise"
+    assert plain["float8"] is None
+    assert any("in float8 (tensorwise, emulated), 0 left out" in line for line in two["float8"][2])
+
+
+def test_a_job_whose_compilation_is_dropped_ends(two):
+    assert "model.layers.0 was to be compiled, but ran eagerly" in two["eager"]
+    assert "\n" not in two["eager"]
+
+
+def test_no_half_written_file_is_left(two):
+    assert two["files"] == []

@@ -1,0 +1,132 @@
+"""Every single-style mutant of every registered plan: refused, killed and placed, or listed with the reason why not.
+
+What is made is said in tests/mutants: the models in architectures.py, the mistakes in operators.py, what counts
+as the right module in place.py, what may survive in equivalent.py.
+"""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from mutants import threads
+from mutants.architectures import ARCHITECTURES
+from mutants.corpus import mutants
+from mutants.equivalent import EQUIVALENT, equivalence
+from mutants.place import named, right
+from mutants.prove import simulate, verdicts
+from mutants.tally import TALLY
+
+from titanplans import TPOptions, registered_plans
+from titanplans.proof.case import prove_cases
+
+LEAST = {
+    "transformer": 220,
+    "gla": 100,
+    "llama": 150,
+    "qwen2": 38,
+    "qwen3": 65,
+    "gemma3_text": 180,
+    "gemma3": 150,
+}
+"""How many mutants there are at least: fewer would mean that operators no longer find what they change."""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_every_mutant_is_rejected_at_the_right_place_or_equivalent(architecture):
+    results = list(verdicts(list(mutants(architecture))))
+    counts = Counter(
+        "refused" if v.refusal is not None else "survived" if v.survived else "killed" for v in results
+    )
+    listed = sum(equivalence(v.mutant) is not None for v in results)
+    TALLY.add(
+        architecture.name,
+        made=len(results),
+        refused=counts["refused"],
+        killed=counts["killed"],
+        equivalent=listed,
+    )
+    accepted = [str(v.mutant) for v in results if v.survived and equivalence(v.mutant) is None]
+    assert not accepted, f"wrong plans that were accepted: {accepted}"
+    wronged = [(str(v.mutant), v.said()) for v in results if not v.survived and equivalence(v.mutant)]
+    assert not wronged, f"listed as equivalent, but rejected: {wronged}"
+    misplaced = [(str(v.mutant), v.said()) for v in results if not v.survived and not right(v)]
+    assert not misplaced, f"rejected at the wrong place: {misplaced}"
+    assert len(results) >= LEAST[architecture.name]
+
+
+def test_every_registered_plan_has_its_mutants():
+    shared = {"mistral": "llama"}  # one class
+    plans = registered_plans()
+    own = {name: plan for name, plan in plans.items() if plan.__module__.startswith("titanplans.plans.")}
+    assert own.keys() - shared.keys() == {architecture.name for architecture in ARCHITECTURES}
+    for name, other in shared.items():
+        assert plans[name] is plans[other]
+
+
+def test_every_equivalence_is_one_of_the_corpus():
+    everyone = [mutant for architecture in ARCHITECTURES for mutant in mutants(architecture)]
+    unused = [row for row in EQUIVALENT if not any(row.covers(mutant) for mutant in everyone)]
+    assert not unused, unused
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_plans_themselves_are_right_over_threads(degree):
+    """Otherwise their mutants would be killed for nothing."""
+
+    def work(world):
+        return [
+            (architecture.name, case)
+            for architecture in ARCHITECTURES
+            for case in prove_cases(
+                architecture.reference(),
+                None,
+                [TPOptions(degree, True, sequence_parallel) for sequence_parallel in (True, False)],
+                lambda: nullcontext(world),
+                find=True,
+                tell=lambda words: None,
+            )
+        ]
+
+    for architecture in ARCHITECTURES:
+        architecture.reference()  # made here, not by every rank
+    wrong = [(name, case.worst) for name, case in threads.run(degree, work) if not case.passed]
+    assert not wrong
+
+
+SAMPLE = (
+    ("entry_unsummed", "self_attn"),
+    ("unreduced", "input_layernorm"),
+    ("shift_one", "q_proj"),
+    ("on_other_stream", "mlp"),
+    ("other_loss", "lm_head"),
+)
+
+
+def test_threads_and_simulated_ranks_agree():
+    """The corpus is proved over threads, because they are quicker; `verify` simulates. The verdicts are the same."""
+    llama = next(architecture for architecture in ARCHITECTURES if architecture.name == "llama")
+    chosen = [
+        next(m for m in mutants(llama) if m.operator == operator and m.key.endswith(key))
+        for operator, key in SAMPLE
+    ]
+    for threaded in verdicts(chosen):
+        simulated = simulate(threaded.mutant)
+        assert simulated.survived == threaded.survived, threaded.mutant
+        if not simulated.survived:
+            model = llama.reference().pristine
+            assert named(simulated.case, model) == named(threaded.case, model), threaded.mutant
+            assert {c.what for c in simulated.case.checks if not c.passed} == {
+                c.what for c in threaded.case.checks if not c.passed
+            }
+
+
+def test_ranks_that_call_different_collectives_are_told_so():
+    """Else a fault that breaks one rank alone would hang the tests."""
+
+    def work(world):
+        local = torch.zeros(1 + world.rank)
+        return world.every(local) if world.rank else world.agreed(local)
+
+    with pytest.raises(threads.Apart, match="different kinds or shapes"):
+        threads.run(2, work)

@@ -1,0 +1,223 @@
+"""`verify` on right plans: what it compares, which cases it makes, what it refuses to decide."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import Tiny, TinyPlan
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanplans import PlanError
+from titanplans.proof import verify
+from titanplans.proof.simulate import ranks
+
+
+def one_case(model_fn=Tiny, plan=TinyPlan, **arguments):
+    arguments = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True} | arguments
+    return verify(model_fn, plan, **arguments)
+
+
+def test_the_whole_grid():
+    """tp = 8 does not divide four heads: refused by the sentence of strict application, and not failed."""
+    lines = []
+    report = verify(Tiny, TinyPlan, progress=lines.append)
+    assert report.passed
+    assert [(c.degree, c.loss_parallel, c.sequence_parallel) for c in report.cases] == [
+        (d, loss, sequence) for d in (2, 4) for loss in (True, False) for sequence in (True, False)
+    ]
+    for case in report.cases:
+        assert [check.what for check in case.checks] == [
+            "loss", "logits", "gradients", "replicas", "norm", "AdamW",
+        ]  # fmt: skip
+        assert not case.missing
+        assert case.localisation is None
+        # A right plan stays in the order of one epsilon: the tolerance (688 here) is a bound.
+        assert all(check.error < 0.01 * check.tolerance for check in case.checks if check.tolerance)
+        assert next(check for check in case.checks if check.what == "replicas").error == 0
+    (refusal,) = report.refused
+    assert (refusal.degree, refusal.loss_parallel, refusal.sequence_parallel) == (8, None, None)
+    assert "num_heads = 4" in refusal.reason
+    assert lines[0] == "the whole model"
+    assert len(lines) == 9
+    assert report.subject == "Tiny, TinyPlan"
+
+
+def test_tied_weights_are_checked():
+    report = one_case(lambda: Tiny(tied=True))
+    assert report.passed
+    assert report.cases[0].checks[-1].what == "tied"
+
+
+def test_the_sequence_first_and_in_pieces_of_unequal_length():
+    class SequenceFirst(Tiny):
+        def forward(self, input_ids):
+            return super().forward(input_ids.T).logits.transpose(0, 1)  # a bare tensor is an output too
+
+    assert one_case(seq_len=13, degrees=[4]).passed
+    assert verify(SequenceFirst, TinyPlan, degrees=[2], sequence_parallel=False, sequence_dim=0).passed
+
+
+def test_styles_of_torch_are_proved_too():
+    class Native(TinyPlan):
+        def mlp_plan(self, mlp):
+            stream = self.stream.placement
+            whole = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+            down = RowwiseParallel(output_layouts=stream)
+            return {
+                "": whole,
+                "gate_proj": ColwiseParallel(),
+                "up_proj": ColwiseParallel(),
+                "down_proj": down,
+            }
+
+    assert one_case(plan=Native).passed
+
+
+def test_inputs_are_the_callers():
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    seen = []
+
+    class Watched(Tiny):
+        def forward(self, input_ids):
+            seen.append(input_ids.tolist())
+            return super().forward(input_ids)
+
+    assert one_case(Watched, inputs={"input_ids": tokens}).passed
+    assert all(ids == tokens.tolist() for ids in seen)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding():
+    """Without rotary positions softmax cancels a key bias: its gradient is noise, about 1e-17 here."""
+
+    def build():
+        model = Tiny()
+        for layer in model.layers:
+            layer.attn.k_proj = nn.Linear(16, 16)
+        return model
+
+    for seed in range(2):
+        assert one_case(build, seed=seed).passed
+
+
+def test_what_the_reference_has_no_gradient_for():
+    """A frozen parameter and one that is not used: no gradient here and none there."""
+
+    def build():
+        model = Tiny()
+        model.layers[0].attn_norm.weight.requires_grad_(False)
+        model.layers[1].attn.q_norm.forward = lambda x: x
+        return model
+
+    assert one_case(build).passed
+
+
+def test_the_weights_that_the_model_came_with_do_not_matter():
+    """All zeros, nothing would get through; and model_fn is called once."""
+    calls = []
+
+    def build():
+        calls.append(1)
+        model = Tiny()
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        return model
+
+    report = one_case(build)
+    assert report.passed
+    assert len(calls) == 1
+
+
+def test_float32_is_decided_too():
+    report = one_case(dtype=torch.float32)
+    assert report.passed
+    assert report.dtype == "float32"
+
+
+def refused(match, model_fn=Tiny, plan=TinyPlan, **arguments):
+    with pytest.raises(PlanError, match=match) as error:
+        verify(model_fn, plan, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_refused():
+    refused("a sum of 128 terms", dtype=torch.bfloat16)
+    refused("num_heads = 4", degrees=[8])
+    refused("degrees = \\[\\]", degrees=[])
+    refused("2 or more", degrees=[1, 2])
+    refused("on meta", lambda: Tiny().to("meta"))
+    refused("no plan is registered for Tiny", plan=None)
+    refused("no process group", process_group=True)
+
+
+def test_a_model_that_does_not_run():
+    class Needs(Tiny):
+        def forward(self, input_ids):
+            raise RuntimeError("0 active drivers\nmore")
+
+    refused("unsplit, does not run on cpu: RuntimeError: 0 active drivers; .*process_group=True", Needs)
+
+
+def test_a_model_that_is_not_the_same_twice():
+    class Random(Tiny):
+        def forward(self, input_ids):
+            output = super().forward(input_ids)
+            output.logits = nn.functional.dropout(output.logits, 0.1)
+            return output
+
+    refused("dropout", Random)
+
+
+def test_a_kernel_that_reads_addresses_can_t_be_simulated():
+    """A Triton kernel asks for data_ptr, which a tensor of many ranks has not."""
+
+    class Reads(Tiny):
+        def forward(self, input_ids):
+            output = super().forward(input_ids)
+            output.logits.data_ptr()
+            return output
+
+    refused("under torchrun, one process a rank", Reads, degrees=[2])
+
+
+def test_simulation_needs_a_process_of_its_own():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        refused("rank 0 of 2 already", degrees=[2])
+        refused("proves degree 2 only", degrees=[4], process_group=True)
+    finally:
+        dist.destroy_process_group()
+    with ranks(2) as mesh:
+        assert mesh.size() == 2
+    assert not dist.is_initialized()
+
+
+def test_the_loss_is_left_as_it_was():
+    """torch's loss_parallel() stays on after an exception; a proof that fails inside must not leave it on."""
+
+    class Breaks(Tiny):
+        def forward(self, input_ids):
+            output = super().forward(input_ids)
+            if isinstance(output.logits, DTensor):  # the split model only
+                output.logits.register_hook(lambda grad: [][0])
+            return output
+
+    report = one_case(Breaks)
+    assert not report.passed
+    with ranks(2) as mesh:
+        logits = distribute_tensor(torch.randn(3, 8), mesh, [Replicate()])
+        assert nn.functional.cross_entropy(logits, logits.argmax(-1)).full_tensor().item() > 0
+
+
+def test_the_report_as_json_and_as_a_table():
+    report = one_case(lambda: Tiny(tied=True))
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["passed"] is True
+    assert data["cases"][0]["checks"][2]["what"] == "gradients"
+    assert data["cases"][0]["checks"][2]["passed"] is True
+    text = report.table()
+    assert "all 1 cases right" in text
+    assert max(map(len, text.splitlines())) <= 160

@@ -1,0 +1,50 @@
+"""`verify` over a real process group: two gloo processes, the same verdicts as simulated ranks."""
+
+import torch
+from test_proof_wrong import Unsummed, attn
+from tiny import Tiny, TinyPlan
+from worlds import run
+
+from titanplans import PlanError
+from titanplans.proof import verify
+
+
+def prove(rank):
+    torch.manual_seed(rank)  # what model_fn draws differs between ranks; the proof has to share it
+    right = verify(Tiny, TinyPlan, process_group=True, seq_len=13)
+    wrong = verify(
+        Tiny,
+        attn(q_norm=lambda p: Unsummed()),
+        process_group=True,
+        loss_parallel=True,
+        sequence_parallel=True,
+    )
+    breaking = verify(
+        Tiny, attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise()), process_group=True
+    )
+    reports = [report.to_dict() for report in (right, wrong, breaking)]
+    for report in reports:
+        for case in report["cases"]:
+            case.pop("seconds")
+    everyone = [None] * 2
+    torch.distributed.all_gather_object(everyone, reports)
+    try:
+        verify(Tiny, TinyPlan, process_group=True, degrees=[4])
+    except PlanError as error:
+        refusal = str(error)
+    return everyone, refusal, wrong.table()
+
+
+def test_two_processes():
+    (first, second), refusal, table = run(prove, 2)
+    assert first == second, "every rank has the same report"
+    right, wrong, breaking = first
+    assert right["passed"]
+    assert [case["degree"] for case in right["cases"]] == [2] * 4
+    assert not wrong["passed"]
+    finding = wrong["cases"][0]["localisation"]["findings"][0]
+    assert finding["first"]["name"] == "layers.1.attn.q_norm.weight"
+    assert "not summed over the ranks" in finding["reason"]
+    assert "first off at layers.1.attn.q_norm.weight" in table
+    assert breaking["cases"][0]["checks"][0]["where"] == "in layers.0.attn.q_proj"
+    assert "has 2 ranks and proves degree 2 only" in refusal

@@ -1,0 +1,120 @@
+"""The parts of a proof by themselves: tensors put together, errors named, tokens that reach every shard, the table."""
+
+import torch
+from tiny import Tiny
+
+from titanplans.proof.assemble import best_fit
+from titanplans.proof.diagnose import diagnose
+from titanplans.proof.report import CaseResult, Check, Finding, Localisation, Place, Refusal, Report
+from titanplans.proof.sample import labels_for, randomise, token_ids
+
+
+def fit(held, expected, sums=True):
+    found = best_fit(held, expected, sums=sums)
+    return None if found is None else (found.error, found.how)
+
+
+def test_tensors_are_put_together_by_what_fits():
+    whole = torch.randn(2, 12, 5, dtype=torch.float64)
+    parts = [torch.randn_like(whole) for _ in range(3)]
+    parts.append(whole - sum(parts))
+    assert fit([whole] * 4, whole) == (0.0, "")
+    error, how = fit(parts, whole)
+    assert error < 1e-14
+    assert how == "summed over the ranks"
+    error, how = fit(parts, whole, sums=False)
+    assert error > 0.1
+    assert fit(list(whole.chunk(4, 1)), whole) == (0.0, "")
+    filled = torch.cat([whole[:, :10], torch.zeros(2, 2, 5)], 1).chunk(4, 1)
+    assert fit(list(filled), whole[:, :10]) == (0.0, ""), (
+        "three tokens a rank, the last two of them filled up"
+    )
+    heads = [half for half in whole.chunk(2, 1) for _ in range(2)]
+    assert fit(heads, whole) == (0.0, "the same on each 2 ranks")
+    halves = [half * share for half in whole.chunk(2, 1) for share in (0.25, 0.75)]
+    assert fit(halves, whole)[1] == "summed over each 2 ranks"
+    assert fit([whole[:1, :3]] * 4, whole) is None
+    assert fit(list(whole.chunk(4, 1)), whole.flatten(0, 1)) is None
+
+
+def test_errors_that_values_tell():
+    right = torch.randn(6, dtype=torch.float64)
+    parts = [torch.randn_like(right), torch.randn_like(right)]
+    parts.append(right - sum(parts))
+
+    def say(value, held=None):
+        return diagnose(value, held, right, 1e-12, 3)
+
+    assert "not summed" in say(parts[0], parts)
+    assert "exactly 3 times too large: once for each rank" in say(right * 3)
+    assert "exactly 1/3 of it" in say(right / 3)
+    assert "exactly 2 times the right one" in say(right * 2)
+    assert "exactly -1 times" in say(-right)
+    assert say(torch.zeros(6)) == "all zeros"
+    assert "of shape (5,), not (6,)" in say(right[:5])
+    assert say(right * 3 + 1e-6) == "", "nearly is not exactly"
+    assert say(right.flip(0)) == ""
+
+
+def test_tokens_and_labels_reach_every_shard():
+    tokens = token_ids(Tiny(), 2, 16, 1, seed=0)["input_ids"]
+    assert tokens.shape == (2, 16)
+    labels = labels_for(torch.empty(2, 16, 32), seed=0)
+    for ids in (tokens, labels):
+        assert ids.unique().tolist() == list(range(32)), "as many tokens as the vocabulary has: one of each"
+    assert not tokens.equal(labels)
+    assert token_ids(Tiny(), 2, 16, 0, seed=0)["input_ids"].shape == (16, 2)
+
+
+def test_weights_depend_on_seed_and_name_only():
+    def weights(seed):
+        torch.manual_seed(seed + 1)  # must not matter
+        model = Tiny()
+        randomise(model, 0)
+        return model
+
+    first, second = weights(0), weights(1)
+    assert first.lm_head.weight.equal(second.lm_head.weight)
+    assert first.norm.weight.equal(second.norm.weight)
+    assert not first.layers[0].attn.q_proj.weight.equal(first.layers[1].attn.q_proj.weight)
+    assert 0.5 < first.lm_head.weight.std() * 4 < 1.5
+    randomise(second, 1)
+    assert not first.lm_head.weight.equal(second.lm_head.weight)
+
+
+def test_the_table():
+    def case(degree, error, localisation=None):
+        checks = (Check("loss", 0.5, 700.0), Check("gradients", error, 700.0, "layers.0.norm.weight"))
+        return CaseResult(degree, True, False, checks, localisation=localisation)
+
+    finding = Finding(
+        "backward",
+        Place("layers.0.norm.weight", 2e15),
+        (Place("layers.0.proj.weight", 1.25, "summed over the ranks"),),
+        "exactly 2 times too large: once for each rank",
+    )
+    report = Report(
+        "Model, Plan", "float64", (case(2, 3.0), case(4, 2e15, Localisation((finding,)))),
+        (Refusal(8, None, None, "num_heads = 4"), Refusal(4, True, True, "odd")),
+    )  # fmt: skip
+    assert not report.passed
+    assert report.table() == "\n".join([
+        "Model, Plan, float64",
+        "",
+        "tp  loss     sequence  loss  logits  gradients  replicas  norm  AdamW  verdict  worst",
+        " 2  sharded  whole      0.5       -        3.0         -     -      -  right    gradients layers.0.norm.weight",
+        " 4  sharded  whole      0.5       -    2.0e+15         -     -      -  WRONG    gradients layers.0.norm.weight",
+        "",
+        "wrong: tp 4, loss sharded",
+        "  backward: first off at layers.0.norm.weight: 2.0e+15 epsilons, exactly 2 times too large: once for each rank; "
+        "healthy beside it: layers.0.proj.weight (summed over the ranks) 1.2",
+        "",
+        "not proved: tp 8: num_heads = 4",
+        "not proved: tp 4, loss sharded, sequence sharded: odd",
+        "1 of 2 cases WRONG. Differences in epsilons, what one rounding of every weight changes; sums in another order may "
+        "differ by 700.0; replicas must be equal.",
+    ])  # fmt: skip
+
+
+def test_no_case_proves_nothing():
+    assert not Report("Model, Plan", "float64", ()).passed

@@ -1,0 +1,296 @@
+"""`verify` on wrong plans: each is rejected, and the place that is named is where the fault was put."""
+
+import pytest
+import torch
+from tiny import Block, Tiny, TinyPlan
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from titanplans.proof import verify
+from titanplans.tensor_parallel.local import Layout, local_parameter
+from titanplans.tensor_parallel.styles import (
+    Colwise,
+    Region,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    VocabHead,
+)
+
+
+def attn(**styles):
+    """TinyPlan with other styles, made with the plan's stream, for some modules of its mixers."""
+
+    class Wrong(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {n: make(self) for n, make in styles.items()}
+
+    return Wrong
+
+
+class Unsummed(Replicated):
+    """A gradient that is labelled Replicate although each rank has its own share."""
+
+    def layouts(self, module):
+        return {name: Layout(Replicate(), Replicate()) for name in module._parameters}
+
+
+class Doubled(SequenceParallel):
+    def install(self, module, mesh):
+        module._parameters["weight"].register_hook(lambda grad: grad * 2)
+
+
+class DoublingPlan(TinyPlan):
+    def layer_plan(self, layer):
+        return super().layer_plan(layer) | {"mlp_norm": Doubled(stream=self.stream)}
+
+
+class Rolled(Colwise):
+    """Heads that begin one row late."""
+
+    def install(self, module, mesh):
+        module.register_forward_hook(lambda module, args, output: output.roll(1, -1))
+
+
+class Detached(Replicated):
+    def install(self, module, mesh):
+        weight = module._parameters["weight"]
+        module.register_forward_pre_hook(lambda *_: module.__dict__.update(read=weight.to_local().detach()))
+        module.forward = lambda x: nn.functional.rms_norm(x, x.shape[-1:], module.read)
+
+
+class Differing(Replicated):
+    def install(self, module, mesh):
+        rank = distribute_tensor(torch.arange(mesh.size()), mesh, [Shard(0)], src_data_rank=None).to_local()
+        weight = module._parameters["weight"]
+        with torch.no_grad():
+            weight._local_tensor = weight._local_tensor * (1 + 1e-9 * rank.double())
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class ScaledHead(VocabHead):
+    """A loss divided by the number of ranks, as seen from the head."""
+
+    def install(self, module, mesh):
+        module.register_forward_hook(lambda module, args, output: _Scale.apply(output, 1 / mesh.size()))
+        super().install(module, mesh)
+
+
+class ScalingPlan(TinyPlan):
+    def vocab_head(self):
+        return ScaledHead(stream=self.stream, loss_parallel=self.options.loss_parallel)
+
+
+class GradientLeft(Region):
+    """Enters a region without summing the gradients that come back out of it."""
+
+    def _enter(self, border, module, args, kwargs):
+        return args, kwargs
+
+
+class SumLeft(Rowwise):
+    """Leaves a region without the sum."""
+
+    def _leave(self, border, module, args, output):
+        return output + local_parameter(module, "bias")
+
+
+class Untying(VocabHead):
+    def install(self, module, mesh):
+        super().install(module, mesh)
+        module.register_forward_pre_hook(self._untie)
+
+    def _untie(self, module, args):
+        module._parameters["weight"] = nn.Parameter(module._parameters["weight"].detach().clone())
+
+
+class UntyingPlan(TinyPlan):
+    def vocab_head(self):
+        return Untying(stream=self.stream, loss_parallel=self.options.loss_parallel)
+
+
+class PostBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn.post_norm = nn.RMSNorm(16)
+
+    def forward(self, x):
+        x = x + self.attn.post_norm(self.attn(hidden_states=self.attn_norm(x)))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PostNormed(Tiny):
+    """A norm of the mixer works on the mixer's output, after the rowwise projection: on the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(PostBlock() for _ in range(2))
+
+
+def tied():
+    return Tiny(tied=True)
+
+
+# Model, plan, whether the sequence is sharded, the direction, the place and what is said of it. In the
+# backward the last layer comes first.
+WRONG = {
+    "gradient not summed": (
+        Tiny, attn(q_norm=lambda p: Unsummed()), True,
+        "backward", "layers.1.attn.q_norm.weight", "not summed over the ranks",
+    ),
+    "gradient doubled": (
+        Tiny, DoublingPlan, True,
+        "backward", "layers.1.mlp_norm.weight", "exactly 2 times the right one",
+    ),
+    "replicated after the sum": (
+        PostNormed, attn(post_norm=lambda p: p.replicated()), False,
+        "backward", "layers.1.attn.post_norm.weight", "exactly 4 times too large: once for each rank",
+    ),
+    "head shifted": (Tiny, attn(k_proj=lambda p: Rolled()), True, "forward", "layers.0.attn.k_proj", ""),
+    "replicas differ": (Tiny, attn(q_norm=lambda p: Differing()), True, "forward", "layers.0.attn.q_norm", ""),
+    "loss divided": (
+        Tiny, ScalingPlan, True,
+        "backward", "lm_head.weight", "exactly 1/4 of it: divided by the number of ranks",
+    ),
+    "input's gradient not summed": (
+        Tiny, attn(**{"": lambda p: GradientLeft(stream=p.stream, reduce_output=False)}), False,
+        "backward", "gradient of the output of layers.1.attn_norm", "not summed over the ranks",
+    ),
+    "output not summed": (
+        Tiny, attn(o_proj=lambda p: SumLeft(stream=p.stream, reduce_output=True)), False,
+        "forward", "layers.0.attn.o_proj", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_is_rejected_and_found(name):
+    model_fn, plan, sequence, direction, place, reason = WRONG[name]
+    report = verify(model_fn, plan, degrees=[4], loss_parallel=True, sequence_parallel=sequence)
+    assert not report.passed
+    (case,) = report.cases
+    assert (
+        max(check.error for check in case.checks) > 1e5 * case.checks[0].tolerance
+        or name == "replicas differ"
+    )
+    (finding,) = case.localisation.findings
+    assert (finding.direction, finding.first.name) == (direction, place)
+    assert reason in finding.reason
+    assert bool(finding.reason) == bool(reason)
+    assert finding.healthy
+    assert all(place.error < case.checks[0].tolerance for place in finding.healthy)
+    assert place in report.table()
+
+
+def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
+    """There each rank has other tokens, and the gradient is a sum indeed: the fault is not always one."""
+    plan = attn(post_norm=lambda p: p.replicated())
+    report = verify(PostNormed, plan, degrees=[2], loss_parallel=True)
+    assert [case.passed for case in report.cases] == [True, False]
+    right = attn(post_norm=lambda p: p.sequence_parallel())
+    assert verify(PostNormed, right, degrees=[2], loss_parallel=True).passed
+
+
+def test_a_missing_gradient():
+    report = verify(
+        Tiny, attn(q_norm=lambda p: Detached()), degrees=[2], loss_parallel=True, sequence_parallel=True
+    )
+    (case,) = report.cases
+    assert case.missing == ("layers.0.attn.q_norm.weight", "layers.1.attn.q_norm.weight")
+    assert not case.passed
+    text = report.table()
+    assert "missing" in text
+    assert "layers.0.attn.q_norm.weight: no gradient, and the whole model has one" in text
+
+
+def test_a_gradient_too_many():
+    class Thawing(Replicated):
+        def install(self, module, mesh):
+            module._parameters["weight"].requires_grad_(True)
+
+    def frozen():
+        model = Tiny()
+        model.layers[0].attn.q_norm.weight.requires_grad_(False)
+        return model
+
+    plan = attn(q_norm=lambda p: Thawing())
+    report = verify(frozen, plan, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    assert report.cases[0].unexpected == ("layers.0.attn.q_norm.weight",)
+    assert not report.passed
+    assert "a gradient, and the whole model has none" in report.table()
+
+
+def test_untied_weights():
+    report = verify(tied, UntyingPlan, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    (case,) = report.cases
+    assert not case.checks[-1].passed
+    assert "embed.weight and lm_head.weight, after AdamW: no longer one tensor" in report.table()
+
+
+def test_a_plan_that_does_not_run():
+    plan = attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise())
+    report = verify(Tiny, plan, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    assert not report.passed
+    assert report.cases[0].checks[0].what == "runs"
+    assert report.cases[0].checks[0].where == "in layers.0.attn.q_proj"
+    assert "does not run, in layers.0.attn.q_proj: RuntimeError: mat1 and mat2" in report.table()
+    report.to_dict()
+
+
+def test_alike_cases_are_told_once():
+    report = verify(Tiny, attn(q_norm=lambda p: Unsummed()), degrees=[2])
+    assert len(report.cases) == 4
+    text = report.table()
+    assert text.count("first off at") == 1
+    assert "4 of 4 cases WRONG" in text
+
+
+class Meddling(TinyPlan):
+    """A plan that changes what the module computes, where it should only say how it is split."""
+
+    def mlp_plan(self, mlp):
+        mlp.up_proj.bias = None
+        return super().mlp_plan(mlp)
+
+
+def test_a_plan_that_changes_the_model_is_compared_with_the_model_before():
+    report = verify(Tiny, Meddling, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    assert not report.passed
+
+
+class ForgettingPadding(TinyPlan):
+    def vocab_embedding(self, *, begins_stream=False):
+        style = super().vocab_embedding(begins_stream=begins_stream)
+        install = style.install
+
+        def forget(module, mesh):
+            install(module, mesh)
+            module.padding_idx = None
+
+        style.install = forget
+        return style
+
+
+@pytest.mark.parametrize("padding", [0, 7, 31])
+def test_a_padding_row_that_gets_a_gradient(padding):
+    def build():
+        torch.manual_seed(0)
+        model = Tiny()
+        model.embed = nn.Embedding(32, 16, padding_idx=padding)
+        return model
+
+    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True, "seq_len": 6}
+    assert verify(build, TinyPlan, **options).passed
+    report = verify(build, ForgettingPadding, **options)
+    assert not report.passed
+    assert "embed.weight" in report.table()

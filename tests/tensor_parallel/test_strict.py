@@ -1,0 +1,298 @@
+"""Strict application: what a plan refuses, before anything moves, in one line that says what would work."""
+
+import pytest
+import torch
+from tiny import Tiny, TinyPlan
+from titanplans.plans.fla.transformer import TransformerPlan
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from titanplans import PlanError, apply_plan, check_plan, register_plan, registered_plans
+from titanplans.proof.simulate import ranks
+
+
+def edited(**edits):
+    """TinyPlan with keys of its attn_plan replaced (None: left out)."""
+
+    class Edited(TinyPlan):
+        def attn_plan(self, attn):
+            plan = super().attn_plan(attn) | {
+                k.replace("self", ""): getattr(self, v)() for k, v in edits.items() if v
+            }
+            return {k: v for k, v in plan.items() if edits.get(k, "") is not None}
+
+    return Edited
+
+
+def refused(plan, degree=2, model=None, **options) -> str:
+    model = model or Tiny()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    with pytest.raises(PlanError) as error:
+        check_plan(model, degree, plan=plan, **options)
+    assert "\n" not in str(error.value)
+    with ranks(degree) as mesh, pytest.raises(PlanError):
+        apply_plan(model, mesh, plan=plan, **options)
+    assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}, "something moved"
+    return str(error.value)
+
+
+def test_right_plan_is_accepted_and_complete():
+    model = Tiny()
+    names = list(model.state_dict())
+    with ranks(2) as mesh:
+        styles = apply_plan(model, mesh, plan=TinyPlan)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert list(model.state_dict()) == names
+        assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "reading gives the local tensor"
+        assert type(model.layers[0].attn).__name__ == "Attention"
+        assert isinstance(model.layers[0].attn.q_proj, nn.Linear)
+    assert set(styles) >= {"embed", "layers.1.attn.q_norm", "layers.0.mlp", "norm", "lm_head"}
+
+
+def test_unmatched_key():
+    message = refused(edited(qq_proj="colwise"))
+    assert "'layers.0.attn.qq_proj'" in message
+    assert "Edited" in message
+    assert "q_proj, k_proj, v_proj, o_proj, q_norm" in message
+
+
+def test_uncovered_parameter():
+    message = refused(edited(q_norm=None))
+    assert "'layers.0.attn.q_norm.weight' (4,) of RMSNorm" in message
+    assert "replicated()" in message
+
+
+def test_split_module_outside_a_region():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            plan = super().attn_plan(attn)
+            del plan[""]
+            return plan
+
+    message = refused(Plan)
+    assert "'layers.0.attn.q_proj' (Colwise())" in message
+    assert "attn_input()" in message
+
+
+def test_region_that_nothing_leaves():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {"o_proj": self.rowwise(reduce_output=False)}
+
+    assert "opens a region that nothing leaves" in refused(Plan)
+
+
+def test_bias_that_every_rank_would_add():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return (
+                super().attn_plan(attn) | self.attn_region() | {"o_proj": self.rowwise(reduce_output=False)}
+            )
+
+    assert "its bias would be added on every rank" in refused(Plan)
+
+
+def test_region_that_splits_nothing():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return self.attn_region() | {name: self.replicated() for name, _ in attn.named_children()}
+
+    assert "opens a region without a rowwise() projection" in refused(Plan)
+
+
+def test_whole_mixer_under_sequence_parallelism():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return {name: self.sequence_parallel() for name, _ in attn.named_children()}
+
+    assert "would mix its rank's shard of the sequence only" in refused(Plan)
+    check_plan(Tiny(), 8, plan=Plan, sequence_parallel=False)  # and its 4 heads are nobody's business then
+
+
+def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
+    @register_plan("test_strict", mixer="tiny.Attention")
+    class Other(TinyPlan):
+        def attn_plan(self, attn):
+            raise AssertionError("not asked")
+
+    check_plan(Tiny(), 2, plan=TinyPlan)
+
+
+def test_embedding_that_renormalises():
+    model = Tiny()
+    model.embed = nn.Embedding(32, 16, max_norm=1.0)
+    assert "max_norm = 1.0" in refused(TinyPlan, model=model)
+
+
+def test_logits_to_keep_would_count_in_each_shard():
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="logits_to_keep = 1"):
+            model(torch.zeros(1, 4, dtype=torch.long), logits_to_keep=1)
+
+
+def test_region_left_twice():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | self.attn_region()
+
+    assert "once per rank" in refused(Plan)
+
+
+def test_indivisible_heads_name_the_degrees_that_work():
+    message = refused(TinyPlan, degree=3)
+    assert message.startswith(
+        "tensor_parallel_degree = 3 does not divide num_heads = 4 (layers.0.attn, Attention)"
+    )
+    assert message.endswith("1, 2 or 4 would work, or num_heads = 3 or 6")
+
+
+def test_a_rank_without_a_share():
+    model = Tiny()
+    model.embed, model.lm_head = nn.Embedding(9, 16), nn.Linear(16, 9, bias=False)
+    message = refused(Headless, degree=8, model=model)  # shards of 2, 2, 2, 2, 1, 0, 0, 0
+    assert "leaves a rank without a share of dimension 0 of weight = 9 (embed, Embedding)" in message
+    assert message.endswith("1 or 2 would work, or a size of 16")
+
+
+class Headless(TinyPlan):
+    def heads(self, attn):
+        return {}
+
+
+def test_more_ranks_than_key_value_heads():
+    model = Tiny()
+    for layer in model.layers:
+        layer.attn.num_kv_heads = 2
+    message = refused(TinyPlan, degree=4, model=model)
+    assert "does not divide num_kv_heads = 2 (layers.0.attn, Attention)" in message
+    assert message.endswith("kv_colwise() where colwise() splits keys and values")
+
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {n: self.kv_colwise(attn) for n in ("k_proj", "v_proj")}
+
+    check_plan(model, 4, plan=Plan)
+    for layer in model.layers:
+        layer.attn.num_kv_heads = 3
+    assert refused(Plan, degree=4, model=model).endswith("1 would work, or num_kv_heads = 1, 2 or 4")
+
+
+def test_unregistered_architecture():
+    message = refused(None)
+    assert "config.model_type = 'tiny'" in message
+    assert ", ".join(sorted(registered_plans())) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nope", "not registered"),
+        ("no_such_module:Plan", "no module named 'no_such_module'"),
+        ("titanplans:Nope", "has no attribute 'Nope'"),
+        ("titanplans:apply_plan", "neither a TPPlan class nor a dict"),
+    ],
+)
+def test_custom_plans_that_cannot_be_had(name, words):
+    assert words in refused(name)
+
+
+def test_dict_plan():
+    patterns = {
+        "embed": "vocab_embedding",
+        "layers.*.*_norm": "sequence_parallel",
+        "layers.*.attn": "attn_input",
+        "layers.*.attn.[qkv]_proj": "colwise",
+        "layers.*.attn.q_norm": "replicated",
+        "layers.*.attn.o_proj": "rowwise",
+        "layers.*.mlp": "mlp_input",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "norm": "sequence_parallel",
+        "lm_head": "vocab_head",
+    }
+    by_class = check_plan(Tiny(), 2, plan=TinyPlan)
+    by_dict = check_plan(Tiny(), 2, plan=patterns)
+    assert {k: repr(v) for k, v in by_class.items()} == {k: repr(v) for k, v in by_dict.items()}
+    assert "plan key 'layers.*.attn.w_proj'" in refused(patterns | {"layers.*.attn.w_proj": "colwise"})
+    assert "both match layers.0.attn.q_proj" in refused(patterns | {"layers.0.attn.q_proj": "colwise"})
+    assert "no such style" in refused(patterns | {"norm": "columnwise"})
+
+
+def test_tied_weights_stay_one():
+    model = Tiny(tied=True)
+    with ranks(2) as mesh:
+        apply_plan(model, mesh, plan=TinyPlan)
+        assert model.lm_head._parameters["weight"] is model.embed._parameters["weight"]
+
+
+def test_tied_weights_with_two_layouts():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"lm_head": self.sequence_parallel()}
+
+    message = refused(Plan, model=Tiny(tied=True))
+    assert "embed.weight (Shard(dim=0)) and lm_head.weight (Replicate()) are tied" in message
+
+
+def test_foreign_style_works_and_is_held_to_completeness():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {
+                "lm_head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+            }
+
+    class Idle(ColwiseParallel):
+        def _apply(self, module, device_mesh):
+            return module
+
+    class Broken(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"lm_head": Idle()}
+
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=Plan)
+        assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 32)
+        with pytest.raises(PlanError, match=r"Idle left parameter 'lm_head.weight' a plain tensor"):
+            apply_plan(Tiny(), mesh, plan=Broken)
+
+
+def test_applied_twice():
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="DTensor already"):
+            apply_plan(model, mesh, plan=TinyPlan)
+
+
+def test_labels_are_refused_where_the_models_own_loss_is_wrong():
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="loss_parallel = False"):
+            model(tokens, labels=tokens)
+
+
+def test_names_are_taken_once():
+    with pytest.raises(PlanError, match=r"taken by titanplans.plans.fla.transformer.TransformerPlan"):
+        register_plan("transformer")(TinyPlan)
+    assert registered_plans()["transformer"] is TransformerPlan
+
+
+def test_recomputing_a_forward_of_another_length_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan, loss_parallel=False)
+        forward = model.layers[1].forward
+        model.layers[1].forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+        both = [model(torch.zeros(2, length, dtype=torch.long)).logits.sum() for length in (8, 12)]
+        both[1].backward()
+        with pytest.raises(PlanError, match="run backward before a forward of another length"):
+            both[0].backward()

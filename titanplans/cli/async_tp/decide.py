@@ -1,0 +1,173 @@
+"""One model, decided: split over ranks that do not exist, its blocks' graphs captured, each collective judged."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
+
+from titanplans import modeling
+from titanplans.cli.async_tp.capture import capture, graph_breaks
+from titanplans.cli.async_tp.verdict import BEGINS, Verdict, verdicts
+from titanplans.cli.verify.arguments import Request
+from titanplans.cli.verify.cut import kind
+from titanplans.cli.verify.group import Ranks
+from titanplans.cli.verify.prepare import Prepared, prepare
+from titanplans.cli.verify.subject import Subject
+from titanplans.errors import VerifyError
+from titanplans.parallel import async_tp
+from titanplans.parallel.float8 import keep_plain_between_graphs
+from titanplans.proof.simulate import fake_ranks
+from titanplans.tensor_parallel import apply_plan
+from titanplans.tensor_parallel.structure import find_layers, find_mixer, find_mlp
+
+_TOKENS = 128
+"""In a sequence: more than the 64 up to which FLA's mixers take another kernel."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks whose collectives have the same verdicts."""
+
+    title: str
+    names: tuple[str, ...]
+    graphs: int
+    """Graphs that each becomes, forward."""
+
+    verdicts: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What would be fused at one degree."""
+
+    subject: str
+    degree: int
+    batch_size: int
+    seq_len: int
+    notes: tuple[str, ...]
+    blocks: tuple[Blocks, ...]
+    breaks: Mapping[str, int]
+    """Where graphs end, and how often, over the captured blocks."""
+
+    seconds: float
+
+    def count(self, *, backward: bool) -> tuple[int, int]:
+        """Return how many collectives are fused, of how many, in one block of each kind together."""
+        those = [v for b in self.blocks for v in b.verdicts if v.backward == backward]
+        return sum(v.fused for v in those), len(those)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is fused that torch's pass has a form for."""
+        return all(v.fused or not v.possible for b in self.blocks for v in b.verdicts)
+
+
+def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str], None]) -> Decision:
+    """Decide what async tensor parallelism would fuse in `subject` at one degree.
+
+    Raises:
+        UserError: it can't be asked as written; the plan does not fit the model or the degree.
+    """
+    start = time.perf_counter()
+    if subject.sequence_parallel is False:
+        raise VerifyError(
+            f"async-tp {request.subject}: without sequence parallelism there are all-reduces only, which torch's pass does "
+            "not fuse; switch it on"
+        )
+    tell("the model")
+    prepared = _prepare(subject, request, degree)
+    model = prepared.model
+    layers = find_layers(model)
+    if not layers:
+        raise VerifyError(
+            f"async-tp {request.subject}: {type(model).__name__} has no list of blocks to compile"
+        )
+    alike = _alike(model, layers)
+    inputs = prepared.inputs()
+    with fake_ranks(degree) as mesh:
+        apply_plan(model, mesh, plan=subject.plan, loss_parallel=False)
+        _give_values(model)
+        async_tp.prepare(model)
+        tell("the graphs")
+        try:
+            captured = capture(model, list(alike), lambda: _step(model, inputs), mesh.get_group().group_name)
+        except TorchDynamoException as error:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise VerifyError(
+                f"async-tp {request.subject}: the blocks can't be compiled as in training: {reason}; leave out what is "
+                "special, such as float8, or see TORCH_LOGS=+dynamo"
+            ) from error
+    found: dict[Any, Blocks] = {}
+    for name, names in alike.items():
+        block = model.get_submodule(name)
+        modules = {str(id(module)): path for path, module in block.named_modules()}
+        own = tuple(verdicts(captured[name], modules))
+        begun = tuple(v for v in own if v.obstacle == BEGINS)
+        rest = tuple(v for v in own if v.obstacle != BEGINS)
+        graphs = sum(not graph.backward for graph in captured[name]) - bool(begun)
+        for title, verdict, held in (
+            (_title(block), rest, names),
+            (f"{name}, where the sharded stream begins", begun, ()),
+        ):
+            if verdict:
+                before = found.get((title, verdict), Blocks(title, (), graphs, verdict))
+                found[title, verdict] = replace(before, names=(*before.names, *held))
+    return Decision(
+        subject.source.words,
+        degree,
+        prepared.batch_size,
+        prepared.seq_len,
+        prepared.notes,
+        tuple(found.values()),
+        graph_breaks(),
+        time.perf_counter() - start,
+    )
+
+
+def _prepare(subject: Subject, request: Request, degree: int) -> Prepared:
+    """The model as a proof has it, in float32, with enough tokens for what depends on their number."""
+    float8 = replace(subject.float8, emulate=False)  # the products that a GPU has
+    prepared = prepare(subject.source, replace(request, dtype="float32"), Ranks(torch.device("cpu")), float8)
+    keep_plain_between_graphs(prepared.model)
+    if request.seq_len is not None:
+        return prepared
+    seq_len = -(max(_TOKENS, prepared.seq_len) // -degree) * degree
+    notes = prepared.notes
+    if subject.seq_len is not None and (rest := subject.seq_len % degree):
+        seq_len += rest
+        notes += (
+            f"{rest} tokens left over of a multiple of {degree}, as the job's {subject.seq_len} leave (--seq-len)",
+        )
+    return replace(prepared, seq_len=seq_len, notes=notes)
+
+
+def _alike(model: nn.Module, layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the first block of each kind, with all of its kind: the first of all, where the stream may begin, is one."""
+    found: dict[Any, list[str]] = {}
+    for name in layers:
+        found.setdefault(kind(model.get_submodule(name)), []).append(name)
+    return {names[0]: tuple(names) for names in found.values()}
+
+
+def _give_values(model: nn.Module) -> None:
+    """Give this rank's shards of a model on meta memory and values: collectives of ranks that don't exist give any."""
+    if isinstance(model, PreTrainedModel) and any(p.is_meta for p in model.parameters()):
+        model.to_empty(device="cpu")
+        modeling.initialize(model, seed=0)
+
+
+def _step(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    output = model(**inputs)
+    if not isinstance(output, torch.Tensor):
+        output = output.logits if hasattr(output, "logits") else output[0]
+    output.float().sum().backward()
+
+
+def _title(block: nn.Module) -> str:
+    parts = [type(block.get_submodule(n)).__name__ for n in (find_mixer(block), find_mlp(block)) if n]
+    return f"{type(block).__name__} ({', '.join(parts)})"

@@ -1,0 +1,38 @@
+"""From the command line of `async-tp` to an exit status: 0 all that can be fused is, 1 not all."""
+
+import json
+import sys
+from contextlib import redirect_stdout
+
+from titanplans.cli.verify.arguments import Request
+from titanplans.training.logs import init_logging
+
+
+def main(request: Request) -> int:
+    """Decide what `request` asks and print it; return the exit status.
+
+    Raises:
+        UserError: it can't be asked as written.
+    """
+    with redirect_stdout(sys.stderr):  # stdout is the result's
+        init_logging(0)
+    from titanplans.modeling import kernels
+
+    kernels.install("cpu")
+    from titanplans.cli.async_tp.decide import decide
+    from titanplans.cli.async_tp.screen import text, to_dict
+    from titanplans.cli.verify.screen import progress
+    from titanplans.cli.verify.subject import every_model, find_subject
+
+    decisions = []
+    for name in every_model() if request.all else [request.subject or ""]:
+        subject = find_subject(name, request)
+        for degree in subject.degrees or (2,):
+            with redirect_stdout(sys.stderr), progress(name, shown=True) as tell:
+                decisions.append(decide(subject, request, degree, tell))
+            if not request.json:
+                print(text(decisions[-1]), end="\n\n", flush=True)
+    if request.json:
+        found = [to_dict(decision) for decision in decisions]
+        print(json.dumps(found[0] if len(found) == 1 else {"decisions": found}))
+    return 0 if all(decision.complete for decision in decisions) else 1

@@ -1,0 +1,93 @@
+"""What a person sees of a decision, and what JSON holds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from titanplans.cli.async_tp.decide import Blocks, Decision
+from titanplans.cli.async_tp.verdict import Verdict
+
+
+def text(decision: Decision) -> str:
+    """Return `decision` as text: a table for each kind of block, and the verdict on the last line."""
+    lines = [
+        decision.subject,
+        f"  tp {decision.degree}, {decision.batch_size} sequences of {decision.seq_len} tokens; graphs of torch "
+        f"{torch.__version__.partition('+')[0]}, on no GPU",
+        *(f"  {note}" for note in decision.notes),
+    ]
+    for blocks in decision.blocks:
+        lines += ["", *_table(blocks)]
+    if decision.breaks:
+        lines += ["", f"graphs end at {_breaks(decision.breaks)}"]
+    return "\n".join([*lines, "", verdict(decision)])
+
+
+def verdict(decision: Decision) -> str:
+    """Return the outcome on one line."""
+    counts = ", ".join(
+        f"{direction} {fused} of {total}"
+        for direction, (fused, total) in (
+            ("forward", decision.count(backward=False)),
+            ("backward", decision.count(backward=True)),
+        )
+    )
+    words = (
+        "all that torch's pass can fuse is fused" if decision.complete else "NOT all is fused that could be"
+    )
+    return f"{words}: {counts}; {decision.seconds:.1f} s"
+
+
+def to_dict(decision: Decision) -> dict[str, Any]:
+    """Return the decision as JSON has it."""
+    return {
+        "subject": decision.subject,
+        "degree": decision.degree,
+        "batch_size": decision.batch_size,
+        "seq_len": decision.seq_len,
+        "torch": torch.__version__,
+        "notes": list(decision.notes),
+        "complete": decision.complete,
+        "forward": dict(zip(("fused", "total"), decision.count(backward=False), strict=True)),
+        "backward": dict(zip(("fused", "total"), decision.count(backward=True), strict=True)),
+        "blocks": [
+            {
+                "title": blocks.title,
+                "names": list(blocks.names),
+                "graphs": blocks.graphs,
+                "collectives": [verdict._asdict() for verdict in blocks.verdicts],
+            }
+            for blocks in decision.blocks
+        ],
+        "graph_breaks": dict(decision.breaks),
+        "seconds": round(decision.seconds, 2),
+    }
+
+
+def _table(blocks: Blocks) -> list[str]:
+    rows = [
+        (
+            "backward" if v.backward else "forward",
+            v.operation.replace("_", "-"),
+            v.place,
+            _outcome(v),
+        )
+        for v in blocks.verdicts
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    graphs = f"{blocks.graphs} graph{'' if blocks.graphs == 1 else 's'}"
+    title = f"{len(blocks.names)} x {blocks.title}, {graphs}" if blocks.names else blocks.title
+    return [title, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+
+
+def _outcome(verdict: Verdict) -> str:
+    if verdict.fused:
+        rest = f", {verdict.obstacle}" if verdict.obstacle else ""
+        return f"fused with {', '.join(verdict.products) or 'its product'}{rest}"
+    return f"{'not fused' if verdict.possible else 'no form'}: {verdict.obstacle}"
+
+
+def _breaks(breaks: Mapping[str, int]) -> str:
+    parts: Sequence[str] = [f"{name} ({number})" for name, number in breaks.items()]
+    return ", ".join(parts)

@@ -1,0 +1,219 @@
+"""The command line: read the sweep, run what is not done, write the table after each cell.
+
+    0          every cell has its result: it finished, or was refused
+    1          a cell failed or ran into its time limit; the others have been run
+    2          the sweep can't be run as written: one line says why, and nothing was run
+    128 + N    stopped by signal N; the same command goes on
+
+A cell that has finished with the same settings is not run again. One that was refused, failed, or was interrupted is
+tried again, and resumes from its checkpoint where its job writes such. Cells that have finished, or hold a checkpoint,
+and whose settings have changed since, are refused, unless --rerun says that they may go.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import NoReturn
+
+from titanplans.cli.sweep import plot, table
+from titanplans.cli.sweep.cells import Cell, make_cells, refusal, select
+from titanplans.cli.sweep.figures import FIGURES, read_figures
+from titanplans.cli.sweep.process import LOG, only_sweep, run_cell
+from titanplans.cli.sweep.record import Record, changes, new_record, read_record, write_record
+from titanplans.cli.sweep.spec import Spec, read_spec
+from titanplans.config import ConfigError
+from titanplans.errors import UserError
+from titanplans.training.logs import init_logging
+from titanplans.training.signals import Stopped
+
+_RERUN = ("changed", "all")
+Tell = Callable[[str], None]
+
+
+def main(argv: list[str]) -> int:
+    """Do what `argv` says; return the exit status."""
+    try:
+        arguments = _parse(argv)
+        if "RANK" in os.environ:
+            raise UserError("a sweep starts its jobs itself, on this machine; run it without torchrun")
+        spec = read_spec(arguments.sweep)
+        cells = make_cells(spec)
+        chosen = select(spec, cells, arguments.only)
+        if arguments.dry_run:
+            return _dry_run(chosen, arguments.rerun)
+        with only_sweep(spec.folder) as lock:
+            return _run(spec, cells, chosen, arguments.rerun, lock)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Stopped as stopped:
+        return stopped.exit_status
+    except KeyboardInterrupt:  # between two cells
+        return 128 + signal.SIGINT
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see titanplans sweep --help")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="titanplans sweep",
+        description="Run a grid of jobs, one after another, and write a table of what came of each.",
+    )
+    parser.add_argument("sweep", metavar="SWEEP.toml", help="which jobs (docs/sweep.md)")
+    parser.add_argument("--dry-run", action="store_true", help="list the cells; start nothing, write nothing")
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="run this cell only; may be given several times",
+    )
+    parser.add_argument(
+        "--rerun",
+        choices=_RERUN,
+        help="run finished cells again, whose settings have changed, or all of them; what they wrote is deleted",
+    )
+    return parser.parse_args(argv)
+
+
+def _dry_run(cells: list[Cell], rerun: str | None) -> int:
+    with redirect_stdout(sys.stderr):
+        init_logging(0)  # what libraries say when they are imported
+    for cell in cells:
+        record = read_record(cell)
+        print(f"{cell.name}: {_plan(cell, record, rerun)}")
+        print(f"  {cell.command}")
+        if (why := refusal(cell)) is not None:
+            print(f"  would be refused: {why}")
+    return 0
+
+
+def _plan(cell: Cell, record: Record | None, rerun: str | None) -> str:
+    if record is None:
+        return "to run"
+    kept, changed = _worth_keeping(cell, record), changes(cell, record)
+    if kept and changed and rerun is None:
+        return f"{kept} with other settings ({'; '.join(changed)})"
+    if record.state != "finished" or changed:
+        return f"to run again ({record.state} before)"
+    return "to run again (finished before)" if rerun == "all" else "finished"
+
+
+def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, lock: int) -> int:
+    records = {cell.name: read_record(cell) for cell in cells}
+    if rerun is None:
+        _refuse_changed(spec, chosen, records)
+    for cell in chosen:
+        record = records[cell.name]
+        if record is not None and (changes(cell, record) or (rerun == "all" and record.state == "finished")):
+            # All of them at once: if this sweep is killed, no table mixes its figures with those of before.
+            shutil.rmtree(cell.folder)
+            records[cell.name] = None
+    rows = [_row(cell, records[cell.name]) for cell in cells]
+    for cell in chosen:
+        number, record = cells.index(cell), records[cell.name]
+        if record is not None and record.state == "finished":
+            if record.timing_skip_steps != spec.header.timing_skip_steps:
+                _measure(spec, cell, record)
+            _tell(rows, number, "finished before")
+            continue
+        record = new_record(cell)
+        signum = _run_one(spec, cell, record, lock, lambda text, number=number: _tell(rows, number, text))
+        rows[number] = table.Row(cell, record)
+        _write_tables(spec, rows)
+        if signum is not None:
+            print(f"stopped; {_tables_told(spec)}; the same command goes on", flush=True)
+            raise Stopped(signum)
+    _write_tables(spec, rows)
+    print(_tables_told(spec))
+    states = [rows[cells.index(cell)].state for cell in chosen]
+    return 1 if "failed" in states or "timed out" in states else 0
+
+
+def _refuse_changed(spec: Spec, chosen: list[Cell], records: dict[str, Record | None]) -> None:
+    """Results, and checkpoints, of other settings are neither compared with today's nor deleted without a word."""
+    for cell in chosen:
+        record = records[cell.name]
+        kept = None if record is None else _worth_keeping(cell, record)
+        if record is not None and kept and (changed := changes(cell, record)):
+            raise ConfigError(
+                f"{spec.path}: cell {cell.name} {kept} with other settings: {'; '.join(changed)}: --rerun changed runs "
+                "such cells again and deletes what they wrote, [sweep] dump_folder can name a new folder"
+            )
+
+
+def _worth_keeping(cell: Cell, record: Record) -> str | None:
+    if record.state == "finished":
+        return "has finished"
+    if record.job is not None and (cell.folder / record.job["checkpoint.folder"]).exists():
+        return "has a checkpoint"
+    return None
+
+
+def _row(cell: Cell, record: Record | None) -> table.Row:
+    if record is not None and changes(cell, record):
+        return table.Row(cell, None, outdated=True)
+    return table.Row(cell, record)
+
+
+def _run_one(spec: Spec, cell: Cell, record: Record, lock: int, tell: Tell) -> int | None:
+    """Run one cell into its record; return the signal that stopped the sweep, or None."""
+    if cell.refusal is not None:
+        record.state, record.exit_status, record.line = "refused", 2, cell.refusal
+        write_record(cell, record)
+        tell(f"refused: {cell.refusal}")
+        return None
+    write_record(cell, record)
+    tell(f"runs, {cell.folder / LOG}")
+    ended = run_cell(cell.arguments, cell.folder, lock, spec.header.time_limit_seconds)
+    record.state, record.exit_status, record.line = ended.state, ended.exit_status, ended.line
+    record.seconds = round(ended.seconds, 1)
+    if ended.state == "finished":
+        _measure(spec, cell, record)
+    write_record(cell, record)
+    told = ended.line or _measured(record)
+    tell(f"{ended.state} after {ended.seconds:.0f} s{': ' if told else ''}{told}")
+    return ended.signum
+
+
+def _measure(spec: Spec, cell: Cell, record: Record) -> None:
+    record.timing_skip_steps = spec.header.timing_skip_steps
+    record.figures, record.missing = read_figures(cell.folder, record.timing_skip_steps)
+    write_record(cell, record)
+
+
+def _measured(record: Record) -> str:
+    shown = [
+        f"{figure.title} {record.figures[figure.name]:{figure.format}}"
+        for figure in FIGURES
+        if figure.name in ("loss_first", "loss_last", "tokens_per_second")
+        and record.figures[figure.name] is not None
+    ]
+    return ", ".join(shown)
+
+
+def _tell(rows: list[table.Row], number: int, text: str) -> None:
+    print(f"[{number + 1}/{len(rows)}] {rows[number].cell.name}: {text}", flush=True)
+
+
+def _write_tables(spec: Spec, rows: list[table.Row]) -> None:
+    """Write the three of them, each whole or not at all."""
+    for name, write in (
+        (table.CSV, lambda path: path.write_text(table.csv_table(rows), encoding="utf-8")),
+        (table.MARKDOWN, lambda path: path.write_text(table.markdown_table(spec, rows), encoding="utf-8")),
+        (table.PLOT, lambda path: plot.draw(spec.path, rows, path)),
+    ):
+        temporary = spec.folder / f"part-{name}"
+        write(temporary)
+        temporary.replace(spec.folder / name)
+
+
+def _tables_told(spec: Spec) -> str:
+    return ", ".join(str(spec.folder / name) for name in (table.CSV, table.MARKDOWN, table.PLOT))

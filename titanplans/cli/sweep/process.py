@@ -1,0 +1,181 @@
+"""One cell as a process: started, watched, stopped at its time limit or when the sweep is, and how it ended, in a line.
+
+What it writes to the screen goes into `log.txt` of its folder. What it measured is `titanplans.cli.sweep.figures`'s.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+import training
+
+from titanplans.cli.sweep.record import State
+from titanplans.errors import UserError
+from titanplans.training.signals import Stopped, stop_on_signals
+
+LOG = "log.txt"
+_TRAIN = Path(training.__file__).parents[1] / "train.py"
+# A job ends within some 10 s of a signal (titanplans.training.launch, titanplans.training.signals); then it is killed.
+_SECONDS_TO_STOP = 20.0
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+
+
+class Ended(NamedTuple):
+    """How a cell's process ended."""
+
+    state: State
+    exit_status: int
+    line: str | None
+    seconds: float
+    signum: int | None = None
+    """The signal that stopped the sweep, and the cell with it."""
+
+
+@contextlib.contextmanager
+def only_sweep(folder: Path) -> Iterator[int]:
+    """Yield a descriptor that locks the folder until it and its heirs are closed.
+
+    Jobs inherit it: what a killed sweep leaves running keeps the lock, and its files to itself.
+
+    Raises:
+        UserError: another sweep runs there, or a job of one that was killed; or the file system has no locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"{folder}: another sweep runs here, or the job of one that was killed ({file.read()}); wait for it, "
+                "or end it"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{folder}: can't be locked against a second sweep ({error.strerror}); give [sweep] a dump_folder on "
+                "another file system"
+            ) from None
+        _write_holder(file.fileno(), "")
+        yield file.fileno()
+
+
+def run_cell(arguments: list[str], folder: Path, lock: int, time_limit: float | None) -> Ended:
+    """Run `train.py` with these arguments, and wait until all its processes have ended.
+
+    Args:
+        arguments: the command line after `train.py`.
+        folder: where log.txt is appended to.
+        lock: descriptor that the process inherits.
+        time_limit: seconds; None for none.
+    """
+    start, process = time.perf_counter(), None
+    with (folder / LOG).open("a") as log:
+        offset = log.tell()
+        try:
+            with stop_on_signals(), _stop_on_hangup():
+                # A session of its own: Ctrl-C on the terminal reaches the sweep, and the job once, through it.
+                process = subprocess.Popen(
+                    [sys.executable, str(_TRAIN), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                    pass_fds=[lock],
+                    start_new_session=True,
+                )
+                _write_holder(lock, f", job {process.pid}")
+                status = process.wait(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            assert process is not None
+            status = _stop(process, signal.SIGTERM)
+            line = f"stopped at [sweep] time_limit_seconds = {time_limit:g}"
+            return Ended("timed out", status, line, time.perf_counter() - start)
+        except Stopped as stopped:
+            status = 128 + stopped.signum if process is None else _stop(process, signal.SIGINT)
+            line = f"stopped with the sweep, by {stopped}"
+            return Ended("stopped", status, line, time.perf_counter() - start, stopped.signum)
+    seconds = time.perf_counter() - start
+    if status == 0:
+        return Ended("finished", status, None, seconds)
+    text = (folder / LOG).read_bytes()[offset:].decode(errors="replace")
+    return Ended("refused" if status == 2 else "failed", status, error_line(text, status), seconds)
+
+
+def error_line(text: str, status: int) -> str:
+    """Return the line of a log that says why a job ended: its refusal, or the exception of the rank that failed first.
+
+    Args:
+        text: what the job wrote to stdout and stderr.
+        status: its exit status; negative: the signal that killed it.
+    """
+    lines = text.splitlines()
+    told = [line for line in lines if line.startswith("error: ")]
+    if status == 2 and told:
+        return told[-1].removeprefix("error: ")
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    raised = _first_exception(lines)
+    if raised is not None:
+        return raised
+    if told:
+        return told[-1].removeprefix("error: ")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+def _write_holder(lock: int, job: str) -> None:
+    """Leave word of who holds the lock, for who finds it held."""
+    os.ftruncate(lock, 0)
+    os.write(lock, f"sweep {os.getpid()}{job}".encode())
+
+
+def _first_exception(lines: list[str]) -> str | None:
+    """Return the line below the first traceback; of exceptions that led to others, the last."""
+    found, chained = None, False
+    numbered = iter(lines)
+    for line in numbered:
+        if line.startswith(_CHAINED):
+            chained = True
+        elif _TRACEBACK in line and (found is None or chained):
+            # The frames, which are indented, and then what was raised.
+            found = next((below for below in numbered if re.match(r"\S", below)), found)
+            chained = False
+    return found
+
+
+def _stop(process: subprocess.Popen, signum: int) -> int:
+    """Send the signal, which train.py hands on to its ranks; kill all of them if that does not end it."""
+    try:
+        process.send_signal(signum)
+        process.wait(timeout=_SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # after a second Ctrl-C, too; of a session that has ended in order nobody is left
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+@contextlib.contextmanager
+def _stop_on_hangup() -> Iterator[None]:
+    """Stop for a terminal that is closed, too: its signal does not reach the job's session. Not under nohup."""
+    previous = signal.getsignal(signal.SIGHUP)
+    if previous == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _raise_stopped)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def _raise_stopped(signum: int, frame: FrameType | None) -> NoReturn:
+    raise Stopped(signum)

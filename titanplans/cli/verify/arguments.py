@@ -1,0 +1,203 @@
+"""The command line of `titanplans`, from words to a `Request`. What a subject is, is `titanplans.cli.verify.subject`'s."""
+
+import argparse
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from titanplans.errors import VerifyError
+
+_EXAMPLES = """\
+SUBJECT is
+  a named model                titanplans verify gla
+  a job                        titanplans verify configs/gla_debug.toml
+  a Hugging Face config.json   titanplans verify path/to/config.json
+  a plan of your own           titanplans verify my_plans:MyPlan --model my_models:build
+
+over a process group, which GPU kernels need:
+  torchrun --nproc-per-node 2 -m titanplans verify gla --process-group
+
+exit status: 0 proved, 1 wrong, 2 can't be asked (one line says why)"""
+
+_ASYNC_TP_EXAMPLES = """\
+  titanplans async-tp qwen3 --tp 2
+  titanplans async-tp configs/gla_1.3B.toml --tp 8
+
+exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 can't be asked (one line says why)"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be proved. None: not given."""
+
+    command: str
+    """verify, list or async-tp."""
+
+    subject: str | None = None
+    all: bool = False
+    model: str | None = None
+    flavor: str | None = None
+    plan: str | None = None
+    degrees: tuple[int, ...] | None = None
+    loss_parallel: bool | None = None
+    sequence_parallel: bool | None = None
+    float8: str | None = None
+    float8_filter: tuple[str, ...] = ()
+    float8_filter_unaligned: bool = False
+    layers: int | None = None
+    vocab_size: int | None = None
+    seq_len: int | None = None
+    batch_size: int = 2
+    dtype: str | None = None
+    process_group: bool = False
+    json: bool = False
+    words: str = ""
+    """The command line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise VerifyError(f"{message}; see {self.prog} --help")
+
+
+def parse(argv: list[str]) -> Request:
+    """Read a command line, without the program's name. `--help` prints, and ends the process with status 0.
+
+    Raises:
+        VerifyError: an option that is not there, or a value that can't be read.
+    """
+    parser = _Parser(
+        prog="titanplans",
+        description="Prove that a plan splits a model right, list the plans, or say what async tensor parallelism fuses.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True)
+    commands.add_parser("list", help="the registered plans, with their model types and token mixers")
+    _add_verify(
+        commands.add_parser(
+            "verify",
+            help="compare a training step of the split model with the whole one's",
+            description="Compare a training step of the split model with the whole one's, on this machine, without a GPU.",
+            epilog=_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
+    _add_async_tp(
+        commands.add_parser(
+            "async-tp",
+            help="which collectives async tensor parallelism would fuse with matrix products",
+            description="Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would "
+            "fuse with matrix products, and say what stands between the others and theirs.",
+            epilog=_ASYNC_TP_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
+    request = Request(**vars(parser.parse_args(argv)), words=shlex.join(argv))
+    if request.command != "list" and (request.subject is None) != request.all:
+        raise VerifyError(
+            f"{request.command} takes either a SUBJECT or --all; see titanplans {request.command} --help"
+        )
+    for option in ("model", "flavor", "plan", "layers", "vocab_size"):
+        if request.all and (value := getattr(request, option)) is not None:
+            raise VerifyError(f"--{option.replace('_', '-')} {value}: goes with one SUBJECT, not with --all")
+    return request
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument
+    size = {"type": _positive, "metavar": "N"}
+    add("subject", nargs="?", metavar="SUBJECT", help="what to prove, see below")
+    add("--all", action="store_true", help="every named model, one after the other, in its debug size")
+    add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
+    add("--flavor", metavar="NAME", help="size of a named model; default debug")
+    add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
+    add(
+        "--tp",
+        dest="degrees",
+        type=_degrees,
+        metavar="2,4,8",
+        help="degrees; default: those of 2, 4, 8 that fit",
+    )
+    add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
+    add("--sequence-parallel", action=flag, help="the stream sharded over the sequence; default: both")
+    _add_float8(add, "against the whole model in float8")
+    add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
+    add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
+    add("--seq-len", **size, help="tokens in a sequence; default 16, or what an image needs")
+    add("--batch-size", **size, default=2, help="sequences; default 2")
+    add("--dtype", type=_dtype, metavar="TYPE", help="float64 (default) or float32")
+    add(
+        "--process-group",
+        action="store_true",
+        help="over the processes that torchrun started, none simulated",
+    )
+    add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+
+
+def _add_float8(add: Callable[..., Any], what: str) -> None:
+    recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+    add(
+        "--float8",
+        choices=recipes,
+        metavar="RECIPE",
+        help=f"{what}: {', '.join(recipes[1:])}; default: none, or the job's",
+    )
+    add(
+        "--float8-filter",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="A,B",
+        help="parts of names of Linear modules that are not float8",
+    )
+    add(
+        "--float8-filter-unaligned",
+        action="store_true",
+        help="leave out of float8 what has sizes that are no multiples of 16",
+    )
+
+
+def _add_async_tp(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    size = {"type": _positive, "metavar": "N"}
+    add(
+        "subject",
+        nargs="?",
+        metavar="SUBJECT",
+        help="as for verify: a named model, a job, a config.json, a plan",
+    )
+    add("--all", action="store_true", help="every named model, one after the other, in its debug size")
+    add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
+    add("--flavor", metavar="NAME", help="size of a named model; default debug")
+    add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
+    add("--tp", dest="degrees", type=_degrees, metavar="2,4,8", help="degrees; default: the job's, or 2")
+    _add_float8(add, "in float8")
+    add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
+    add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
+    add("--seq-len", **size, help="tokens in a sequence; default 128, or what an image needs")
+    add("--batch-size", **size, default=2, help="sequences; default 2")
+    add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 1 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of degrees above 1, such as 2 or 2,4,8")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def _dtype(text: str) -> str:
+    if text not in ("float64", "float32"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither float64 nor float32: in fewer bits rounding hides a wrong gradient"
+        )
+    return text

@@ -1,0 +1,72 @@
+"""The communication of a proved model: one case for each choice of options, whose blocks send alike at any degree."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanplans.cli.verify.group import Ranks
+from titanplans.proof import Report, step
+from titanplans.proof.communication import Communication, count_communication
+from titanplans.proof.simulate import fake_ranks
+from titanplans.tensor_parallel import TPOptions, apply_plan
+from titanplans.tensor_parallel.custom import PlanSource
+from titanplans.tensor_parallel.structure import find_layers
+
+Count = tuple[TPOptions, Communication]
+
+
+def count(
+    model: nn.Module, plan: PlanSource, report: Report, ranks: Ranks, inputs: Mapping[str, Any]
+) -> list[Count]:
+    """Count what the right cases of `report` send, of each choice of options the one with the smallest degree.
+
+    Args:
+        model: the whole one, that has never run.
+        plan: as in `verify`.
+        report: what came out.
+        ranks: where it was proved.
+        inputs: keyword arguments of the model's forward.
+    """
+    if not find_layers(model):
+        return []  # without blocks there is no bound to hold it against
+    chosen: dict[tuple[bool, bool], TPOptions] = {}
+    for case in report.cases:
+        if case.passed:
+            options = TPOptions(case.degree, case.loss_parallel, case.sequence_parallel)
+            chosen.setdefault((case.loss_parallel, case.sequence_parallel), options)
+    return [(options, _count(model, plan, options, ranks, inputs)) for options in chosen.values()]
+
+
+def _count(
+    model: nn.Module, plan: PlanSource, options: TPOptions, ranks: Ranks, inputs: Mapping[str, Any]
+) -> Communication:
+    with _mesh(options.degree, ranks) as mesh:
+        split = copy.deepcopy(model)
+        apply_plan(
+            split,
+            mesh,
+            plan=plan,
+            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.sequence_parallel,
+        )
+
+        def run() -> None:
+            logits = step.forward(split, inputs)
+            step.backward(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=ranks.device))
+
+        batch, sequence = next(v for v in inputs.values() if isinstance(v, torch.Tensor)).shape[:2]
+        return count_communication(split, run, options, batch=batch, sequence=sequence)
+
+
+@contextmanager
+def _mesh(degree: int, ranks: Ranks) -> Iterator[DeviceMesh]:
+    if ranks.group is None:
+        with fake_ranks(degree) as mesh:
+            yield mesh
+    else:
+        yield init_device_mesh(ranks.device.type, (degree,), mesh_dim_names=("tp",))

@@ -1,0 +1,129 @@
+"""A config of the same architecture with fewer blocks and fewer tokens: what a plan does to it is the same."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from titanplans import modeling
+from titanplans.cli.verify.source import Source
+from titanplans.errors import VerifyError
+from titanplans.tensor_parallel.structure import find_layers
+
+_OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # under these names a block knows its place
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A smaller config, its model on the meta device, and what is smaller, in words."""
+
+    config: PretrainedConfig
+    model: nn.Module
+    notes: tuple[str, ...]
+
+
+def cut(source: Source, layers: int | None, vocab_size: int | None) -> Cut:
+    """Return the model of `source`, which has a config, with the first `layers` of its blocks.
+
+    Args:
+        source: the whole model.
+        layers: None takes as few as hold every kind of block (by classes, shapes and settings), but two, since the
+            stream begins at the first. A tower of another modality is cut to the same number if it has more.
+        vocab_size: tokens in the vocabulary; None leaves them.
+
+    Raises:
+        ModelError: the model can't be built.
+        VerifyError: it has fewer blocks or tokens, or its first blocks would not be the same in a smaller model.
+    """
+    assert source.config is not None
+    config, model, notes = source.config, modeling.build(source.config), []
+    kinds = _kinds(model)
+    if layers is not None and layers > len(kinds):
+        raise VerifyError(
+            f"--layers {layers}: {source.words} has {len(kinds)} blocks; take fewer, or leave it out"
+        )
+    number = layers or _smallest(kinds)
+    if number < len(kinds):
+        config = _with_layers(config, number)
+        why = "" if layers else ", as few as hold every kind of block (--layers)"
+        notes.append(f"the first {number} of {len(kinds)} blocks{why}")
+    tokens = config.get_text_config().vocab_size
+    if vocab_size is not None and vocab_size > tokens:
+        raise VerifyError(
+            f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens; take fewer, or leave it out"
+        )
+    if vocab_size is not None and vocab_size < tokens:
+        config = _with_vocabulary(config, vocab_size)
+        notes.append(f"a vocabulary of {vocab_size:,} instead of {tokens:,}")
+    if notes:
+        model = modeling.build(config)
+    if _kinds(model) != kinds[:number]:
+        raise VerifyError(
+            f"--layers {number}: the config of {source.words} gives {number} blocks that are not the first {number} of its "
+            f"{len(kinds)}; give --layers {len(kinds)}, or a config.json of its own"
+        )
+    return Cut(config, model, tuple(notes))
+
+
+def _kinds(model: nn.Module) -> list[Any]:
+    """What each block is, but for its weights' values and its number."""
+    return [kind(model.get_submodule(name)) for name in find_layers(model)]
+
+
+def kind(block: nn.Module) -> Any:
+    """Return what a block is, but for its weights' values and its number: equal for blocks of one kind."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, p.shape) for key, p in module._parameters.items() if p is not None),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | str | None) and key not in _OWN_NUMBER
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _smallest(kinds: list[Any]) -> int:
+    """How many of the first blocks hold every kind, two at least if there are two."""
+    every = next(n for n in range(len(kinds) + 1) if all(kind in kinds[:n] for kind in kinds))
+    return min(max(every, 2), len(kinds))
+
+
+def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    values = config.to_dict()
+    parts = [
+        (config, values),
+        *((getattr(config, name, None), values.get(name)) for name in config.sub_configs),
+    ]
+    for part, inner in parts:
+        if part is not None and isinstance(inner, dict):
+            key = type(part).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+            if isinstance(inner.get(key), int):
+                _cut_values(inner, key, layers)
+    return type(config).from_dict(values)
+
+
+def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
+    """Cut the number of blocks, each list with an entry for every block, and `attn = {"layers": [...]}` of hybrids."""
+    before = values[key]
+    values[key] = after = min(layers, before)
+    for name, value in values.items():
+        if isinstance(value, list | tuple) and len(value) == before:
+            values[name] = value[:after]
+        elif isinstance(value, dict) and isinstance(value.get("layers"), list):
+            values[name] = value | {"layers": [layer for layer in value["layers"] if layer < after]}
+
+
+def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
+    values = config.to_dict()
+    for inner in (values, *(values.get(name) for name in config.sub_configs)):
+        if isinstance(inner, dict) and inner.get("vocab_size") == config.get_text_config().vocab_size:
+            inner["vocab_size"] = tokens
+            if (padding := inner.get("pad_token_id")) is not None and padding >= tokens:
+                inner["pad_token_id"] = None  # a row that is not there
+    return type(config).from_dict(values)

@@ -1,0 +1,99 @@
+"""Where the ranks of a proof are: simulated in this process, or the processes that torchrun started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titanplans.cli.verify.arguments import Request
+from titanplans.errors import VerifyError
+from titanplans.training.device import pick_device_type
+
+# A wrong plan may leave ranks waiting for one another: then it fails after this time, not after torch's half hour.
+_PATIENCE = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a proof, and what they compute on."""
+
+    device: torch.device
+    group: int | None = None
+    """Processes in the group; None: simulated."""
+
+    @property
+    def words(self) -> str:
+        """The ranks in words."""
+        if self.group is None:
+            return "ranks simulated in one process"
+        return f"{self.group} processes over {dist.get_backend()}, {self.device.type}"
+
+
+def check_launch(request: Request) -> None:
+    """Refuse simulated ranks under torchrun, a process group without, and degrees that are not its size.
+
+    Raises:
+        VerifyError: with the command that would work.
+    """
+    started = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if started and not request.process_group:
+        raise VerifyError(
+            f"torchrun started {size} processes, but ranks are simulated in one: add --process-group, or leave torchrun out"
+        )
+    if request.process_group and not started:
+        degree = request.degrees[0] if request.degrees else 2
+        raise VerifyError(
+            "--process-group needs the processes that torchrun starts: "
+            f"torchrun --nproc-per-node {degree} -m titanplans {request.words}"
+        )
+    if request.process_group and size == 1:
+        raise VerifyError(
+            "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2"
+        )
+    if request.process_group and request.degrees not in (None, (size,)):
+        assert request.degrees is not None
+        raise VerifyError(
+            f"--tp {','.join(map(str, request.degrees))}: {size} processes prove degree {size} only; "
+            "start as many as the degree, or leave --tp out"
+        )
+
+
+@contextmanager
+def started_ranks(request: Request) -> Iterator[Ranks]:
+    """Give the ranks on which `request` is proved; a process group is set up, and taken down.
+
+    Raises:
+        VerifyError: fewer GPUs than processes.
+    """
+    if not request.process_group:
+        yield Ranks(torch.device("cpu"))
+        return
+    kind = pick_device_type()
+    device = torch.device(kind)
+    if kind != "cpu":
+        processes, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+        if processes > found:
+            raise VerifyError(
+                f"torchrun started {processes} processes on a machine with {found} GPUs: one process a GPU, or "
+                "CUDA_VISIBLE_DEVICES= to prove over gloo on its CPU"
+            )
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
+        _full_precision()
+    backend = dist.get_default_backend_for_device(kind)
+    dist.init_process_group(backend, device_id=device if kind != "cpu" else None, timeout=_PATIENCE)
+    try:
+        yield Ranks(device, dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def _full_precision() -> None:
+    """Let matrix products take float32 as it is: TF32 keeps 10 bits of 23. Triton's own are `plans.__main__`'s."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False

@@ -1,0 +1,88 @@
+"""From the command line to an exit status.
+
+0          proved, all fused that can be, or printed what was asked for
+1          wrong, or not all fused
+2          it can't be asked as written: one line says why
+128 + N    stopped by signal N
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import redirect_stdout
+
+from titanplans.cli.verify.arguments import Request, parse
+from titanplans.errors import UserError
+from titanplans.training.logs import init_logging
+from titanplans.training.outcome import refuse
+from titanplans.training.signals import Stopped, stop_on_signals
+
+
+def main(argv: list[str]) -> int:
+    """Do what `argv` says (see `titanplans.cli.verify.arguments`); return the exit status."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        with stop_on_signals():
+            request = parse(argv)
+            if request.command == "list":
+                from titanplans.cli.verify.listing import listing
+
+                print(listing())
+                return 0
+            if request.command == "async-tp":
+                from titanplans.cli.async_tp.main import main as async_tp
+
+                return async_tp(request)
+            return _verify(request, rank)
+    except UserError as error:
+        return refuse(error, rank)
+    except Stopped as stopped:
+        return stopped.exit_status
+    except BrokenPipeError:  # who reads has enough, as `head` does: what is still to be flushed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _verify(request: Request, rank: int) -> int:
+    # Whatever libraries log belongs on stderr: stdout is the result's.
+    with redirect_stdout(sys.stderr):
+        init_logging(rank)
+    # Not at the top: a mistake in the command line is told before the model libraries are imported.
+    from titanplans.cli.verify.group import check_launch, started_ranks
+
+    check_launch(request)
+    start = time.perf_counter()
+    outcomes = []
+    with started_ranks(request) as ranks:
+        _import_libraries(ranks.device.type)
+        from titanplans.cli.verify.proof import prove
+        from titanplans.cli.verify.screen import progress, summary, text
+        from titanplans.cli.verify.subject import every_model, find_subject
+
+        for name in every_model() if request.all else [request.subject or ""]:
+            with redirect_stdout(sys.stderr), progress(name, shown=rank == 0) as tell:
+                subject = find_subject(name, request)
+                outcomes.append(prove(subject, request, ranks, tell))
+            if rank == 0 and not request.json:
+                print(text(outcomes[-1]), end="\n\n" if request.all else "\n", flush=True)
+    right = all(outcome.report.passed for outcome in outcomes)
+    if rank == 0 and request.json:
+        found = [outcome.to_dict() for outcome in outcomes]
+        print(json.dumps({"subjects": found} if request.all else found[0]))
+    elif rank == 0 and request.all:
+        print(summary(outcomes, time.perf_counter() - start))
+    return 0 if right else 1
+
+
+def _import_libraries(device_type: str) -> None:
+    """Import what models are made of, without a garbage collector that looks through all of it again and again."""
+    gc.disable()  # 0.7 s of 10
+    try:
+        from titanplans.modeling import kernels
+
+        kernels.install(device_type)
+    finally:
+        gc.enable()

@@ -1,0 +1,165 @@
+"""From a model's source to what a proof runs on: the model, its dtype, its inputs."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans import modeling
+from titanplans.cli.verify.arguments import Request
+from titanplans.cli.verify.cut import cut
+from titanplans.cli.verify.group import Ranks
+from titanplans.cli.verify.source import Source, build
+from titanplans.errors import VerifyError
+from titanplans.parallel import Float8, ParallelError
+from titanplans.parallel.order import convert
+from titanplans.proof.sample import token_ids
+from titanplans.tensor_parallel.user_code import told_in_one_line
+
+_TOKENS = 16
+"""In a sequence, where no image needs more: two to a rank at degree 8."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a proof runs on."""
+
+    model: nn.Module
+    """On meta, unless `make` is None."""
+
+    make: Callable[[], nn.Module] | None
+    """Builds it with weights; None: it has them."""
+
+    config: PretrainedConfig | None
+    dtype: torch.dtype
+    batch_size: int
+    seq_len: int
+    notes: tuple[str, ...]
+    """What was chosen, and what the proof does not see."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Return keyword arguments of the forward: tokens, and images for a model that takes them."""
+        if _has_images(self.config):
+            assert self.config is not None
+            return modeling.sample_inputs(
+                self.config, batch_size=self.batch_size, seq_len=self.seq_len, seed=0
+            )
+        return token_ids(self.model, self.batch_size, self.seq_len, 1, 0)
+
+
+def prepare(source: Source, request: Request, ranks: Ranks, float8: Float8) -> Prepared:
+    """Settle what is proved, before anything large is built.
+
+    Args:
+        source: where the model comes from.
+        request: the command line.
+        ranks: where it is proved.
+        float8: which of its Linear modules are converted.
+
+    Raises:
+        UserError: the model can't be built as asked.
+    """
+    notes, make = [], None
+    if source.config is None:
+        model, config = _made(source, request, ranks), None
+        if isinstance(model, PreTrainedModel):
+            config = model.config
+    else:
+        found = cut(source, request.layers, request.vocab_size)
+        model, config = found.model, found.config
+        notes += found.notes
+    dtype = _dtype(model, request, ranks, notes)
+    if source.config is not None:
+        assert config is not None
+        cut_config = config
+
+        def make() -> nn.Module:
+            model = build(cut_config, dtype, ranks.device)
+            if float8.recipe is not None:
+                convert(model, float8, ranks.device.type)
+            return model
+
+    if float8.recipe is not None:
+        notes.append(_converted(model, float8, ranks))
+    seq_len = request.seq_len or _sequence(config)
+    notes += _unseen(config, seq_len)
+    return Prepared(model, make, config, dtype, request.batch_size, seq_len, tuple(notes))
+
+
+def _converted(model: nn.Module, float8: Float8, ranks: Ranks) -> str:
+    """Convert `model`, and say so."""
+    try:
+        done = convert(model, float8, ranks.device.type)
+    except ParallelError as error:
+        raise VerifyError(_in_words_of_the_command(str(error))) from error
+    left = f", {len(done.filtered)} are not" if done.filtered else ""
+    return f"{len(done.converted)} Linear modules are float8 ({done.recipe}), whole and split{left}"
+
+
+def _in_words_of_the_command(message: str) -> str:
+    message = re.sub(r'filter_fqns = \["(.*?)"\]', r"--float8-filter \1", message)
+    return message.replace("filter_fqns", "--float8-filter").replace(
+        "filter_unaligned = true", "--float8-filter-unaligned"
+    )
+
+
+def _made(source: Source, request: Request, ranks: Ranks) -> nn.Module:
+    """The model of a function of the user's own."""
+    for option, value in (("layers", request.layers), ("vocab-size", request.vocab_size)):
+        if value is not None:
+            raise VerifyError(
+                f"--{option} {value}: {source.words} makes a model of a fixed size; let it make a smaller one"
+            )
+    if not callable(source.make):
+        raise VerifyError(
+            f"{source.words} is of type {type(source.make).__name__}, not a function that returns an nn.Module"
+        )
+    with told_in_one_line(source.words, VerifyError):
+        model = source.make()
+    if not isinstance(model, nn.Module):
+        raise VerifyError(
+            f"{source.words} returned something of type {type(model).__name__}, not an nn.Module"
+        )
+    on_meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if on_meta is not None:
+        raise VerifyError(
+            f"{source.words} returned a model without weights ({on_meta} is on meta); give it some"
+        )
+    return model.to(ranks.device)
+
+
+def _dtype(model: nn.Module, request: Request, ranks: Ranks, notes: list[str]) -> torch.dtype:
+    if request.dtype is not None:
+        return getattr(torch, request.dtype)
+    triton = any(type(module).__module__.partition(".")[0] == "fla" for module in model.modules())
+    if ranks.device.type != "cpu" and triton:
+        notes.append("float32, since Triton kernels of flash-linear-attention compute no float64 (--dtype)")
+        return torch.float32
+    return torch.float64
+
+
+def _has_images(config: PretrainedConfig | None) -> bool:
+    return config is not None and config.get_text_config() is not config
+
+
+def _sequence(config: PretrainedConfig | None) -> int:
+    """Tokens in a sequence: an image with text on both sides has to fit."""
+    image = getattr(config, "mm_tokens_per_image", 0) if _has_images(config) else 0
+    return max(_TOKENS, -(-(image + 2) // _TOKENS) * _TOKENS)
+
+
+def _unseen(config: PretrainedConfig | None, seq_len: int) -> list[str]:
+    """What is the same in the whole model and in any split one, at this length."""
+    text = None if config is None else config.get_text_config()
+    window = getattr(text, "sliding_window", None) or getattr(text, "window_size", None)
+    types = getattr(text, "layer_types", None)
+    slides = isinstance(window, int) and (types is None or "sliding_attention" in types)
+    if not slides or window < seq_len:
+        return []
+    return [
+        f"{seq_len} tokens are within the attention window of {window}, which so hides nothing (--seq-len {window + 16})"
+    ]

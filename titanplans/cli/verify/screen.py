@@ -1,0 +1,122 @@
+"""What a person sees: a header, the report's table, the communication, the verdict; and progress on a terminal."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from titanplans.cli.verify.proof import Outcome
+from titanplans.proof.report import CaseResult, epsilons
+
+_CLEAR = "\r\x1b[K"
+
+
+@contextmanager
+def progress(subject: str, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows what is being done, on a line of stderr that overwrites itself.
+
+    It shows nothing where stderr is no terminal.
+    """
+    stream = sys.stderr
+    shown = shown and stream.isatty()
+
+    def tell(words: str) -> None:
+        if shown:
+            line = f"{subject}: {words} ..."[: shutil.get_terminal_size().columns - 1]
+            print(f"{_CLEAR}{line}", end="", file=stream, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if shown:
+            print(_CLEAR, end="", file=stream, flush=True)
+
+
+def text(outcome: Outcome) -> str:
+    """Return `outcome` as text."""
+    return "\n".join(
+        [*_header(outcome), "", outcome.report.table(), "", *_communication(outcome), verdict(outcome)]
+    )
+
+
+def verdict(outcome: Outcome) -> str:
+    """Return the verdict on one line."""
+    cases = outcome.report.cases
+    wrong = [case for case in cases if not case.passed]
+    if wrong:
+        first = f"the first at {_name(wrong[0])}: {_place(wrong[0])}"
+        return f"WRONG: {len(wrong)} of {_count(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
+    worst = max((c for case in cases for c in case.checks if c.tolerance), key=lambda c: c.error)
+    parts = [
+        f"proved: {_count(len(cases), 'case')}, worst {epsilons(worst.error)} epsilons of {worst.tolerance:,.0f} allowed"
+    ]
+    if outcome.report.refused:
+        parts.append(f"{_count(len(outcome.report.refused), 'refusal')} above")
+    if wasteful := sum(not counted.minimal for _, counted in outcome.counts):
+        parts.append(
+            f"more is sent than is needed with {wasteful} of {len(outcome.counts)} choices of options"
+        )
+    return "; ".join([*parts, f"{outcome.seconds:.1f} s"])
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """Return the verdict on several subjects on one line."""
+    wrong = [outcome.subject for outcome in outcomes if not outcome.report.passed]
+    cases = sum(len(outcome.report.cases) for outcome in outcomes)
+    if wrong:
+        return f"WRONG: {', '.join(wrong)}; {len(outcomes)} models, {cases} cases; {seconds:.0f} s"
+    return f"proved: {len(outcomes)} models, {cases} cases; {seconds:.0f} s"
+
+
+def _header(outcome: Outcome) -> list[str]:
+    sizes = dict(outcome.sizes)
+    parameters, batch, tokens = sizes.pop("parameters"), sizes.pop("batch_size"), sizes.pop("seq_len")
+    words = ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items())
+    return [
+        outcome.subject,
+        f"  {parameters:,} parameters, {words}",
+        f"  {_count(batch, 'sequence')} of {_count(tokens, 'token')}, {outcome.ranks}",
+        *(f"  {note}" for note in outcome.notes),
+    ]
+
+
+def _communication(outcome: Outcome) -> list[str]:
+    """The collectives: a table for the sequence sharded and one for it whole, and of the rest what is too much."""
+    lines: list[str] = []
+    shown: set[bool] = set()
+    for options, counted in outcome.counts:
+        table = counted.lines()
+        title = (
+            f"collectives, tp {options.degree}, {_choice(options.loss_parallel, options.sequence_parallel)}"
+        )
+        if options.sequence_parallel in shown:  # the loss changes nothing but the head
+            table = [line for line in table if line.startswith("more")]
+            title += "" if table else ": no more than is needed"
+        shown.add(options.sequence_parallel)
+        lines += [title, *(f"  {line}" for line in table), ""]
+    return lines
+
+
+def _name(case: CaseResult) -> str:
+    return f"tp {case.degree}, {_choice(case.loss_parallel, case.sequence_parallel)}"
+
+
+def _choice(loss_parallel: bool, sequence_parallel: bool) -> str:
+    loss, sequence = ("sharded" if on else "whole" for on in (loss_parallel, sequence_parallel))
+    return f"loss {loss}, sequence {sequence}"
+
+
+def _place(case: CaseResult) -> str:
+    """Where a failing case goes wrong first, or else the quantity that is off."""
+    for finding in case.localisation.findings if case.localisation else ():
+        return f"{finding.direction}, {finding.first.name}"
+    return case.worst
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else " and ".join(map(str, value))

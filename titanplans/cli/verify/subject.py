@@ -1,0 +1,182 @@
+"""What is to be proved: from the words of a command line to a model's source, its plan and its only options.
+
+How the model is built, and cut to fewer layers, is `titanplans.cli.verify.source`'s.
+"""
+
+import difflib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from titanplans import modeling
+from titanplans.cli.verify.arguments import Request
+from titanplans.cli.verify.imports import import_module, load_attribute
+from titanplans.cli.verify.source import Source
+from titanplans.config import JobConfig
+from titanplans.errors import VerifyError
+from titanplans.parallel import Float8
+from titanplans.tensor_parallel import TPPlan, registered_plans
+from titanplans.tensor_parallel.custom import PlanSource
+
+_FORMS = "a job.toml, a config.json, or a plan as module:Class"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its plan, and what of the grid is asked for; None: all of it."""
+
+    source: Source
+    plan: PlanSource = None
+    """None: the registered one."""
+
+    degrees: tuple[int, ...] | None = None
+    loss_parallel: bool | None = None
+    sequence_parallel: bool | None = None
+    seq_len: int | None = None
+    """Tokens in a job's sequence."""
+
+    float8: Float8 = field(default_factory=Float8)
+    """Which Linear modules are float8 in the whole model and in the split one."""
+
+
+def every_model() -> list[str]:
+    """Return the named models that a plan is registered for."""
+    return [name for name in modeling.available() if name in registered_plans()]
+
+
+def find_subject(words: str, request: Request) -> Subject:
+    """Return what `words` stand for, with what `request` asks of it. Imports the user's modules.
+
+    Raises:
+        UserError: there is no such subject, or an option does not belong to it.
+    """
+    is_plan = ":" in words and not words.endswith((".toml", ".json"))
+    if request.model is not None and not is_plan:
+        raise VerifyError(
+            f"--model {request.model}: goes with a plan, as in verify my_plans:MyPlan --model gla, not with {words}"
+        )
+    if is_plan:
+        subject = _own_plan(words, request)
+    elif words.endswith(".toml"):
+        subject = _job(words, request)
+    else:
+        subject = Subject(_model(words, request.flavor, request.command))
+    if request.plan is not None:
+        if is_plan:
+            raise VerifyError(f"--plan {request.plan}: {words} is a plan already; leave one of them out")
+        subject = replace(subject, plan=_plan(request.plan, "--plan"))
+    chosen = {
+        key: value
+        for key in ("degrees", "loss_parallel", "sequence_parallel")
+        if (value := getattr(request, key)) is not None
+    }
+    return _with_float8(replace(subject, **chosen), request)
+
+
+def _with_float8(subject: Subject, request: Request) -> Subject:
+    """Take the recipe that was asked for in place of a job's, and its filter."""
+    if request.float8 is not None:
+        none = request.float8 == "none"
+        recipe: Any = {"recipe": request.float8, "emulate": True}
+        subject = replace(subject, float8=Float8() if none else replace(subject.float8, **recipe))
+    if request.float8_filter:
+        if subject.float8.recipe is None:
+            raise VerifyError(
+                f"--float8-filter {','.join(request.float8_filter)}: nothing is float8; add --float8 tensorwise, for one"
+            )
+        subject = replace(subject, float8=replace(subject.float8, filter_fqns=request.float8_filter))
+    if request.float8_filter_unaligned:
+        if subject.float8.recipe is None:
+            raise VerifyError(
+                "--float8-filter-unaligned: nothing is float8; add --float8 tensorwise, for one, or leave it out"
+            )
+        subject = replace(subject, float8=replace(subject.float8, filter_unaligned=True))
+    return subject
+
+
+def _model(words: str, flavor: str | None, option: str) -> Source:
+    """A model by a name, by the path of a config.json, or as "module:callable"."""
+    if words in modeling.available():
+        flavor = flavor or "debug"
+        return Source(f"{words}, flavor {flavor}", modeling.load_config(words, flavor))
+    if flavor is not None:
+        raise VerifyError(
+            f"--flavor {flavor}: goes with a named model ({', '.join(modeling.available())}), not with {words}"
+        )
+    if ":" in words:
+        return Source(words, make=load_attribute(words, option))
+    if words.endswith(".json") or Path(words).is_dir() or "/" in words:
+        return Source(words, modeling.load_config_file(words))
+    names = list(modeling.available())
+    close = difflib.get_close_matches(words, names, n=1)
+    raise VerifyError(
+        f"{option} {words}: no such model{f'; did you mean {close[0]}?' if close else ''} "
+        f"There are {', '.join(names)}; or give "
+        f"{'a config.json, or module:callable' if option.startswith('--') else _FORMS}"
+    )
+
+
+def _job(path: str, request: Request) -> Subject:
+    from titanplans.config import load_job
+    from titanplans.training.resolve import hf_config, model_name
+
+    job = load_job([path])
+    if request.flavor is not None:
+        raise VerifyError(
+            f"--flavor {request.flavor}: {path} says which model; change [model] there, or name the model"
+        )
+    if custom := job.experimental.custom_import:
+        import_module(custom, f"{path}: experimental.custom_import = {custom}", VerifyError)
+    degree = job.parallelism.tensor_parallel_degree
+    if degree == 1 and request.degrees is None:
+        raise VerifyError(
+            f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
+        )
+    name, flavor = model_name(job)
+    model = name if job.model.config is not None else f"{name}, flavor {flavor}"
+    source = Source(f"{path}: {model}", hf_config(job))
+    plan = job.model.plan
+    return Subject(
+        source,
+        _plan(plan, f"{path}: model.plan =") if isinstance(plan, str) else plan,
+        (degree,),
+        not job.parallelism.disable_loss_parallel,
+        job.parallelism.enable_sequence_parallel,
+        job.training.seq_len,
+        _float8(job),
+    )
+
+
+def _float8(job: JobConfig) -> Float8:
+    """The job's, emulated; without FSDP's part, which splits no product."""
+    from titanplans.training.strategy import strategy
+
+    options = strategy(job).float8
+    return replace(
+        options, emulate=options.recipe is not None, fsdp_all_gather=False, precompute_scales=False
+    )
+
+
+def _own_plan(words: str, request: Request) -> Subject:
+    plan = load_attribute(words, request.command)
+    if not (isinstance(plan, dict) or (isinstance(plan, type) and issubclass(plan, TPPlan))):
+        raise VerifyError(
+            f"{request.command} {words}: neither a TPPlan class nor a dict of module names and styles; a model goes to "
+            "--model"
+        )
+    if request.model is not None:
+        return Subject(_model(request.model, request.flavor, "--model"), plan)
+    named = [
+        t for t, registered in registered_plans().items() if registered is plan and t in modeling.available()
+    ]
+    if len(named) == 1:
+        return Subject(_model(named[0], request.flavor, request.command), plan)
+    why = f"is registered for {' and '.join(named)}" if named else "is registered for no named model"
+    raise VerifyError(
+        f"{request.command} {words}: {why}; say which model it splits by --model: "
+        f"{', '.join(named or modeling.available())}, path/to/config.json, or module:callable that returns an nn.Module"
+    )
+
+
+def _plan(words: str, option: str) -> PlanSource:
+    return load_attribute(words, option) if ":" in words else words

@@ -1,0 +1,79 @@
+"""`load_job`: defaults, then the TOML file, then the command line; the later wins."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from titanplans.config.arguments import parse_arguments
+from titanplans.config.schema import JobConfig, build_job
+from titanplans.config.toml import read_toml
+from titanplans.config.translate import CONVERTERS, Layer, read_options, read_tables, takes_no_value
+from titanplans.config.usage import usage
+from titanplans.config.validate import check_values
+from titanplans.errors import ConfigError
+
+
+def load_job(argv: list[str]) -> JobConfig:
+    """Read the job that a command line (without the program's name) asks for.
+
+    `--help` and `--print-config` print, on rank 0, and end the process with status 0.
+
+    Raises:
+        ConfigError: the job can't be read, or contradicts itself; its message is one line.
+    """
+    arguments = parse_arguments(argv, takes_no_value)
+    if arguments.help:
+        _print_and_exit(usage())
+    if arguments.path is None:
+        raise ConfigError("no job file given: train.py JOB.toml [--section.key value ...], see --help")
+    job = _resolve(
+        read_tables(read_toml(Path(arguments.path)), arguments.path), read_options(arguments.options)
+    )
+    if arguments.print_config:
+        _print_and_exit("".join(f"# {note}\n" for note in job.notes) + job.to_toml())
+    return job
+
+
+def _resolve(file: Layer, overrides: Layer) -> JobConfig:
+    values = file.values | overrides.values
+    pending = file.pending | overrides.pending
+    notes = file.notes + overrides.notes
+    if pending.get("training.dataset_name", "") not in ("", "default"):
+        notes.append(_select_configuration(values, pending["training.dataset_name"]))
+    if CONVERTERS in pending:
+        recipe = values.setdefault("quantize.linear.float8.recipe_name", "tensorwise")
+        notes.append(
+            f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
+        )
+    job = build_job(values)
+    check_values(job)
+    float8 = job.quantize.linear.float8
+    if float8.filter_fqns and float8.recipe_name is None:
+        notes.append("quantize.linear.float8.filter_fqns waits for recipe_name: nothing is float8")
+    context_len = pending.get("training.context_len", job.training.seq_len)
+    if context_len != job.training.seq_len:
+        raise ConfigError(
+            f"training.context_len = {context_len} (flame) is not supported beside training.seq_len = "
+            f"{job.training.seq_len}: documents are packed into seq_len tokens, not cut; leave it out"
+        )
+    description = [job.job.description] if job.job.description else []
+    return replace(job, notes=tuple(description + notes))
+
+
+def _select_configuration(values: dict[str, Any], name: str) -> str:
+    """Append flame's training.dataset_name to the data set, where a Hugging Face data set has it; return the note."""
+    dataset = values.get("training.dataset")
+    if dataset is None or ":" in dataset:
+        raise ConfigError(
+            f'training.dataset_name = "{name}" (flame) needs a Hugging Face data set without a configuration in '
+            f'training.dataset; write training.dataset = "owner/name:{name}"'
+        )
+    values["training.dataset"] = f"{dataset}:{name}"
+    return f'training.dataset_name (flame): read as training.dataset = "{dataset}:{name}"'
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, end="")
+    raise SystemExit(0)

@@ -1,0 +1,60 @@
+"""What is saved and loaded: [checkpoint]."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from titanplans.config.values import PositiveInt, Rule
+
+KeepLatest = Annotated[
+    int, Rule("0 or at least 2 (the newest may be half written)", lambda value: value == 0 or value >= 2)
+]
+LoadStep = Annotated[int, Rule("at least 0, or -1", lambda value: value >= -1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Distributed checkpoints, in step-N folders. A run whose folder holds any resumes from the newest."""
+
+    enable: bool = False
+    """Save and load checkpoints."""
+
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, relative to dump_folder."""
+
+    interval: PositiveInt = 500
+    """Steps from one checkpoint to the next; the last step is always saved."""
+
+    initial_load_path: str | None = None
+    """A step-N folder to start from, as long as the job's own folder holds no checkpoint."""
+
+    initial_load_model_only: bool = True
+    """Take only the weights from initial_load_path, and begin at step 1."""
+
+    last_save_model_only: bool = True
+    """Save only the weights at the last step: smaller, but training can't be resumed from it."""
+
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Under last_save_model_only: type in which the weights are saved."""
+
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Save while training goes on: from a thread (async), or a process with page-locked memory (CUDA)."""
+
+    keep_latest_k: KeepLatest = 10
+    """Checkpoints to keep, the newest; 0: all."""
+
+    load_step: LoadStep = -1
+    """Step to resume from; -1: the newest."""
+
+    exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]] = field(
+        default_factory=list
+    )
+    """What not to load beside the weights."""
+
+    enable_first_step_checkpoint: bool = False
+    """Save after the first step, too, to see at once whether saving works."""
+
+    create_seed_checkpoint: bool = False
+    """Save the initial weights as step-0, on one process, and stop."""
+
+    load_only: bool = False
+    """Load, but never save."""

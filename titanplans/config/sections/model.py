@@ -1,0 +1,150 @@
+"""What is trained and on what: [model], [training], [training.dataloader], [validation]."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titanplans.config.values import NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The model: a name and a flavor, or a config.json."""
+
+    name: str | None = None
+    """Architecture, such as "gla" or "transformer"; unset, and no config: "gla"."""
+
+    flavor: str | None = None
+    """Size, such as "debug" or "1.3B"; unset, and no config: "debug"."""
+
+    config: str | None = None
+    """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
+
+    plan: dict[str, str] | str | None = None
+    """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""
+
+    hf_assets_path: str | None = None
+    """Folder with the tokenizer.json; unset: the small tokenizer that comes with titanplans."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLoader:
+    """Worker processes that prepare the batches."""
+
+    num_workers: NaturalInt = 0
+    """Worker processes a rank; 0: the training process itself."""
+
+    persistent_workers: bool = False
+    """Keep the workers from one epoch to the next; needs num_workers above 0."""
+
+    pin_memory: bool = False
+    """Hand over batches in page-locked memory, which copies to a GPU faster."""
+
+    prefetch_factor: PositiveInt | None = None
+    """Batches that each worker prepares in advance; needs num_workers above 0; unset: torch's choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Data, batch, steps and precision."""
+
+    dataset: str = "stdlib"
+    """"stdlib" (Python's standard library), "local", or a Hugging Face name ("owner/name:config"), which is streamed."""
+
+    dataset_path: str | None = None
+    """File, folder or glob of .txt, .jsonl or .parquet files; with a Hugging Face name, a local copy of it."""
+
+    dataset_split: str = "train"
+    """Part of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
+
+    text_column: str = "text"
+    """Column or field that holds the text, in a data set that has such."""
+
+    local_batch_size: PositiveInt = 8
+    """Sequences that one data-parallel rank processes at a time."""
+
+    global_batch_size: PositiveOrAuto = -1
+    """Sequences in one optimizer step, over all ranks; what exceeds a local batch is accumulated. -1: see the next key."""
+
+    gradient_accumulation_steps: PositiveInt = 1
+    """Under global_batch_size = -1: local batches that each data-parallel rank accumulates for one optimizer step."""
+
+    seq_len: PositiveInt = 2048
+    """Tokens in a sequence."""
+
+    max_norm: PositiveFloat = 1.0
+    """Norm to which the gradient is clipped."""
+
+    skip_nan_inf: bool = False
+    """Leave a step out whose gradient is not finite, and go on; otherwise a loss that is not finite ends the run."""
+
+    steps: PositiveInt = 10000
+    """Optimizer steps, in all, a resumed run's earlier ones included."""
+
+    enable_cpu_offload: bool = False
+    """Under FSDP2: keep parameters, gradients and optimizer states in CPU memory between uses."""
+
+    pin_cpu_memory: bool | None = None
+    """Under enable_cpu_offload: page-locked memory; unset: if there is an accelerator."""
+
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type of the parameters, gradients and optimizer states that are kept."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type in which layers compute, given by FSDP2's mixed precision; under ddp by autocast."""
+
+    mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
+    """Type in which FSDP2 sums gradients."""
+
+    mixed_precision_output: Literal["bfloat16", "float32"] | None = None
+    """Type of the logits, given by FSDP2's mixed precision; unset: as computed."""
+
+    mixed_precision_cast_inputs: bool = False
+    """Let FSDP2 cast the floating-point inputs of each layer to mixed_precision_param: for images of another type."""
+
+    autocast_dtype: Literal["bfloat16", "float32"] | None = None
+    """Run the forward under torch.autocast, operator by operator; unset: not, but under ddp in mixed_precision_param."""
+
+    gc_freq: PositiveInt = 50
+    """Steps between two collections of Python's garbage, made on all ranks together."""
+
+    gc_debug: bool = False
+    """Collect at every step and look for reference cycles that hold tensors; slow."""
+
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The loss on held-out text during training."""
+
+    enable: bool = False
+    """Validate at step 1 and every freq steps."""
+
+    dataset: str | None = None
+    """As training.dataset; unset: the same data set, path and text column."""
+
+    dataset_path: str | None = None
+    """As training.dataset_path; unset, and no dataset given: the training path."""
+
+    dataset_split: str = "validation"
+    """As training.dataset_split."""
+
+    text_column: str | None = None
+    """As training.text_column; unset: the training column."""
+
+    local_batch_size: PositiveInt | None = None
+    """Sequences at a time on one data-parallel rank; unset: as in training."""
+
+    seq_len: PositiveInt | None = None
+    """Tokens in a sequence; unset: as in training."""
+
+    freq: PositiveInt = 10
+    """Training steps from one validation to the next."""
+
+    steps: PositiveOrAuto = -1
+    """Batches a validation; -1: the whole split, once (only where every data-parallel rank has equally many)."""
+
+    unshard: bool = False
+    """Let FSDP2 gather the weights once for all batches of a validation: a whole copy of them a process."""
+
+    dataloader: DataLoader = field(default_factory=DataLoader)

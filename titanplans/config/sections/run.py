@@ -1,0 +1,131 @@
+"""How a job runs and what it writes: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
+
+from dataclasses import dataclass
+
+from titanplans.config.values import NaturalInt, PositiveInt, Seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The job as a whole."""
+
+    dump_folder: str = "./outputs"
+    """Folder for everything the job writes: checkpoints, metrics, traces."""
+
+    description: str = ""
+    """What the job is for; printed when it starts."""
+
+    print_config: bool = False
+    """Log the configuration that torchtitan was given, as JSON, then train. (--print-config prints the job and stops.)"""
+
+    save_config_file: str | None = None
+    """File, relative to dump_folder, into which the configuration that torchtitan was given is written as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is logged, how often, and where to."""
+
+    log_freq: PositiveInt = 10
+    """Steps between two log lines; the first step is always logged."""
+
+    enable_tensorboard: bool = False
+    """Write the metrics for TensorBoard, too."""
+
+    disable_color_printing: bool = False
+    """Log without colours."""
+
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard and W&B files, relative to dump_folder."""
+
+    save_for_all_ranks: bool = False
+    """Write metrics from every rank, each into a folder of its own, instead of from one."""
+
+    enable_wandb: bool = False
+    """Send the metrics to Weights & Biases, too (WANDB_PROJECT, WANDB_RUN_NAME, ... are read from the environment)."""
+
+    enable_jsonl: bool = False
+    """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object a logged step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """Traces of where time and memory go."""
+
+    enable_profiling: bool = False
+    """Record traces with torch.profiler."""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, relative to dump_folder."""
+
+    profile_freq: PositiveInt = 10
+    """Steps from one trace to the next; at least profiler_warmup + profiler_active."""
+
+    profiler_active: PositiveInt = 1
+    """Steps that each trace holds."""
+
+    profiler_warmup: NaturalInt = 3
+    """Steps that the profiler runs before each trace without keeping what it sees."""
+
+    profiler_repeat: NaturalInt | None = None
+    """Traces to record, then stop; 0 or unset: until the job ends."""
+
+    profiler_skip_first: NaturalInt | None = None
+    """Steps before the first cycle."""
+
+    enable_memory_snapshot: bool = False
+    """Record snapshots of the CUDA allocator's memory (for pytorch.org/memory_viz)."""
+
+    memory_snapshot_freq: PositiveInt | None = None
+    """Steps from one snapshot to the next; unset: profile_freq."""
+
+    memory_snapshot_max_entries: PositiveInt = 1_000_000
+    """Allocator events that a snapshot keeps; the oldest go first."""
+
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, relative to dump_folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """Communication between the ranks."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Seconds that a collective may take up to the end of the first step (start-up and compilation)."""
+
+    train_timeout_seconds: PositiveInt = 100
+    """Seconds that a collective may take after the first step."""
+
+    trace_buf_size: NaturalInt = 20000
+    """Events in the flight recorder's ring buffer; 0 switches it off."""
+
+    save_traces_folder: str = "comm_traces"
+    """Folder of the flight recorder's dumps, relative to dump_folder."""
+
+    save_traces_file_prefix: str = "rank_"
+    """How the names of the flight recorder's files begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """Reproducibility and checks."""
+
+    seed: Seed | None = None
+    """Seed of the weights and of every random choice; unset: rank 0 draws one."""
+
+    deterministic: bool = False
+    """Use deterministic algorithms only; slower."""
+
+    deterministic_warn_only: bool = False
+    """Under deterministic: warn of an operation that has no deterministic algorithm, instead of stopping."""
+
+    detect_anomaly: bool = False
+    """Record the forward trace of every operation, to find where a bad gradient comes from; very slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experimental:
+    """Code of the user's own."""
+
+    custom_import: str = ""
+    """Dotted name of a module to import before the model is built: where a package registers its plans."""

@@ -1,0 +1,176 @@
+"""One layer of a job (its TOML, or its command line) from the keys it was written in to today's.
+
+A key of another release or of flame is renamed, with a note, or refused by name; a key that nobody
+knows is refused with the nearest one that exists.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from titanplans.config.refused import REFUSED
+from titanplans.config.renamed import RENAMED
+from titanplans.config.schema import keys
+from titanplans.config.values import from_text, from_toml, is_flag, show
+from titanplans.errors import ConfigError
+
+PENDING = {"training.context_len": int, "training.dataset_name": str}
+"""flame's keys, and their types, that mean something only beside others: see `load`."""
+
+CONVERTERS = "model.converters"
+_FLOAT8_CONVERTERS = ("quantize.linear.float8", "float8")
+"""torchtitan's names, in 0.2 and before, of the converter that is a section of its own here."""
+
+
+class Layer:
+    """Values of one source, by today's keys.
+
+    Attributes:
+        values: checked values by dotted key.
+        notes: one line for each key that was read under another name.
+        pending: keys of PENDING that were given.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.pending: dict[str, Any] = {}
+        self._written: dict[str, str] = {}
+
+    def add(self, key: str, raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> None:
+        """Take in `raw` under the key as it was written; `read` makes a value of the key's type.
+
+        Raises:
+            ConfigError: unknown or refused key, value of another type, or a key given under two names.
+        """
+        if key in PENDING:
+            self.pending[key] = read(raw, PENDING[key], where)
+        elif key == "model.name" and raw == "fla":
+            self.notes.append(f'{where} = "fla" (flame): the architecture is read from model.config')
+        elif key == CONVERTERS and _is_float8(raw, read, where):
+            self.pending[key] = where
+        elif key in REFUSED:
+            self._refuse(key, raw, read, where)
+        else:
+            self._take(key, raw, read, where)
+
+    def _take(self, key: str, raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> None:
+        old = RENAMED.get(key)
+        today = old.to if old else key
+        if today not in keys():
+            raise ConfigError(f"{where}: {unknown(key)}")
+        value = read(raw, keys()[today].hint, where)
+        if self._written.setdefault(today, key) != key:
+            raise ConfigError(f"{where}: {self._written[today]} is the same key, given too; keep {today}")
+        if old:
+            self.notes.append(f"{where} ({old.of}): read as {today} = {show(value)}")
+        self.values[today] = value
+
+    def _refuse(self, key: str, raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> None:
+        off, reason = REFUSED[key]
+        if any(_is_off(raw, value, read, where) for value in off):
+            return
+        raise ConfigError(f"{where} = {show(raw)} is not supported: {reason}")
+
+
+def _is_float8(raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
+    names = read(raw, list[str], where)
+    return len(names) == 1 and names[0] in _FLOAT8_CONVERTERS
+
+
+def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
+    try:
+        return read(raw, list[str] if isinstance(off, list) else type(off), where) == off
+    except ConfigError:
+        return False  # not even of its type
+
+
+def read_tables(document: dict[str, Any], source: str) -> Layer:
+    """Return the layer of a parsed TOML document; `source` is the file's name, for messages."""
+    layer = Layer()
+    for key, raw in flatten(document, "", source):
+        layer.add(key, raw, from_toml, f"{source}: {key}")
+    return layer
+
+
+def read_options(options: Iterable[tuple[str, str | None]]) -> Layer:
+    """Return the layer of command-line options, as `(key, word)`; the last one of a key counts.
+
+    Raises:
+        ConfigError: as `Layer.add`, or an option has no word.
+    """
+    layer = Layer()
+    for key, word in dict(options).items():
+        if word is None:
+            known = key in {*keys(), *RENAMED, *REFUSED, *PENDING}
+            missing = f"its value is missing; write --{key} VALUE or --{key}=VALUE"
+            raise ConfigError(f"--{key}: {missing if known else unknown(key)}")
+        layer.add(key, word, from_text, f"--{key}")
+    return layer
+
+
+def takes_no_value(key: str) -> bool:
+    """Tell whether `--key` may stand alone on the command line."""
+    if key in REFUSED:
+        return any(isinstance(value, bool) for value in REFUSED[key].off)
+    today = RENAMED[key].to if key in RENAMED else key
+    return today in keys() and is_flag(keys()[today].hint)
+
+
+def unknown(key: str) -> str:
+    """Say that there is no such key, and which one may be meant."""
+    section, _, name = key.rpartition(".")
+    if key in _sections():
+        return f"is a section, not a key; write [{key}]"
+    if not section:
+        elsewhere = nearest(name, {key.name: dotted for dotted, key in reversed(keys().items())})
+        return "stands in no section" + (f"; did you mean {elsewhere}?" if elsewhere else "")
+    if section not in _sections():
+        return unknown_section(section)
+    own = {key.name: dotted for dotted, key in keys().items() if key.section == section}
+    old = {k.rpartition(".")[2]: k for k in [*RENAMED, *REFUSED] if k.rpartition(".")[0] == section}
+    same_name = [dotted for dotted in keys() if dotted.endswith("." + name)]
+    meant = same_name[0] if same_name else nearest(name, own) or nearest(name, old)
+    if meant:
+        return f"no such key; did you mean {meant}?"
+    return f"no such key; [{section}] has {', '.join(own) or 'none'}"
+
+
+def unknown_section(section: str) -> str:
+    """Say that there is no such section, and which one may be meant."""
+    names = {key.section: key.section for key in keys().values()}
+    meant = nearest(section, names)
+    return f"no section [{section}]; " + (
+        f"did you mean [{meant}]?" if meant else f"there are {', '.join(names)}"
+    )
+
+
+def nearest(name: str, candidates: dict[str, str]) -> str | None:
+    """Return what the candidate that looks most like `name` stands for, or None where none does."""
+    close = difflib.get_close_matches(name, candidates, n=1)
+    return candidates[close[0]] if close else None
+
+
+def _sections() -> set[str]:
+    """Return every section that is known, today's and others', with those that only hold sections."""
+    found = set()
+    for key in [*keys(), *RENAMED, *REFUSED, *PENDING]:
+        parts = key.split(".")
+        found |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    return found
+
+
+def flatten(table: dict[str, Any], section: str, source: str) -> Iterable[tuple[str, Any]]:
+    """Yield the dotted keys below `section` of a parsed TOML document, with their values, unread.
+
+    Raises:
+        ConfigError: a section that nobody knows; `source` begins the message.
+    """
+    for name, value in table.items():
+        key = f"{section}.{name}".lstrip(".")
+        if isinstance(value, dict) and key not in keys():
+            if key not in _sections():
+                raise ConfigError(f"{source}: {unknown_section(key)}")
+            yield from flatten(value, key, source)
+        else:
+            yield key, value

@@ -1,0 +1,83 @@
+"""What `--help` prints, and the tables of docs/config.md: both read off the schema and the tables of old keys."""
+
+import itertools
+import textwrap
+from typing import Any
+
+from titanplans.config.refused import REFUSED
+from titanplans.config.renamed import RENAMED
+from titanplans.config.schema import Key, keys
+from titanplans.config.values import describe, show
+
+HEAD = """\
+usage: train.py JOB.toml [--section.key value ...] [--print-config] [--help]
+
+Train the job in JOB.toml; options override it. Under torchrun, every process is given the same line.
+
+  --section.key value     override one key; --section.key=value is the same
+  --section.flag          true; --section.no-flag is false
+  --print-config          print the job as it would run, as TOML, and start nothing
+"""
+
+
+def usage() -> str:
+    """Return the text of `--help`: every section with its keys, types, defaults and documentation."""
+    blocks = [HEAD]
+    for section, group in itertools.groupby(keys().values(), key=lambda key: key.section):
+        lines = [f"[{section}]"]
+        for key in group:
+            lines.append(f"  --{section}.{key.name}  ({describe(key.hint)}; default {_default(key.default)})")
+            lines.append(textwrap.fill(key.doc, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def tables() -> str:
+    """Return the tables of docs/config.md, as Markdown."""
+    return "\n".join(
+        [
+            "## Every key\n",
+            _key_tables(),
+            "## Other names\n",
+            _renamed_table(),
+            "## Refused keys\n",
+            _refused_table(),
+        ]
+    )
+
+
+def _key_tables() -> str:
+    blocks = []
+    for section, group in itertools.groupby(keys().values(), key=lambda key: key.section):
+        rows = [f"| `{key.name}` | {_default_cell(key)} | {_cell(key.doc)} |" for key in group]
+        blocks.append("\n".join([f"### [{section}]", "", "| key | default | |", "|---|---|---|", *rows]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _renamed_table() -> str:
+    rows = [f"| `{old}` | {new.of} | `{new.to}` |" for old, new in RENAMED.items()]
+    return "\n".join(["| key | known from | read as |", "|---|---|---|", *rows]) + "\n"
+
+
+def _refused_table() -> str:
+    rows = []
+    for reason, group in itertools.groupby(REFUSED.items(), key=lambda item: item[1].reason):
+        names = [f"`{key}`" + (f" ({_off(refused.off)})" if refused.off else "") for key, refused in group]
+        rows.append(f"| {', '.join(names)} | {_cell(reason)} |")
+    return "\n".join(["| key (accepted as) | why, and what instead |", "|---|---|", *rows]) + "\n"
+
+
+def _default(value: Any) -> str:
+    return "unset" if value is None else show(value)
+
+
+def _default_cell(key: Key) -> str:
+    return "unset" if key.default is None else f"`{show(key.default)}`"
+
+
+def _off(values: tuple[Any, ...]) -> str:
+    return " or ".join(f"`{show(value)}`" for value in values)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,52 @@
+"""Errors whose message is for the person who wrote the job, not for a debugger.
+
+Every refusal in this project is one of these: a sentence that names the key, the value, the
+reason and what would work. The command line prints it on one line and exits with status 2; nothing
+else (a bug, a full disk) is caught on the way.
+"""
+
+from collections.abc import Sequence
+
+
+class UserError(ValueError):
+    """What was asked for can't be honoured. The message names the value, the reason and the remedy."""
+
+
+class PlanError(UserError):
+    """A plan does not fit its model, its mesh or its options."""
+
+
+class ParallelError(UserError):
+    """A parallelism that was asked for can't be had, or not together with another one."""
+
+
+class ConfigError(UserError):
+    """A job that can't be run as written: its TOML, a key, a value, or options that contradict each other."""
+
+
+class ModelError(UserError):
+    """A model name, flavor, config or state that does not hold."""
+
+
+class KernelError(UserError):
+    """A CPU kernel was asked for something that it does not compute."""
+
+
+class DataError(UserError):
+    """A data set or tokenizer can't be used."""
+
+
+class VerifyError(UserError):
+    """A command line that can't be proved as written, or not on this machine."""
+
+
+def either(values: Sequence[object]) -> str:
+    """Return what would work as words: "1", "1 or 2", "1, 2 or 4"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def near_multiples(value: int, step: int) -> str:
+    """Return the multiples of `step` on both sides of `value`, of which 0 does not count, as words."""
+    below = value // step * step
+    return either([below, below + step] if below else [step])

@@ -1,0 +1,25 @@
+"""Which model: named flavors and config files, building on the meta device, initial weights, FLOPs, and
+models and inputs for a proof.
+
+How a model is split lives in `plans`, how the split is applied in `parallel`; neither is imported
+here beyond `titanplans.errors`. PyTorch operations in place of FLA's GPU kernels are `titanplans.modeling.kernels`.
+"""
+
+from titanplans.errors import ModelError
+from titanplans.modeling.build import build
+from titanplans.modeling.configs import available, load_config, load_config_file
+from titanplans.modeling.flops import count_flops
+from titanplans.modeling.initialize import initialize
+from titanplans.modeling.samples import build_real, sample_inputs
+
+__all__ = [
+    "ModelError",
+    "available",
+    "build",
+    "build_real",
+    "count_flops",
+    "initialize",
+    "load_config",
+    "load_config_file",
+    "sample_inputs",
+]

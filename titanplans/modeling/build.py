@@ -1,0 +1,52 @@
+"""From a config to a causal language model without memory: every parameter on the meta device.
+
+Values come later (`titanplans.modeling.initialize`), after the model was split and given memory.
+"""
+
+import copy
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from titanplans.errors import ModelError
+
+
+def build(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal language model of `config`, parameters and buffers on the meta device.
+
+    Parameters have the default dtype at the time of the call, whatever dtype the config names. The
+    model's config is a copy with `use_cache=False`: training keeps no key/value cache or recurrent
+    state from one step to the next. Tied weights are one parameter.
+
+    On a CPU without flash-attn, FLA's softmax attention can't be constructed before
+    `kernels.install("cpu")`.
+
+    Raises:
+        ModelError: the architecture has no causal LM, a size does not fit another, or flash-attn is
+            missing.
+    """
+    config = copy.deepcopy(config)
+    config.get_text_config().use_cache = False
+    return construct(config, torch.device("meta"), torch.get_default_dtype())
+
+
+def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Run the model's own constructor with `device` and `dtype` as defaults. Sets `config.dtype`."""
+    kind = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model_type {kind!r} has no causal language model, only such a model can be trained"
+        )
+    try:
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except ImportError as error:
+        if "flash" not in str(error).lower():
+            raise
+        raise ModelError(
+            f"model_type {kind!r} has softmax attention layers, which need flash-attn on a GPU (pip install "
+            "flash-attn --no-build-isolation) or kernels.install('cpu') before the model is built"
+        ) from error
+    # The constructors check their sizes with asserts as well as with errors.
+    except (AssertionError, ValueError) as error:
+        raise ModelError(f"model_type {kind!r} can't be built: {' '.join(str(error).split())}") from error

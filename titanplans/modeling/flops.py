@@ -1,0 +1,81 @@
+"""Parameters and floating-point operations of a training step, counted on the model without running it.
+
+An estimate by formula, in the convention of published MFU figures: what activation checkpointing
+recomputes, what causality would save and what is elementwise do not count.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+_GLA_CHUNK = 64
+"""Tokens that FLA's chunked kernels multiply with each other directly; chunks are joined by a state."""
+
+
+def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
+    """Parameters, and FLOPs per token of one forward and backward, at sequences of `seq_len` tokens.
+
+    Count on the model as `titanplans.modeling.build` returns it, before it is split. Tied parameters count once.
+
+    A multiply-add is 2 FLOPs, the backward costs twice the forward, so everything counts sixfold: the
+    parameters a token is multiplied with, which are all but embeddings that are only looked up and
+    experts that the token is not routed to, and in each token mixer, with H heads of dimension D,
+
+    - softmax attention: H * (D_qk + D_v) * T, T the smaller of `seq_len` and the window (for equal
+      dimensions the 12 * H * D * T of PaLM, arXiv:2204.02311, appendix B);
+    - gated linear attention: H * (2 * D_k * D_v + C * (D_k + D_v)), the update and the reading of the
+      state, and attention inside chunks of C = 64 tokens (arXiv:2312.06635, section 4);
+    - any other mixer: nothing beyond its parameters, so that the result is a lower bound.
+
+    Of a model with a vision tower the tower and the projector count as parameters but do no FLOPs: they run once
+    an image, not once a token, and on text alone not at all.
+    """
+    tied = model.all_tied_weights_keys
+    looked_up = {
+        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+    } - set(tied.values())
+    config = model.config.get_text_config()
+    of_text = _text_modules(model)
+    total, per_token = 0, 0.0
+    for name, parameter in model.named_parameters():
+        if name in tied:
+            continue
+        total += parameter.numel()
+        if name not in looked_up and model.get_submodule(name.rpartition(".")[0]) in of_text:
+            per_token += parameter.numel() * (_share_of_experts(config) if ".experts." in name else 1.0)
+    per_token += sum(_mixer_products(module, seq_len) for module in of_text)
+    return total, round(6 * per_token)
+
+
+def _text_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules that every token passes: all but those of the towers of other modalities."""
+    if model.config.get_text_config() is model.config:
+        return set(model.modules())
+    head = model.get_output_embeddings()
+    return {*model.get_decoder().modules(), *(head.modules() if head is not None else ())}
+
+
+def _share_of_experts(config: PretrainedConfig) -> float:
+    """The part of a layer's routed experts that one token passes through."""
+    experts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return config.num_experts_per_tok / next(count for count in experts if count)
+
+
+def _mixer_products(module: Any, seq_len: int) -> int:
+    """Multiply-adds per token of a token mixer beyond its projections; 0 for any other module."""
+    kind = type(module).__name__
+    if kind == "GatedLinearAttention":
+        d_k, d_v = module.head_k_dim, module.head_v_dim
+        return module.num_heads * (2 * d_k * d_v + min(_GLA_CHUNK, seq_len) * (d_k + d_v))
+    config = getattr(module, "config", None)
+    heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    if not kind.endswith("Attention") or heads is None or not hasattr(module, "head_dim"):
+        return 0
+    # FLA's name; then transformers', on the module where layers differ in it (None: full) and else on the config.
+    window = getattr(module, "window_size", None) or getattr(
+        module, "sliding_window", getattr(config, "sliding_window", None)
+    )
+    d_qk = getattr(module, "qk_head_dim", module.head_dim)
+    d_v = getattr(module, "v_head_dim", module.head_dim)
+    return heads * (d_qk + d_v) * min(seq_len, window or seq_len)

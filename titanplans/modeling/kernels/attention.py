@@ -1,0 +1,143 @@
+"""`flash_attn_func` and `flash_attn_varlen_func` for a CPU, on torch's scaled dot product attention.
+
+FLA's softmax layers call flash-attn, which has no CPU build, and refuse to be constructed without it. Signatures
+and meaning follow flash-attn 2: [B, L, H, D], fewer key than query heads, causal masks aligned to the last
+key, and windows counted from there.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from titanplans.errors import KernelError
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> torch.Tensor:
+    """Softmax attention of q [B, Lq, H, D] over k, v [B, Lk, H_kv, D]; H is a multiple of H_kv. Returns [B, Lq, H, D].
+
+    Query i stands at key position p = i + Lk - Lq. `causal` lets it see keys up to p; `window_size = (left, right)`
+    lets it see p - left .. p + right, -1 meaning no limit. A query that sees no key returns zeros.
+    `deterministic` holds already: no CPU path here accumulates in a varying order.
+
+    Raises:
+        KernelError: softcap, alibi_slopes or return_attn_probs, which torch's operator has no place for.
+    """
+    asked = {
+        "softcap": bool(softcap),
+        "alibi_slopes": alibi_slopes is not None,
+        "return_attn_probs": return_attn_probs,
+    }
+    if any(asked.values()):
+        names = ", ".join(name for name, used in asked.items() if used)
+        raise KernelError(f"flash_attn_func: {names} is not computed on a CPU; leave it out or run on a GPU")
+    if q.shape[2] % k.shape[2]:
+        raise KernelError(
+            f"flash_attn_func: {q.shape[2]} query heads over {k.shape[2]} key heads; it must divide"
+        )
+
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    left, right = window_size
+    right = 0 if causal else right
+    # With as many queries as keys and no window the operator makes its own mask, and skips what it hides.
+    plain_causal = False
+    if (
+        right == 0 and left < 0 and q.shape[1] == k.shape[1]
+    ):  # decided here: lengths may be a compiler's symbols
+        plain_causal = True
+    mask = (
+        None
+        if plain_causal or (left < 0 and right < 0)
+        else _band(q.shape[1], k.shape[1], left, right, q.device)
+    )
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=plain_causal,
+        scale=softmax_scale,
+    )
+    return o.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same for sequences packed along the first dimension: q [tokens, H, D], k and v [key tokens, H_kv, D].
+
+    Sequence n holds rows cu_seqlens[n] .. cu_seqlens[n + 1]; the boundaries are read on the host. `max_seqlen_*` size
+    a kernel's launch grid and have no use here.
+
+    Raises:
+        KernelError: as `flash_attn_func`, and `block_table` (paged keys).
+    """
+    if block_table is not None:
+        raise KernelError("flash_attn_varlen_func: block_table (paged keys) is not computed on a CPU")
+    outputs = [
+        flash_attn_func(
+            q_n.unsqueeze(0),
+            k_n.unsqueeze(0),
+            v_n.unsqueeze(0),
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        ).squeeze(0)
+        for q_n, k_n, v_n in zip(
+            q.split(cu_seqlens_q.diff().tolist()),
+            k.split(cu_seqlens_k.diff().tolist()),
+            v.split(cu_seqlens_k.diff().tolist()),
+            strict=True,
+        )
+    ]
+    return torch.cat(outputs)
+
+
+def _band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> torch.Tensor:
+    """True where a query may look, [Lq, Lk].
+
+    >>> _band(2, 3, left=1, right=0, device=torch.device("cpu")).int()
+    tensor([[1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    """
+    keys = torch.arange(num_keys, device=device)
+    position = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    band = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    if left >= 0:
+        band &= keys >= position - left
+    if right >= 0:
+        band &= keys <= position + right
+    return band

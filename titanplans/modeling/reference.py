@@ -1,0 +1,242 @@
+"""The unsplit model, one unit at a time: what the model's own code would initialise, in bounded memory.
+
+A unit is a decoder layer, or a single module outside of the layers (embedding, norm, head). Layers are
+made by their own constructor when it is their turn, from the arguments the model's constructor gave
+them; then the model's `_init_weights` runs on them, with the marks (`_is_hf_initialized`) that a
+constructor may have set. Outside of the layers a parameter that its constructor wrote keeps its value,
+and one that is still unwritten memory stays on the meta device until its turn.
+
+Unwritten memory reads as NaN throughout, so that a parameter that nobody initialises is found.
+How the values get into a split model is `titanplans.modeling.initialize`.
+"""
+
+import copy
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.deterministic
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+
+from titanplans.errors import ModelError
+from titanplans.modeling.build import construct
+from titanplans.tensor_parallel.structure import join
+
+
+class Unit(NamedTuple):
+    """A part of the reference that is initialised, and held in memory, by itself."""
+
+    path: str
+    module: nn.Module
+    owner: PreTrainedModel
+    """The innermost model around it, whose `_init_weights` is the one that counts."""
+    make: Callable[[], nn.Module] | None
+    """For a layer: its constructor with its arguments. None: the module initialises its own parameters only."""
+
+
+class Reference:
+    """The model that `model.config` describes, without weights; `units` and `values` give them part by part.
+
+    Args:
+        model: the model to be initialised. Only its config and its classes are read.
+        device: where values are drawn.
+        seed: the values depend on it, on the config and on the kind of device; on nothing else.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, seed: int):
+        self.device, self.seed = device, seed
+        names = set(model._no_split_modules or ())
+        layers = {cls for m in model.modules() for cls in type(m).__mro__ if cls.__name__ in names}
+        self._calls: dict[nn.Module, Callable[[], nn.Module]] = {}
+        with self._seeded("constructor"), _constructing(device), ExitStack() as stack:
+            stack.enter_context(_unwritten_to_meta())
+            stack.enter_context(_without_init_weights())
+            for layer in layers:
+                stack.enter_context(_recorded(layer, self._calls))
+            self.model = construct(copy.deepcopy(model.config), device, torch.float32)
+        self.tied: dict[str, str] = self.model.all_tied_weights_keys
+        """Tied parameter -> the parameter it is tied to."""
+
+    def units(self) -> Iterator[Unit]:
+        """All units, children before parents."""
+        seen: set[nn.Module] = set()
+
+        def walk(path: str, module: nn.Module, owner: PreTrainedModel) -> Iterator[Unit]:
+            if module in seen:
+                return
+            seen.add(module)
+            if isinstance(module, PreTrainedModel):
+                owner = module
+            if module in self._calls:
+                yield Unit(path, module, owner, self._calls[module])
+                return
+            for name, child in module.named_children():
+                yield from walk(join(path, name), child, owner)
+            yield Unit(path, module, owner, None)
+
+        return walk("", self.model, self.model)
+
+    def values(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of a unit by full name, in full, on the device; tied ones are left out.
+
+        Raises:
+            ModelError: a tensor that neither its constructor nor `_init_weights` gives a value, or an
+                `_init_weights` that writes into another unit.
+        """
+        with self._seeded(unit.path):
+            if unit.make is None:
+                own = dict(unit.module._parameters)
+                self._fill_with_nan(unit)
+                members = {unit.path: unit.module}
+            else:
+                own = {}
+                with _constructing(self.device):
+                    made = unit.make()
+                members = dict(reversed(list(made.named_modules(prefix=unit.path))))  # children first
+            try:
+                self._run_init_weights(unit, members)
+                return self._checked(unit, members)
+            finally:
+                unit.module._parameters.update(own)  # the values now live in the answer only
+
+    def _fill_with_nan(self, unit: Unit) -> None:
+        for name, parameter in unit.module._parameters.items():
+            if parameter is not None and parameter.is_meta and join(unit.path, name) not in self.tied:
+                full = torch.full_like(parameter, torch.nan, device=self.device)
+                unit.module._parameters[name] = _like(parameter, full)
+
+    def _run_init_weights(self, unit: Unit, members: dict[str, nn.Module]) -> None:
+        """What `PreTrainedModel.initialize_weights` does, on the modules of one unit."""
+        own = {id(p) for module in members.values() for p in module._parameters.values()}
+        others = {name: p for name, p in self.model.named_parameters() if id(p) not in own}
+        versions = {name: p._version for name, p in others.items()}
+        with torch.no_grad(), guard_torch_init_functions():
+            for module in members.values():
+                unit.owner._initialize_weights(module, unit.owner.is_custom_code())
+        for name, parameter in others.items():
+            if parameter._version != versions[name]:
+                raise ModelError(
+                    f"{name} can't be initialised by itself: {_initializer(unit)} writes it together with "
+                    f"{unit.path or 'the model'!r}"
+                )
+
+    def _checked(self, unit: Unit, members: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+        values = {}
+        for path, module in members.items():
+            for name, value in tensors(module).items():
+                full_name = join(path, name)
+                if full_name in self.tied:
+                    continue
+                if value.is_floating_point() and value.isnan().any():
+                    raise ModelError(
+                        f"{full_name} of model_type {self.model.config.model_type!r} would be left uninitialised: "
+                        f"neither a constructor nor {_initializer(unit)} gives it a value"
+                    )
+                values[full_name] = value
+        return values
+
+    @contextmanager
+    def _seeded(self, name: str) -> Iterator[None]:
+        """Random state that depends on the seed and `name` only; the state before is restored."""
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.manual_seed(int.from_bytes(digest[:8], "big"))
+            yield
+
+
+@contextmanager
+def _constructing(device: torch.device) -> Iterator[None]:
+    """For constructors: float32 on `device`, and memory that is not written yet reads as NaN.
+
+    The NaN are what torch offers against reading memory that nobody wrote: deterministic mode.
+    """
+    guard = torch.utils.deterministic
+    dtype = torch.get_default_dtype()
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = guard.fill_uninitialized_memory  # pyrefly: ignore[missing-attribute]  # of the module's class
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    guard.fill_uninitialized_memory = True  # pyrefly: ignore[missing-attribute]
+    try:
+        with device:
+            yield
+    finally:
+        guard.fill_uninitialized_memory = fill  # pyrefly: ignore[missing-attribute]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def _recorded(layer: type[nn.Module], calls: dict[nn.Module, Callable[[], nn.Module]]) -> Iterator[None]:
+    """Instances of `layer` are made on meta, and how to make them again is noted in `calls`."""
+    original, inherited = layer.__init__, "__init__" not in vars(layer)
+
+    @functools.wraps(original)
+    def record(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            original(self, *args, **kwargs)
+        if type(self) is layer:
+            calls[self] = functools.partial(layer, *args, **kwargs)
+
+    layer.__init__ = record
+    try:
+        yield
+    finally:
+        if inherited:
+            del layer.__init__
+        else:
+            layer.__init__ = original
+
+
+@contextmanager
+def _without_init_weights() -> Iterator[None]:
+    """Constructors of models leave `_init_weights` to us, so that only their own marks are on the modules."""
+    original = PreTrainedModel.init_weights
+    PreTrainedModel.init_weights = lambda self: None
+    try:
+        yield
+    finally:
+        PreTrainedModel.init_weights = original
+
+
+@contextmanager
+def _unwritten_to_meta() -> Iterator[None]:
+    """A parameter that holds NaN when its module gets it moves to the meta device."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or not parameter.isnan().any():
+            return parameter
+        return _like(parameter, parameter.detach().to("meta"))
+
+    hook = register_module_parameter_registration_hook(move)  # pyrefly: ignore[bad-argument-type]  # torch says None
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that a module holds itself, from its tables.
+
+    Not by attribute access, which a parallelised module may answer with a view of its shard.
+    """
+    return {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
+
+
+def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """A parameter of `value` with the marks that were put on `parameter`, such as `_no_reinit`."""
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new
+
+
+def _initializer(unit: Unit) -> str:
+    return f"{type(unit.owner).__name__}._init_weights"

@@ -1,0 +1,114 @@
+"""What a proof needs of a model: a real one with weights, and inputs to call it with.
+
+How a split model is compared with it is the business of `plans`.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans.errors import ModelError
+from titanplans.modeling.build import build
+from titanplans.modeling.initialize import initialize
+
+
+def build_real(
+    config: PretrainedConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0, noise: float = 0.1
+) -> PreTrainedModel:
+    """The whole model of `config` on the CPU, initialised, in training mode.
+
+    Inside `LocalTensorMode` it is the same on every rank. FLA's models need `kernels.install("cpu")` first.
+
+    Initial values hide faults: beside a bias of zero one that is added twice, beside norm weights that are all
+    one a swapped pair, behind Gemma 3's projector of zeros every gradient of its vision tower. So each parameter
+    that starts with one value throughout gets normal noise.
+
+    Args:
+        config: as `models.load_config` returns it. The attention implementation it names is used.
+        dtype: of the parameters. Rotary frequencies of transformers stay float32.
+        seed: the parameters depend on it and on `config`; in another dtype they are the same, rounded.
+        noise: standard deviation; 0 leaves the initial values as they are.
+
+    Raises:
+        ModelError: as `titanplans.modeling.build` and `titanplans.modeling.initialize`.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = build(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.to_empty(device="cpu")
+    initialize(model, seed=seed)
+    # The default generator, not one of our own, which would go on from one simulated rank to the next.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            if noise and parameter.numel() and parameter.min() == parameter.max():
+                values = torch.randn(parameter.shape, dtype=torch.float32)
+                parameter.copy_(parameter.float() + noise * values)
+    return model
+
+
+def sample_inputs(
+    config: PretrainedConfig, *, batch_size: int, seq_len: int, seed: int, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments for a forward pass, drawn from `seed`.
+
+    For every model:
+        input_ids [B, T], int64: tokens from the whole vocabulary but for padding and image tokens.
+
+    For `gemma3` also one image for each sequence:
+        input_ids: in row b a run of `mm_tokens_per_image` image tokens, with text on both sides. Runs of two
+            tokens and more lie across the middle of the sequence, so that no split of it in an even number of
+            shards leaves an image whole, and begin at different places in neighbouring rows.
+        pixel_values [B, channels, height, width], float32, standard normal.
+        token_type_ids [B, T], int64: 1 at image tokens, else 0; with it the tokens of an image see each other.
+
+    Raises:
+        ModelError: `seq_len` leaves no room for an image, no token is left to draw, or the model takes inputs of
+            another modality that is not known here.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = config.get_text_config()
+    special = {text.pad_token_id}
+    if text is not config:
+        special |= {getattr(config, f"{name}_token_id", None) for name in ("image", "boi", "eoi")}
+    tokens = torch.tensor([token for token in range(text.vocab_size) if token not in special])
+    if not len(tokens):
+        raise ModelError(f"vocab_size = {text.vocab_size} has special tokens only; take a larger one")
+    picks = torch.randint(len(tokens), (batch_size, seq_len), generator=generator)
+    inputs = {"input_ids": tokens[picks]}
+    if config.model_type == "gemma3":
+        inputs |= _with_images(config, inputs["input_ids"], generator)
+    elif text is not config:
+        raise ModelError(
+            f"model_type {config.model_type!r} takes more than tokens, and what is known for gemma3 only; "
+            "call the model with inputs of your own"
+        )
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _with_images(config: Any, input_ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The three inputs of gemma3, with an image written over the text of each row."""
+    batch_size, seq_len = input_ids.shape
+    run = config.mm_tokens_per_image
+    if seq_len < run + 2:
+        raise ModelError(
+            f"seq_len = {seq_len} is too short for an image: {run} tokens and text on both sides need "
+            f"{run + 2}; take more, or a smaller mm_tokens_per_image"
+        )
+    input_ids, token_type_ids = input_ids.clone(), torch.zeros_like(input_ids)
+    for row in range(batch_size):
+        start = seq_len // 2 - 1 - row % max(1, run - 1)
+        start = min(max(start, 1), seq_len - 1 - run)
+        input_ids[row, start : start + run] = config.image_token_id
+        token_type_ids[row, start : start + run] = 1
+    vision = config.vision_config
+    pixels = (batch_size, vision.num_channels, vision.image_size, vision.image_size)
+    return {
+        "input_ids": input_ids,
+        "pixel_values": torch.randn(pixels, generator=generator, dtype=torch.float32),
+        "token_type_ids": token_type_ids,
+    }

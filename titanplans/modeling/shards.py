@@ -1,0 +1,79 @@
+"""Which part of a full tensor a rank holds, without communication.
+
+`distribute_tensor` has no way for the strided shards of FSDP2 over tensor parallelism when sizes are
+uneven; this follows what the two did: TP cut the full tensor, FSDP2 cut what was left, both with
+`torch.chunk`.
+"""
+
+import math
+
+import torch
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from titanplans.errors import ModelError
+
+
+def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> None:
+    """Write this rank's part of `full` into `destination`, in place, converting dtype and device.
+
+    Args:
+        destination: a plain tensor of `full`'s shape, or a DTensor of that global shape with any mix
+            of Replicate, Shard and _StridedShard placements, uneven and empty shards included.
+        full: the whole tensor, equal on every rank.
+        name: the parameter's name, for errors.
+
+    Raises:
+        ModelError: shapes differ, or a placement that is none of the three.
+    """
+    if destination.shape != full.shape:
+        raise ModelError(
+            f"{name} has the shape {tuple(destination.shape)}, its config gives {tuple(full.shape)}: "
+            "was the model built from another config?"
+        )
+    with torch.no_grad():
+        if not isinstance(destination, DTensor):
+            destination.copy_(full)
+            return
+        part = local_shard(full, destination.device_mesh, destination.placements, name=name)
+        local = destination.to_local()
+        if local.shape != part.shape:
+            raise ModelError(
+                f"{name}: this rank holds {tuple(local.shape)}, but placements {destination.placements} on "
+                f"{destination.device_mesh} give {tuple(part.shape)} of {tuple(full.shape)}"
+            )
+        local.copy_(part)
+
+
+def local_shard(
+    full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str
+) -> torch.Tensor:
+    """This rank's view of `full` under `placements`: empty where it holds nothing."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ModelError(f"{name}: this rank is not in the mesh {mesh}")
+    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    plain = [axis for axis in range(len(placements)) if axis not in strided]
+    part = full
+    # A strided shard says: cut after the mesh axes to its right that share its tensor dimension.
+    for axis in plain + strided:
+        placement = placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise ModelError(f"{name}: can't take a part of a tensor with the placement {placement}")
+        if isinstance(placement, _StridedShard):
+            before = math.prod(
+                mesh.size(later)
+                for later, other in enumerate(placements)
+                if later > axis and isinstance(other, Shard) and other.dim == placement.dim
+            )
+            if placement.split_factor != before:
+                raise ModelError(
+                    f"{name}: {placement} on mesh axis {axis} of {mesh} expects {placement.split_factor} "
+                    f"earlier shards, placements {placements} make {before}"
+                )
+        chunks = part.chunk(mesh.size(axis), dim=placement.dim)
+        index = coordinate[axis]
+        part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part

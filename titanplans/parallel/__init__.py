@@ -1,0 +1,71 @@
+"""HOW a model is parallelised: tensor parallelism, activation checkpointing, compile, data parallelism.
+
+    from titanplans.parallel import parallelize                                # in torchtitan's trainer
+    from titanplans.parallel import FSDP2Config, ParallelManager, process_group      # in a loop of one's own
+
+Imports no trainer: the objects it is given are read by their attributes, which are torchtitan's.
+"""
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from titanplans.parallel.conditions import shard_model
+from titanplans.parallel.degrees import Degrees
+from titanplans.parallel.float8 import Conversion, convert_to_float8
+from titanplans.parallel.gradient_sync import unsharded
+from titanplans.parallel.gradients import clip_gradients, skip_nonfinite, total_norm
+from titanplans.parallel.kept import KeepMixer
+from titanplans.parallel.loss import count_tokens, cross_entropy
+from titanplans.parallel.manager import ParallelManager
+from titanplans.parallel.mesh import Mesh
+from titanplans.parallel.order import apply_strategy
+from titanplans.parallel.parallelize import parallelize
+from titanplans.parallel.process_group import Process, process_group
+from titanplans.parallel.selective import Selective
+from titanplans.parallel.strategies import (
+    ActivationCheckpointing,
+    Compile,
+    DDPConfig,
+    Float8,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    MixedPrecision,
+    Strategy,
+    read_strategy,
+    write_strategy,
+)
+
+__all__ = [
+    "ActivationCheckpointing",
+    "Compile",
+    "Conversion",
+    "DDPConfig",
+    "Degrees",
+    "EveryNthLayer",
+    "FSDP2Config",
+    "Float8",
+    "Full",
+    "KeepMixer",
+    "MLPOnly",
+    "MegatronFSDPConfig",
+    "MemoryBudget",
+    "Mesh",
+    "MixedPrecision",
+    "ParallelError",
+    "ParallelManager",
+    "Process",
+    "Selective",
+    "Strategy",
+    "apply_strategy",
+    "clip_gradients",
+    "convert_to_float8",
+    "count_tokens",
+    "cross_entropy",
+    "parallelize",
+    "process_group",
+    "read_strategy",
+    "shard_model",
+    "skip_nonfinite",
+    "total_norm",
+    "unsharded",
+    "write_strategy",
+]

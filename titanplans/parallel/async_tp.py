@@ -1,0 +1,179 @@
+"""Async tensor parallelism: what it needs, how it is switched on, and whether it took effect.
+
+inductor's pass `micro_pipeline_tp` replaces an all-gather and the matrix products that read it, or a product and
+the reduce-scatter of it, by one operator that works in pieces, so that a piece is sent while another is
+multiplied. Where it finds no such pair it leaves the graph as it is and says nothing. So what was fused is
+counted in the finished graphs (`titanplans.observe.graph_collectives`), and nothing fused is an error. Which collectives
+of which model can be fused is decided without a GPU by `titanplans async-tp`.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanplans.errors import ParallelError
+
+Unfused = Literal["error", "warn"]
+"""What follows where nothing was fused."""
+
+_NEEDS = {
+    "tp": "tensor_parallel_degree above 1",
+    "sequence": "sequence parallelism (set sequence_parallel to true)",
+    "blocks": 'compiled blocks (set compile.enable to true, with "model" in compile.components)',
+    "backend": 'compile.backend = "inductor"',
+    "cuda": "CUDA with NCCL",
+}
+
+_log = logging.getLogger(__name__)
+
+
+class Fused(NamedTuple):
+    """Gathers and scatters of the TP group in the compiled graphs, equal blocks counted once."""
+
+    fused: int
+    total: int
+
+
+def refuse(
+    *,
+    mesh: Any = None,
+    sequence_parallel: bool | None = None,
+    blocks: bool | None = None,
+    backend: str | None = None,
+) -> None:
+    """Refuse async tensor parallelism, naming everything that is missing of what is known; None: not known.
+
+    Args:
+        mesh: a `Mesh`, or torchtitan's ParallelDims.
+        sequence_parallel: the sequence is sharded between the regions.
+        blocks: the blocks of the model are compiled.
+        backend: by what.
+
+    Raises:
+        ParallelError: something is missing.
+    """
+    holds = {
+        "tp": None if mesh is None else mesh.tp_enabled,
+        "sequence": sequence_parallel,
+        "blocks": blocks,
+        "backend": None if backend is None else backend == "inductor",
+        "cuda": None if mesh is None or not mesh.tp_enabled else _has_nccl(mesh),
+    }
+    missing = [_NEEDS[need] for need, held in holds.items() if held is False]
+    if missing:
+        raise ParallelError(
+            f"enable_async_tensor_parallel needs {', and '.join(missing)}: add what is missing, or drop it"
+        )
+
+
+def _has_nccl(mesh: Any) -> bool:
+    tp = mesh.get_mesh("tp")
+    # A group may have a backend for each device: "cpu:gloo,cuda:nccl".
+    return (
+        tp.device_type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend(tp.get_group())
+    )
+
+
+def enable(model: nn.Module, mesh: Any) -> None:
+    """Let inductor overlap the TP group's collectives with matrix products in the blocks of `model`.
+
+    Before the blocks first run. The settings are the process's: inductor's pass, and a record of the finished graphs,
+    for which inductor's compile cache is left out.
+
+    Args:
+        model: split by its plan.
+        mesh: as for `refuse`.
+    """
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    from titanplans.observe.graph_collectives import install_record
+
+    with warnings.catch_warnings():  # deprecated, and still what async TP needs: pytorch #193027
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_mesh("tp").get_group().group_name)
+    torch._inductor.config._micro_pipeline_tp = True
+    install_record()
+    prepare(model)
+
+
+def prepare(model: nn.Module) -> None:
+    """Let the MLPs of flash-linear-attention in `model` compute their last product by itself.
+
+    With `fuse_swiglu` it is one function with the activation, and out of every graph. One after the other they
+    give the same numbers; the activation's result is kept for the backward. That the gathers of such blocks are in
+    one graph with their products is `titanplans.parallel.fla_graphs`' matter.
+    """
+    apart = [
+        m for m in model.modules() if getattr(m, "fuse_swiglu", None) is True and hasattr(m, "down_proj")
+    ]
+    for mlp in apart:
+        mlp.fuse_swiglu = False  # pyrefly: ignore[bad-argument-type]
+    if apart:
+        _log.info(
+            f"Async TP: {len(apart)} MLPs compute down_proj by itself, to be fused (fuse_swiglu = false)"
+        )
+
+
+def check_fused(mesh: Any, unfused: Unfused = "error") -> Fused:
+    """Count what was fused in the graphs compiled so far; after the first forward and backward.
+
+    Args:
+        mesh: as for `refuse`.
+        unfused: "warn" logs a warning where nothing was fused, instead of raising.
+
+    Raises:
+        ParallelError: nothing was fused; or it can't be known.
+    """
+    from titanplans.observe.graph_collectives import installed_record
+
+    record = installed_record()
+    if record is None:
+        raise ParallelError(
+            "enable_async_tensor_parallel: what was fused is unknown, since inductor's graphs are not recorded: switch it "
+            "on by async_tp.enable, and append to torch._inductor.config.post_grad_custom_post_pass instead of replacing it"
+        )
+    group = mesh.get_mesh("tp").get_group().group_name
+    found = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
+    result = Fused(sum(c.fused for c in found), len(found))
+    if result.fused:
+        _log.info(
+            f"Async TP: {result.fused} of {result.total} gathers and scatters in the compiled graphs are fused with matrix "
+            "products (equal blocks count once)"
+        )
+        return result
+    if record.hidden:
+        raise ParallelError(
+            f"enable_async_tensor_parallel: what was fused is unknown, since {record.hidden} graphs came out of a compile "
+            "cache: start with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
+    there = f"none of {result.total} gathers and scatters" if found else "no gather and no scatter"
+    message = (
+        f"enable_async_tensor_parallel: {there} in {len(record.graphs)} compiled graphs was fused with a matrix product; "
+        "titanplans async-tp says what is in the way: change that, drop the option, or set "
+        'async_tensor_parallel_unfused to "warn"'
+    )
+    if unfused == "error":
+        raise ParallelError(message)
+    _log.warning(message)
+    return result
+
+
+def check_at_second_forward(model: nn.Module, mesh: Any, unfused: Unfused = "error") -> None:
+    """Call `check_fused` where `model` begins its second training step, for a loop of somebody's own."""
+    forwards = 0
+
+    def check(module: nn.Module, inputs: Any) -> None:
+        nonlocal forwards
+        if module.training and torch.is_grad_enabled():
+            forwards += 1
+        if forwards == 2:
+            remove()
+            check_fused(mesh, unfused)
+
+    remove: Callable[[], None] = model.register_forward_pre_hook(check).remove

@@ -1,0 +1,216 @@
+"""torch.compile: the blocks of a model, the loss, the optimizer's step. Nothing here is compiled before it runs.
+
+Modules are compiled in place, so that the module that trains is the compiled one and names stay. Equal
+blocks share one compiled artefact, because the compiler sees one function with other parameters.
+"""
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+from titanplans.errors import ParallelError
+from titanplans.parallel import async_tp
+from titanplans.parallel.activation_checkpoint import MemoryBudget, memory_budget
+from titanplans.parallel.blocks import block_lists
+from titanplans.parallel.compile_limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
+from titanplans.parallel.fla_graphs import end_graphs_at_kernels, holds_fla
+from titanplans.parallel.kept import Kept
+
+COMPONENTS = ("model", "loss", "optimizer")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> None:
+    """Compile each block in place; names and parameters stay as they are.
+
+    A block must become one graph, and it is an error if it does not, unless it holds modules of
+    flash-linear-attention, whose kernels take themselves out of every graph (`fla_graphs`). Such a block is compiled
+    inside of the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep operators.
+    A kind of block that is compiled more often than `RECOMPILATIONS` is an error, too.
+
+    Args:
+        model: the model, its policy of activation checkpointing applied.
+        compile_config: `backend` and `enable_async_tensor_parallel`; where it has them, `mode`, `dynamic`,
+            `fullgraph` and `options`, as torch.compile has them. `fullgraph` None is the rule above.
+        parallel_dims: the mesh "tp", for async tensor parallelism.
+
+    Raises:
+        ParallelError: an option can't be honoured.
+    """
+    options = compile_options(compile_config)
+    fullgraph = getattr(compile_config, "fullgraph", None)
+    blocks = [(name, model.get_submodule(name)) for names in block_lists(model, "all") for name in names]
+    check_fullgraph(model, fullgraph)
+    for _, block in blocks:
+        if any(isinstance(module, Kept) for module in block.modules()):
+            raise ParallelError(
+                "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or "
+                "recompute the MLP only"
+            )
+    if compile_config.enable_async_tensor_parallel:
+        async_tp.enable(model, parallel_dims)
+    # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
+    # is the process's, read when a block first runs.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # One for all blocks of a budget: blocks with different backends are compiled apart.
+    backends: dict[MemoryBudget | None, Any] = {None: options.pop("backend")}
+    limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
+    for name, block in blocks:
+        budget = memory_budget(block)
+        if budget not in backends:
+            assert budget is not None
+            backends[budget] = _budgeted(backends[None], budget)
+        one_graph = not holds_fla(block) if fullgraph is None else fullgraph
+        # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
+        inside = block if one_graph or not isinstance(block, ActivationWrapper) else _wrapped(block)
+        if not one_graph and holds_fla(block):
+            end_graphs_at_kernels(block)
+        _compile_module(inside, name, limit, backend=backends[budget], fullgraph=one_graph, **options)
+
+
+def compile_loss(fn: F, compile_config: Any) -> F:
+    """Return the loss function `fn` compiled; options as for `apply_compile`, `fullgraph` None is False.
+
+    A module is compiled in place and returned.
+    """
+    options = compile_options(compile_config) | {
+        "fullgraph": bool(getattr(compile_config, "fullgraph", None))
+    }
+    if isinstance(fn, nn.Module):
+        _compile_module(fn, "the loss", RECOMPILATIONS, **options)
+        return fn
+    return _compile(fn, "the loss", RECOMPILATIONS, **options)
+
+
+def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Any) -> torch.optim.Optimizer:
+    """Compile the step of `optimizer` in place and return it; options as for `compile_loss`.
+
+    Learning rates become tensors: a number would be part of the compiled step, and each change of it a
+    compilation. Schedulers may be attached before or after.
+
+    Raises:
+        ParallelError: the step is a fused kernel, or foreach's in a form that takes no tensor.
+    """
+    options = compile_options(compile_config) | {
+        "fullgraph": bool(getattr(compile_config, "fullgraph", None))
+    }
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            raise ParallelError(
+                "a fused optimizer step is one kernel, of which nothing is left to compile: leave 'optimizer' out of "
+                "compile.components, or choose foreach"
+            )
+        if group.get("foreach") and group.get("capturable") is False:
+            raise ParallelError(
+                f"{type(optimizer).__name__} with foreach takes a learning rate that is a tensor, as its compiled step "
+                "needs, only with capturable: build it with capturable=True, or leave foreach out"
+            )
+    for group in optimizer.param_groups:
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"])
+    compiled = _compile(optimizer.step, "the optimizer's step", RECOMPILATIONS, **options)
+
+    @functools.wraps(optimizer.step)
+    def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    # A method, as schedulers expect: they bind what they find.
+    optimizer.step = MethodType(step, optimizer)  # pyrefly: ignore[bad-assignment]
+    return optimizer
+
+
+def _compile_module(module: nn.Module, what: str, limit: int, **options: Any) -> None:
+    """Compile `module` in place, as `module.compile` does."""
+    module._compiled_call_impl = _compile(module._call_impl, what, limit, **options)
+
+
+def _compile(fn: F, what: str, limit: int, **options: Any) -> F:
+    arguments: Any = {**options, "recompile_limit": limit}  # which torch's overloads leave out
+    compiled = torch.compile(fn, **arguments)
+    return limited(compiled, what, limit)  # pyrefly: ignore[bad-return]
+
+
+def compile_options(compile_config: Any) -> dict[str, Any]:
+    """Return torch.compile's arguments, all but `fullgraph`, from a config that may lack some.
+
+    Raises:
+        ParallelError: an unknown mode, options that exclude each other, a value that is not of an option's type; or
+            torch.compile is switched off from outside.
+    """
+    check_switched_on()
+    options = {"backend": compile_config.backend}
+    for name in ("mode", "dynamic", "options"):
+        value = getattr(compile_config, name, None)
+        if value is not None:
+            options[name] = value
+    backend = options["backend"]
+    if isinstance(backend, str) and backend not in torch._dynamo.list_backends(exclude_tags=()):
+        usual = ", ".join(torch._dynamo.list_backends())
+        raise ParallelError(f"compile.backend = {backend!r}: torch has {usual}, and some for debugging")
+    mode = options.get("mode")
+    if mode is not None and mode not in MODES:
+        raise ParallelError(f"compile.mode = {mode!r}: one of {', '.join(MODES)}")
+    if "mode" in options and "options" in options:
+        raise ParallelError("compile.mode and compile.options exclude each other: leave one of the two out")
+    for name in ("mode", "options"):
+        if name in options and options["backend"] != "inductor":
+            raise ParallelError(
+                f"compile.{name} is inductor's, and compile.backend = {options['backend']!r}: leave {name} out"
+            )
+    if "options" in options:
+        unknown = [
+            key for key in options["options"] if key.replace("-", "_") not in torch._inductor.list_options()
+        ]
+        if unknown:
+            raise ParallelError(
+                f"compile.options has {unknown[0]!r}, which inductor does not know: torch._inductor.list_options() has all"
+            )
+        try:
+            torch._TorchCompileInductorWrapper(None, options["options"], None)
+        except RuntimeError as error:
+            raise ParallelError(f"compile.options: {error}") from error
+    return options
+
+
+def check_fullgraph(model: nn.Module, fullgraph: bool | None) -> None:
+    """Raise ParallelError if `fullgraph` is asked of blocks that can't become one graph."""
+    for name in (name for names in block_lists(model, "all") for name in names):
+        if fullgraph and holds_fla(model.get_submodule(name)):
+            raise ParallelError(
+                f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
+                "themselves out of every graph: leave fullgraph out"
+            )
+
+
+def one_graph_a_block(model: nn.Module) -> bool:
+    """Whether every block of `model` can become a single graph."""
+    return not any(
+        holds_fla(model.get_submodule(name)) for names in block_lists(model, "all") for name in names
+    )
+
+
+def _budgeted(backend: Any, budget: MemoryBudget) -> Callable[..., Any]:
+    """Return `backend` as it compiles under `budget`: the settings hold while it works, and no longer."""
+    from torch._dynamo import lookup_backend
+
+    settings = budget.settings()
+    # What can't be weighed in a graph of ours is a device mesh, which has no activations.
+    settings["unsafe_treat_script_objects_as_zero_size"] = True
+
+    def compile_within(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        with torch._functorch.config.patch(settings):
+            return lookup_backend(backend)(graph, example_inputs)
+
+    return compile_within
+
+
+def _wrapped(block: ActivationWrapper) -> nn.Module:
+    return block._checkpoint_wrapped_module  # pyrefly: ignore[bad-return]

@@ -1,0 +1,115 @@
+"""Where torch.compile would go on without compiling: refused at the start, or made an error when it happens.
+
+It is switched off by a variable of the environment, told to swallow its errors, given an option that a device has
+no use for, or it has compiled one function too often. By itself torch then runs the model as it is, eagerly.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from titanplans.errors import ParallelError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RECOMPILATIONS = 8
+"""How often one kind of block, the loss or the optimizer's step may be compiled: torch's own limit for one function. The
+first time, for evaluation, for another length, from then on for any; and as much again."""
+
+_FOR_CUDA = ("triton.", "cuda.", "cutlass.", "rocm.")
+_FOR_CPU = ("cpp.",)
+
+
+def check_switched_on() -> None:
+    """Raise ParallelError if something outside of the options makes torch.compile do nothing, or hide its errors."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        raise ParallelError(
+            "compile.enable = true, but TORCHDYNAMO_DISABLE=1 in the environment switches torch.compile off: unset it, or "
+            "set compile.enable to false"
+        )
+    if torch._dynamo.config.disable:
+        raise ParallelError(
+            "compile.enable = true, but torch.compile is switched off (TORCH_COMPILE_DISABLE=1 in the environment, or "
+            "torch._dynamo.config.disable): unset it, or set compile.enable to false"
+        )
+    if torch._dynamo.config.suppress_errors:
+        raise ParallelError(
+            "compile.enable = true, but what can't be compiled is to run eagerly without an error "
+            "(TORCHDYNAMO_SUPPRESS_ERRORS in the environment, or torch._dynamo.config.suppress_errors): unset it"
+        )
+
+
+def check_device(compile_config: Any, device_type: str) -> None:
+    """Raise ParallelError if an option of `compile_config` has no effect on devices of `device_type`.
+
+    On a CPU inductor makes the same code under every mode: it has no CUDA graphs there, and its products are tuned
+    for constant weights only, which a model in training has not.
+    """
+    mode, backend = getattr(compile_config, "mode", None), compile_config.backend
+    if device_type == "cpu":
+        if mode not in (None, "default"):
+            raise ParallelError(
+                f"compile.mode = {mode!r} changes nothing on a CPU, where inductor captures no CUDA graphs and tunes no "
+                "product of a model in training: leave it out, or run on a GPU"
+            )
+        if backend == "cudagraphs":
+            raise ParallelError("compile.backend = 'cudagraphs' needs a GPU: take inductor on a CPU")
+    foreign = _FOR_CUDA if device_type == "cpu" else _FOR_CPU
+    for key in getattr(compile_config, "options", None) or ():
+        if key.startswith(foreign):
+            raise ParallelError(
+                f"compile.options has {key!r}, which inductor does not read on device type {device_type!r}: leave it out"
+            )
+
+
+def count_kinds(blocks: Iterable[nn.Module]) -> int:
+    """Return how many kinds of blocks there are that can't share what is compiled.
+
+    Blocks are of one kind if their modules are of the same classes, have the same flags and names of variants (a
+    layer's number is neither), and parameters of the same shapes.
+    """
+    return len({_kind(block) for block in blocks})
+
+
+def _kind(block: nn.Module) -> Any:
+    modules = tuple(
+        (
+            type(module),
+            frozenset(
+                (name, value)
+                for name, value in vars(module).items()
+                if isinstance(value, bool | str) and name[0] != "_"
+            ),
+        )
+        for module in block.modules()
+    )
+    return modules, tuple(parameter.shape for parameter in block.parameters())
+
+
+def limited(compiled: F, what: str, limit: int) -> F:
+    """Return `compiled`, a result of torch.compile, such that a limit that is reached is an error in one line.
+
+    Args:
+        compiled: to be called.
+        what: its name, for the error.
+        limit: that was given to torch.compile as `recompile_limit`.
+    """
+    # The setting is the process's: without it torch runs a function eagerly from the limit on.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise ParallelError(
+                f"compile: something in {what} was compiled {limit} times, and the next call needs it again, which torch "
+                "would run eagerly: give it fewer different shapes, set compile.dynamic to true (or leave it out), or "
+                "switch compile off; TORCH_LOGS=recompiles names the reasons"
+            ) from error
+
+    return call  # pyrefly: ignore[bad-return]

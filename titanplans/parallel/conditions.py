@@ -1,0 +1,82 @@
+"""FSDP units by a user's own conditions, for models that are not decoders or should be cut elsewhere."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Unpack
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.fsdp import ShardOptions, apply_units
+from titanplans.parallel.fsdp_units import Unit, has_forward, has_parameters, refuse_ties, split_dtypes
+from titanplans.tensor_parallel.structure import find_layers
+
+Condition = Callable[[str, nn.Module], bool]
+
+
+def shard_model(
+    model: nn.Module,
+    conditions: Sequence[Condition] | Mapping[str, Condition],
+    mesh: DeviceMesh,
+    **options: Unpack[ShardOptions],
+) -> list[Unit]:
+    """Shard each module of `model` for which a condition holds, and the root with the rest; in place.
+
+    A unit may stand inside another one, which then holds only the rest. Modules without parameters
+    are no units. With reshard_after_forward = "default" every unit is freed after its forward but the
+    root and the last of the model's blocks, where these are found.
+
+    Args:
+        model: any module, before its first forward, on meta or not.
+        conditions: functions of a module's fully qualified name and the module; in a mapping, by a name
+            of their own for errors.
+        mesh: as for `fsdp.shard`.
+        options: as for `fsdp.shard`, but without prefetch: conditions say nothing of the order of execution.
+
+    Returns:
+        The units, the root first, then in the order in which the model names them.
+
+    Raises:
+        ParallelError: no conditions; one that holds for no module with parameters, or for a container
+            that is never called; or what `fsdp.shard` refuses. Before anything is sharded.
+    """
+    if not conditions:
+        raise ParallelError("no conditions: give at least one, or shard a decoder's blocks by `shard`")
+    named = dict(conditions) if isinstance(conditions, Mapping) else _named(conditions)
+    matched: dict[str, list[str]] = {condition: [] for condition in named}
+    for name, module in model.named_modules():
+        if not name or not has_parameters(module):
+            continue
+        for condition, holds in named.items():
+            if holds(name, module):
+                matched[condition].append(name)
+                if not has_forward(module):
+                    raise ParallelError(
+                        f"condition {condition} holds for {name}, a {type(module).__name__}, which is never "
+                        "called: let it hold for its children"
+                    )
+    if missing := [condition for condition, names in matched.items() if not names]:
+        raise ParallelError(
+            f"condition {', '.join(missing)} holds for no module with parameters of {type(model).__name__}: correct "
+            "it, or leave it out"
+        )
+    chosen = {name for names in matched.values() for name in names}
+    blocks = find_layers(model)
+    units = [Unit(("",), "root")]
+    units += [
+        Unit((name,), "condition", last=name in blocks[-1:])
+        for name, _ in model.named_modules()
+        if name in chosen
+    ]
+    refuse_ties(model, units)
+    units = split_dtypes(model, units)
+    apply_units(model, units, mesh, **options)
+    return units
+
+
+def _named(conditions: Sequence[Condition]) -> dict[str, Condition]:
+    names = [getattr(condition, "__name__", type(condition).__name__) for condition in conditions]
+    return {
+        name if names.count(name) == 1 and name != "<lambda>" else f"{i} ({name})": condition
+        for i, (name, condition) in enumerate(zip(names, conditions, strict=True), start=1)
+    }

@@ -1,0 +1,234 @@
+"""DDP: a whole model on each rank, whose gradients are summed during the backward.
+
+torch's C++ reducer, in its composable form: nothing is wrapped around the model, so names of parameters,
+state dicts and the model's own methods stay. Three things are other than in torch's DDP:
+
+- Gradients are summed, not averaged: the loss is divided by the tokens of the whole batch before the backward. The
+  reducer averages, so each gradient is multiplied by the number of ranks before. A reducer that sums would be wrong
+  where gradients are reduced twice before a step, as the first sum would be added up once more by each rank.
+- Blocks are compiled one by one, before. The reducer's hooks sit on the parameters, outside of every graph,
+  and a block's gradients are summed while the blocks before it run backward. torch's DDPOptimizer, which would
+  also cut graphs inside a block, acts only if it is asked for.
+- Buffers take rank 0's values once, when the model is parallelised, and after that only if asked for, before each
+  forward in training. What a forward writes into a buffer is otherwise each rank's own.
+
+Which options exclude each other is in `strategies.ddp`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import DDP, replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.activation_checkpoint import memory_budget
+from titanplans.parallel.autocast import apply_autocast
+from titanplans.parallel.strategies import DDPConfig
+from titanplans.parallel.strategies.sections import dtype
+
+
+def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
+    """Replicate `model` over `mesh`, in place. Collective: parameters and buffers take rank 0's values.
+
+    Gradients are summed in their own dtype. Build the optimizer before or after; but no parameter may be
+    replaced, moved or cast from here on.
+
+    Args:
+        model: with its values, on the mesh's device; already recomputed and compiled block by block as
+            `config` says (`activation_checkpoint`, `compile`), which is not done here.
+        mesh: 1-D: the ranks that read different data.
+        config: the options.
+
+    Raises:
+        ParallelError: the model can't be replicated, or is not what `config` says. Before anything is sent.
+    """
+    _refuse_mesh(mesh)
+    refuse_model(model, mesh)
+    _refuse_unfinished(model, config)
+    group = mesh.get_group()
+    if config.autocast_dtype is not None:
+        torch_dtype = dtype(config.autocast_dtype)
+        assert torch_dtype is not None
+        apply_autocast(model, mesh.device_type, torch_dtype)
+    _broadcast(group, model)
+    if config.broadcast_buffers:
+        model.register_forward_pre_hook(partial(_broadcast_in_training, group))
+    if config.find_unused_parameters or config.static_graph:
+        model.register_forward_hook(_refuse_hidden_outputs)
+    replicate(
+        model,
+        process_group=group,
+        bucket_cap_mb=config.bucket_cap_mb,
+        find_unused_parameters=config.find_unused_parameters,
+        static_graph=config.static_graph,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+    )
+    assert isinstance(model, DDP)
+    if mesh.size() > 1:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(torch.mul, other=mesh.size()))
+    # Now, not in the first forward: who copies or saves parameters before it sees rank 0's.
+    replicate.state(model).lazy_init()  # pyrefly: ignore[missing-attribute]
+    if not config.split_compiled_blocks:
+        model.register_forward_pre_hook(_hide_from_compiler)
+    model.register_forward_hook(_hide_from_compiler, always_call=True)
+
+
+@contextmanager
+def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[None]:
+    """Run forward and backward of one micro batch; gradients are whole after the last one's backward.
+
+    Args:
+        model: a model that `apply_ddp` was given.
+        last: whether this is the last micro batch before the optimizer's step.
+        defer: sum gradients in the last micro batch's backward alone, not in each.
+
+    Raises:
+        ParallelError: `model` is not replicated by DDP, or with a static graph, which can't defer.
+    """
+    if not isinstance(model, DDP):
+        raise ParallelError(f"{type(model).__name__} is not replicated by DDP: call apply_ddp first")
+    if defer and not last and _reducer(model).static_graph:
+        raise ParallelError(
+            "ddp.static_graph = true: torch loses count of gradients that wait for another micro batch; set it to false, or "
+            "defer nothing"
+        )
+    model.set_requires_gradient_sync(last or not defer)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _reducer(model: DDP) -> DistributedDataParallel:
+    state: Any = replicate.state(model)  # pyrefly: ignore[missing-attribute, bad-argument-type]
+    return state._ddp
+
+
+def refuse_degrees(degrees: Any) -> None:
+    """Refuse degrees other than data parallel copies.
+
+    Args:
+        degrees: `Degrees`, resolved, a `Mesh`, or torchtitan's ParallelDims.
+
+    Raises:
+        ParallelError: a degree that splits the model is above 1; says what to use.
+    """
+    if degrees.tp > 1:
+        raise ParallelError(_with_tp(f"tp = {degrees.tp}"))
+    for name in ("cp", "pp", "ep"):
+        if getattr(degrees, name) > 1:
+            raise ParallelError(
+                f"ddp with {name} = {getattr(degrees, name)}: DDP copies whole models and sequences; set it to 1"
+            )
+    if degrees.dp_shard > 1:
+        raise ParallelError(
+            f"ddp with dp_shard = {degrees.dp_shard}: DDP shards nothing; set dp_shard to 1 and dp_replicate to "
+            f"{degrees.dp_shard * degrees.dp_replicate}, or take FSDP2Config"
+        )
+
+
+def _with_tp(what: str) -> str:
+    return (
+        f"ddp with {what}: DDP can't copy split layers; take FSDP2Config with dp_replicate at the number of copies and "
+        "dp_shard at 1, which sums gradients over the copies as DDP does"
+    )
+
+
+def _refuse_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ParallelError(
+            f"ddp over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: give the one of the ranks that read "
+            'different data, get_mesh("dp")'
+        )
+
+
+def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a model that DDP can't replicate over `mesh`.
+
+    Raises:
+        ParallelError: it is split, replicated, compiled as a whole, frozen, on meta or on another device.
+    """
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    name_of = f"ddp of {type(model).__name__}"
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise ParallelError(_with_tp(f"{name} split over the mesh {tensor.device_mesh.mesh_dim_names}"))
+    if isinstance(model, DDP):
+        raise ParallelError(f"{name_of}: it is replicated already; once is enough")
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        raise ParallelError(
+            f"{name_of}: {len(meta)} parameters and buffers are on meta, {', '.join(meta[:3])}{', …' * (len(meta) > 3)}; "
+            "give them values first, since DDP sends rank 0's to all"
+        )
+    for name, tensor in tensors.items():
+        if tensor.device.type != mesh.device_type:
+            raise ParallelError(
+                f"{name_of}: {name} is on {tensor.device} and the mesh on {mesh.device_type}; move the model there first"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ParallelError(
+            f"{name_of}: all parameters are frozen, so there is no gradient to sum; leave DDP out"
+        )
+    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+        raise ParallelError(
+            f"{name_of}: it is compiled as a whole, and the reducer's hooks must stay outside of a graph; compile its "
+            "blocks one by one (titanplans.parallel.compile)"
+        )
+
+
+def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
+    """Refuse a model without what `config` says was done to it: done after, it would not do what it says."""
+    if config.compile.blocks and not any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ParallelError(
+            "ddp with compile.enable = true, and no block of the model is compiled: call apply_compile "
+            "before, or set it to false"
+        )
+    mode = config.activation_checkpointing.mode
+    recomputes = any(
+        isinstance(m, ActivationWrapper) or memory_budget(m) is not None for m in model.modules()
+    )
+    if mode != "none" and not recomputes:
+        raise ParallelError(
+            f'ddp with activation_checkpointing.mode = "{mode}", and nothing of the model is recomputed: apply the policy '
+            "before, or set it to none"
+        )
+
+
+def _broadcast(group: dist.ProcessGroup, model: nn.Module) -> None:
+    with torch.no_grad():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, group=group, group_src=0)
+
+
+def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: Any) -> None:
+    if model.training and torch.is_grad_enabled():
+        _broadcast(group, model)
+
+
+def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Refuse outputs in which torch finds no tensor: it would take every parameter for unused, and sum nothing."""
+    if torch.is_grad_enabled() and not any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)
+    ):
+        raise ParallelError(
+            f"ddp with find_unused_parameters or static_graph looks for tensors in what {type(model).__name__} returns, and "
+            f"finds none in a {type(output).__name__}: return a tensor, tuple, dict or ModelOutput, or set both to false"
+        )
+
+
+def _hide_from_compiler(*args: Any) -> None:
+    """Let the compiler forget which DDP runs: it would cut graphs at its buckets."""
+    DistributedDataParallel._active_ddp_module = None

@@ -1,0 +1,109 @@
+"""How many ways the work is split along each axis, and the arithmetic with the number of processes.
+
+What the axes mean to processes (ranks, groups) is in mesh.py.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from titanplans.errors import ParallelError, near_multiples
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The five degrees of parallelism; their product is the number of processes.
+
+    At most one may be -1: what the others leave of the world. `as_sizes` has the order of the mesh's axes.
+    """
+
+    dp_replicate: int = 1
+    """Copies of the (sharded) model, each with other data."""
+    dp_shard: int = -1
+    """Ranks over which FSDP shards the parameters, each with other data."""
+    cp: int = 1
+    """Ranks that share one sequence (context parallelism)."""
+    tp: int = 1
+    """Ranks that share one layer (tensor parallelism)."""
+    pp: int = 1
+    """Stages of consecutive layers (pipeline parallelism)."""
+
+    def __post_init__(self) -> None:
+        for name, degree in self._items():
+            if not isinstance(degree, int) or isinstance(degree, bool):
+                raise ParallelError(
+                    f"{name} = {degree!r}: a degree is a whole number, 1 or more, or -1 to infer it"
+                )
+            if degree < 1 and degree != -1:
+                raise ParallelError(
+                    f"{name} = {degree}: a degree is 1 or more, or -1 for what the others leave"
+                )
+        free = [name for name, degree in self._items() if degree == -1]
+        if len(free) > 1:
+            raise ParallelError(
+                f"{' and '.join(free)} are -1, and only one degree can be inferred: "
+                f"set {' and '.join(free[1:])} to a number"
+            )
+
+    @property
+    def ep(self) -> int:
+        """1: experts are not split; here for whoever reads the degrees as torchtitan's ParallelDims."""
+        return 1
+
+    def as_sizes(self) -> dict[str, int]:
+        """Return the degrees by name, outermost axis of the mesh first."""
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+
+    def resolve(self, world_size: int) -> "Degrees":
+        """Return the degrees with the -1 inferred, if there is one, and their product checked.
+
+        Raises:
+            ParallelError: the product is not `world_size`, or no whole number makes it so.
+        """
+        known = math.prod(degree for _, degree in self._items() if degree != -1)
+        product = f"{' x '.join(f'{n} {d}' for n, d in self._items() if d != -1)} = {known}"
+        free = next((name for name, degree in self._items() if degree == -1), None)
+        if free is not None:
+            if world_size % known:
+                raise ParallelError(
+                    f"{free} = -1 can't be inferred: {_processes(world_size)} can't be divided by {product}; "
+                    f"start {near_multiples(world_size, known)}, or choose degrees whose product divides {world_size}"
+                )
+            return replace(self, **{free: world_size // known})
+        if known != world_size:
+            raise ParallelError(
+                f"{product}, but there are {_processes(world_size)}: {self._remedy(world_size)}"
+            )
+        return self
+
+    def _remedy(self, world_size: int) -> str:
+        product = math.prod(degree for _, degree in self._items())
+        ways = [
+            f"set {name} to {world_size * degree // product}"
+            for name, degree in self._items()
+            if name in ("dp_shard", "tp") and world_size * degree % product == 0
+        ]
+        return ", or ".join([*ways, f"start {_processes(product)}"])
+
+    def _items(self) -> list[tuple[str, Any]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def refuse_unsupported(degrees: Any) -> None:
+    """Refuse the degrees that this entry can't honour yet.
+
+    Args:
+        degrees: `Degrees`, a `Mesh` or torchtitan's ParallelDims: `cp`, `pp` and `ep` are read.
+
+    Raises:
+        ParallelError: a context, pipeline or expert degree above 1.
+    """
+    for name, degree in (("context", degrees.cp), ("pipeline", degrees.pp), ("expert", degrees.ep)):
+        if degree > 1:
+            raise ParallelError(
+                f"{name}_parallel_degree = {degree}: this entry parallelises by tensor and data; set it to 1"
+            )
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

@@ -1,0 +1,321 @@
+"""Which Linear modules compute in float8, and that they do: torchao's conversion, made strict.
+
+torchao swaps each `nn.Linear` for a `Float8Linear`, and leaves out without a word what it is told to leave out,
+what a filter misspells, and what a fused kernel of the parent computes in its place. Here each of these is
+said, or an error. How a converted module is split is the plans' (`tensor_parallel.float8_linear`); how its weights
+are gathered by FSDP2 is `float8_fsdp`'s.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.compile import holds_fla
+from titanplans.parallel.float8_fsdp import is_wrapped
+from titanplans.tensor_parallel.checks import tied_parameters
+from titanplans.tensor_parallel.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears
+from titanplans.tensor_parallel.structure import find_layers, find_mixer, find_mlp
+
+SMALL = "auto_filter_small_kn"
+"""A word among the filters, torchtitan's: leave out what torchao's figures say is slower in float8 than in bfloat16."""
+
+_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+"""Of CUDA, for the kernels of each recipe: cuBLAS's from Ada on, CUTLASS's from Hopper on."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of each Linear of a model."""
+
+    recipe: Recipe
+    emulate: bool
+    converted: tuple[str, ...]
+    """Fully qualified names."""
+
+    filtered: dict[str, str]
+    """Those left as they were, and why."""
+
+    unfused: tuple[str, ...]
+    """Modules that called a fused kernel on a converted one's weight, and now call the module."""
+
+
+def convert_to_float8(
+    model: nn.Module,
+    recipe: Recipe = "tensorwise",
+    *,
+    filters: Sequence[str] = (),
+    filter_unaligned: bool = False,
+    emulate: bool = False,
+    fsdp_all_gather: bool = False,
+    device_type: str = "cpu",
+) -> Conversion:
+    """Let the Linear modules of `model` multiply in float8; in place, before a plan, compile and FSDP.
+
+    Names and parameters stay as they are, on meta or not.
+
+    Args:
+        model: any module.
+        recipe: scales of a tensor (tensorwise), or of its rows (rowwise), or of rows with the gradients of
+            weights in high precision (rowwise_with_gw_hp); torchao's.
+        filters: parts of names of modules that stay as they are, each of which must match; `SMALL`
+            among them leaves out what is too small to gain, by torchao's figures.
+        filter_unaligned: leave out what has sizes that are no multiples of 16, instead of refusing it.
+        emulate: cast to float8, but multiply in float32: for devices without float8.
+        fsdp_all_gather: FSDP2 casts weights before it gathers them; tensorwise only.
+        device_type: where it will run.
+
+    Raises:
+        ParallelError: an option can't be honoured; nothing would be converted. Before anything is changed.
+    """
+    check_float8_options(recipe, emulate, device_type)
+    if found := float8_linears(model):
+        raise ParallelError(
+            f"{next(iter(found))} is converted to float8 already: once is enough; build the model again"
+        )
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    filtered = _filtered(linears, recipe, filters)
+    chosen = {}
+    for name, module in linears.items():
+        if name in filtered:
+            continue
+        if reason := _unaligned(module):
+            if not filter_unaligned:
+                raise ParallelError(
+                    f"{name} (Linear, {reason}), and float8 products need multiples of {ALIGNMENT}: leave it out by "
+                    f'filter_fqns = ["{name.rpartition(".")[2]}"], or all such modules by filter_unaligned = true'
+                )
+            filtered[name] = f"{reason}: no multiple of {ALIGNMENT}"
+            continue
+        _check_plain(name, module)
+        chosen[name] = module
+    if not chosen:
+        raise ParallelError(
+            f"float8: no Linear of {type(model).__name__} is left by the filters: drop one, or float8"
+        )
+    if fsdp_all_gather:
+        _check_untied(model, chosen)
+    unfused = _unfuse(model, chosen)
+    _swap(model, chosen, recipe, emulate, fsdp_all_gather)
+    conversion = Conversion(recipe, emulate, tuple(chosen), filtered, unfused)
+    model.__dict__["_float8_conversion"] = conversion
+    return conversion
+
+
+def check_float8_options(recipe: str, emulate: bool, device_type: str) -> None:
+    """Refuse a recipe that there is not, or not on this machine.
+
+    Raises:
+        ParallelError: torchao is missing; no such recipe; the GPU has no float8 kernels for it.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise ParallelError(
+            f'float8.recipe = "{recipe}" needs torchao, which is not installed: pip install torchao'
+        )
+    if recipe not in RECIPES:
+        raise ParallelError(f"float8.recipe = {recipe!r}: one of {', '.join(RECIPES)}")
+    if device_type == "cuda" and not emulate and torch.version.hip is None:
+        has, needs, name = (
+            torch.cuda.get_device_capability(),
+            _CAPABILITY[recipe],
+            torch.cuda.get_device_name(),
+        )
+        if has < needs:
+            raise ParallelError(
+                f'float8.recipe = "{recipe}" needs CUDA capability {needs[0]}.{needs[1]}, and {name} has '
+                f"{has[0]}.{has[1]}: set float8.emulate to true to try it out, or leave float8 out"
+            )
+
+
+def _filtered(linears: dict[str, Any], recipe: Recipe, filters: Sequence[str]) -> dict[str, str]:
+    """Return the names that the filters match, and by which of them."""
+    filtered = {}
+    for part in filters:
+        if part == SMALL:
+            filtered |= _too_small(linears, recipe)
+            continue
+        matched = [name for name in linears if part in name]
+        if not matched or not part:
+            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+            raise ParallelError(
+                f"filter_fqns: {part!r} is part of no Linear's name; there are {', '.join(ends)}, and {SMALL}"
+            )
+        filtered |= {name: f"filter_fqns has {part!r}" for name in matched}
+    return filtered
+
+
+def _too_small(linears: dict[str, nn.Linear], recipe: Recipe) -> dict[str, str]:
+    from torchao.float8 import _auto_filter_for_recipe
+
+    if recipe == "rowwise_with_gw_hp":
+        raise ParallelError(
+            f"filter_fqns: torchao has no figures for {SMALL} under {recipe}: name what is small, or take another recipe"
+        )
+    gains = _auto_filter_for_recipe(recipe, [])
+    return {name: f"{SMALL}: too small to gain" for name, m in linears.items() if not gains(m, name)}
+
+
+def _unaligned(module: nn.Linear) -> str:
+    sizes = {"in": module.in_features, "out": module.out_features}
+    return ", ".join(f"{size} {side}" for side, size in sizes.items() if size % ALIGNMENT)
+
+
+def _check_plain(name: str, module: nn.Linear) -> None:
+    """Refuse a module of which the conversion would drop something."""
+    if type(module).forward is not nn.Linear.forward:
+        raise ParallelError(
+            f"{name} is a {type(module).__name__}, whose own forward float8 would replace: leave it out by filter_fqns"
+        )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ParallelError(
+            f"{name} has hooks, which the conversion would drop: convert to float8 before plans and hooks"
+        )
+
+
+def _check_untied(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+    for names in tied_parameters(model):
+        converted = [name for name in names if name.rpartition(".")[0] in chosen]
+        if converted:
+            raise ParallelError(
+                f"{' and '.join(names)} are one tensor, which FSDP's float8 all-gather would take apart: leave "
+                f"'{converted[0].split('.')[-2]}' out by float8.filter_fqns, or set float8.fsdp_all_gather to false"
+            )
+
+
+def _unfuse(model: nn.Module, chosen: dict[str, nn.Linear]) -> tuple[str, ...]:
+    """Let MLPs of flash-linear-attention call `down_proj`, on whose weight they call a fused kernel otherwise."""
+    unfused = []
+    for name, module in model.named_modules():
+        if getattr(module, "fuse_swiglu", False) and f"{name}.down_proj" in chosen:
+            module.fuse_swiglu = False  # type: ignore[assignment]
+            unfused.append(name)
+    return tuple(unfused)
+
+
+def _swap(
+    model: nn.Module, chosen: dict[str, nn.Linear], recipe: Recipe, emulate: bool, gather: bool
+) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=gather
+    )
+    modes = {name: module.training for name, module in chosen.items()}
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)
+    for name, mode in modes.items():
+        model.get_submodule(name).training = mode
+
+
+def conversion_of(model: nn.Module) -> Conversion | None:
+    """Return what `convert_to_float8` did to `model`; None if it did nothing."""
+    return model.__dict__.get("_float8_conversion")
+
+
+def check_calls(model: nn.Module) -> None:
+    """Let the first forward of `model` raise a ParallelError if a converted module is not called where its parent is.
+
+    A parent that reads its weight instead, for a fused kernel, computes in high precision without a word. Not for
+    compiled blocks, whose graphs are made with the hooks and again without them.
+    """
+    called: set[str] = set()
+    watched = set()
+    for name in float8_linears(model):
+        watched |= {name, name.rpartition(".")[0]}
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: called.add(name))
+        for name in watched
+    ]
+
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        for name in float8_linears(model):
+            parent = name.rpartition(".")[0]
+            if name not in called and parent in called:
+                raise _read_weight(name, model.get_submodule(parent))
+
+    handles.append(model.register_forward_hook(check))
+
+
+def refuse_read_weights(model: nn.Module) -> None:
+    """Refuse converted modules whose parent reads their weight in its own forward, by its source.
+
+    For compiled blocks, which can't be watched as `check_calls` does.
+
+    Raises:
+        ParallelError: naming the module and its parent.
+    """
+    for name in float8_linears(model):
+        parent_name, _, own = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if hasattr(parent, "fuse_swiglu"):
+            continue  # switched off when it was converted
+        try:
+            source = inspect.getsource(type(parent).forward)
+        except OSError:  # typed in, or compiled from a string
+            continue
+        if re.search(rf"\b{re.escape(own)}\.weight\b", source):
+            raise _read_weight(name, parent)
+
+
+def _read_weight(name: str, parent: nn.Module) -> ParallelError:
+    owner, _, own = name.rpartition(".")
+    return ParallelError(
+        f"{name} is converted to float8, and its parent {owner} ({type(parent).__name__}) does not call it but reads its "
+        "weight, in high precision: switch the fused kernel off in the model's config, or leave it out by "
+        f'filter_fqns = ["{own}"]'
+    )
+
+
+def keep_plain_between_graphs(model: nn.Module) -> None:
+    """Let plans gather in high precision in blocks that are to be compiled into several graphs, FLA's.
+
+    A float8 tensor that one graph hands to another has a gradient in high precision, which the compiler does not
+    expect: GLA's `g_proj` reads the sequence behind the graph break that its kernel makes.
+    """
+    for name in find_layers(model):
+        block = model.get_submodule(name)
+        if holds_fla(block):
+            for part in filter(None, (find_mixer(block), find_mlp(block))):
+                block.get_submodule(part).__dict__["_float8_plain"] = (
+                    "its compiled graphs can't hand a float8 tensor to each other"
+                )
+
+
+def float8_report(model: nn.Module) -> dict[str, Any] | None:
+    """Return what became of each Linear of `model` as JSON has it; None if nothing is float8.
+
+    The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not.
+    """
+    done = conversion_of(model)
+    if done is None:
+        return None
+    crossings = {
+        name: module.__dict__["_float8_crossing"]
+        for name, module in model.named_modules()
+        if "_float8_crossing" in module.__dict__
+    }
+    return {
+        "recipe": done.recipe,
+        "emulated": done.emulate,
+        "converted": list(done.converted),
+        "filtered": done.filtered,
+        "unfused": list(done.unfused),
+        "fsdp_all_gather": any(is_wrapped(m._parameters["weight"]) for m in float8_linears(model).values()),
+        "scales_together": "_float8_scales" in model.__dict__,
+        "borders": {
+            name: {
+                side: "in float8" if why is None else f"not in float8: {why}"
+                for side, why in (("activations", crossing.enter), ("gradients", crossing.leave))
+                if why != ""
+            }
+            for name, crossing in crossings.items()
+        },
+    }

@@ -1,0 +1,72 @@
+"""Explicit prefetch: which units each unit of FSDP gathers ahead, in the order of execution.
+
+Embedding, blocks and ends are one chain, begun by the root, in the forward and in the backward.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.fsdp_units import Unit, fsdp_module, managed
+
+
+def check_depth(key: str, depth: int, units: int, sharded: bool, gathers: bool) -> None:
+    """Raise ParallelError unless a prefetch of `depth` units, under the option `key`, does something.
+
+    `units`: how many there are; `sharded`: over more than one rank; `gathers`: the pass does at all.
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise ParallelError(f"{key} = {depth!r}: how many units ahead? A whole number from 0 up")
+    if depth == 0:
+        return
+    if depth >= units:
+        raise ParallelError(
+            f"{key} = {depth}: the model has {units} units, so at most {units - 1} lie ahead of one"
+        )
+    if not sharded:
+        raise ParallelError(
+            f"{key} = {depth}, and parameters are sharded over 1 rank: nothing is gathered; set it to 0"
+        )
+    if not gathers:
+        raise ParallelError(
+            f"{key} = {depth}, and reshard_after_forward frees nothing for the backward to gather: set the one to 0, or "
+            "the other to 'default'"
+        )
+
+
+def chain_units(model: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
+    """Let each unit of `find_units` gather the next `forward` and `backward` ones; 0 leaves it to torch.
+
+    Towers are chains of their own: a batch may come without images.
+    """
+    if not forward and not backward:
+        return
+    root, *others = units
+    towers: dict[str, list[Unit]] = {}
+    for unit in others:
+        stack = unit.names[0].rpartition(".")[0] if unit.role == "tower" else ""
+        towers.setdefault(stack, []).append(unit)
+    decoder = towers.pop("")
+    for stack in (decoder, *towers.values()):
+        # The root runs first, forward and backward.
+        first = [root] if stack is decoder else []
+        # Nothing flows back into what lies before the first trainable parameter.
+        trained = [any(p.requires_grad for p in _params(model, unit, units)) for unit in stack]
+        back = list(reversed(stack[trained.index(True) :] if any(trained) else []))
+        for depth, chain, ahead in ((forward, [*first, *stack], True), (backward, [*first, *back], False)):
+            for i, unit in enumerate(chain if depth else []):
+                targets = [
+                    fsdp_module(model, part.names[0])
+                    for later in chain[i + 1 : i + 1 + depth]
+                    for part in ((later, *later.inner) if ahead else (later, *reversed(later.inner)))
+                ]
+                module = fsdp_module(model, unit.names[0])
+                if ahead:
+                    module.set_modules_to_forward_prefetch(targets)
+                else:
+                    module.set_modules_to_backward_prefetch(targets)
+
+
+def _params(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> list[nn.Parameter]:
+    return [p for part in (unit, *unit.inner) for p in managed(model, part, units).values()]

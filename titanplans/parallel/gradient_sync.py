@@ -1,0 +1,164 @@
+"""When FSDP communicates outside of one plain step: over accumulated micro batches, and in evaluation.
+
+Both are context managers that leave every flag as the model was sharded with, whatever happens inside.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.float8_scales import seek_scales
+from titanplans.parallel.fsdp_units import fsdp_module
+
+Defer = Literal["all", "replicas", "nothing"]
+
+
+@contextmanager
+def accumulate(
+    model: nn.Module, *, last: bool, defer: Defer = "all", keep_gathered: bool = False
+) -> Iterator[None]:
+    """Run forward and backward of one micro batch; gradients are whole after the last one's backward.
+
+        for i, batch in enumerate(batches):
+            with accumulate(model, last=i == len(batches) - 1):
+                loss_of(model, batch).backward()
+
+    Memory: with "all" every rank holds a whole copy of the gradients until the last backward, in
+    `reduce_dtype` (4 bytes a parameter in float32), instead of one unit's; `keep_gathered` adds a whole
+    copy of the parameters in `param_dtype`. "replicas" holds shards only.
+
+    An exception inside drops the gradients of the whole step (`forget_gradients`), which a step that is given up
+    between two micro batches has to do itself.
+
+    Args:
+        model: a model sharded by FSDP2, the root.
+        last: whether this is the last micro batch before the optimizer's step.
+        defer: what waits for the last micro batch. "all": every reduction, so that `.grad` is unchanged
+            until then; "replicas": under HSDP, the sum over the copies, while shards are reduced at
+            once; "nothing": gradients are summed in each backward.
+        keep_gathered: keep parameters gathered from one micro batch to the next, so that later forwards
+            gather only what is freed between forward and backward.
+
+    Raises:
+        ParallelError: `model` is not sharded by FSDP, or is a part of a model that is, or `defer` can't be honoured.
+    """
+    root = _root(model)
+    if defer not in ("all", "replicas", "nothing"):
+        raise ParallelError(f"defer = {defer!r}: 'all', 'replicas' or 'nothing'")
+    if defer == "replicas" and not any(_group(unit)._is_hsdp for unit in _units(model)):
+        raise ParallelError(
+            "defer = 'replicas', and the model has one copy: give FSDP a 2-D mesh, or defer 'all'"
+        )
+    done = _forwards(model)
+    root.set_requires_gradient_sync(last or defer != "all")
+    root.set_requires_all_reduce(last or defer == "nothing")
+    # With nothing reduced there is nothing to wait for; otherwise only the last backward waits.
+    root.set_is_last_backward(last or defer == "all")
+    root.set_reshard_after_backward(last or not keep_gathered)
+    try:
+        yield
+    except BaseException:
+        forget_gradients(model)
+        raise
+    finally:
+        root.set_requires_gradient_sync(True)
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        _forget_forwards(model, done)
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """Drop all gradients, also those that wait for the last micro batch, of a step that is given up before it.
+
+    `zero_grad` sees the former alone: FSDP2 holds the latter outside of `.grad`, and would add them to the next step's.
+
+    Args:
+        model: a model sharded by FSDP2.
+    """
+    for unit in _units(model):
+        group = _group(unit)
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            whole = getattr(param, "_unsharded_param", None)  # there after the first gather
+            if whole is not None:
+                whole.grad = None
+    model.zero_grad()
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Gather all parameters once, for any number of forwards without gradients; free them at the end.
+
+    Afterwards, also if a forward raised, each unit frees between forward and backward what it did
+    before. Memory: a whole copy of the parameters in `param_dtype`. An optimizer's step or a state dict
+    loaded inside would not be seen by the forwards; saving a state dict inside frees what it saves.
+
+    Args:
+        model: a model sharded by FSDP2, the root.
+
+    Raises:
+        ParallelError: `model` is not sharded by FSDP, or is a part of a model that is.
+    """
+    root = _root(model)
+    units = _units(model)
+    # FSDP2 has a setter, but it takes no number of ranks, and there is no getter.
+    before = [_group(unit).post_forward_mesh_info for unit in units]
+    done = _forwards(model)
+    seek_scales(model)  # each forward does so before it gathers; here that is now
+    try:
+        with torch.no_grad():
+            for unit in units:
+                _group(unit).post_forward_mesh_info = None
+                unit.unshard()
+            yield
+    finally:
+        if root._get_fsdp_state()._state_ctx.iter_forward_root is not None:
+            root.reset_iter_state()  # a forward was left in the middle
+        for unit, info in zip(units, before, strict=True):
+            unit.reshard()
+            _group(unit).post_forward_mesh_info = info
+        _forget_forwards(model, done)
+
+
+def _root(model: nn.Module) -> FSDPModule:
+    root: Any = fsdp_module(model, "")
+    state = root._get_fsdp_state()
+    # Settles which unit is the root, and that it is not freed after the forward unless that was asked for.
+    if state._is_root is None:
+        state._lazy_init()
+    if not state._is_root:
+        raise ParallelError(
+            f"{type(model).__name__} is a part of a sharded model: give the whole one, whose forward gathers it"
+        )
+    return root
+
+
+def _forwards(model: nn.Module) -> int:
+    """Return how many units' forwards FSDP2 has recorded, for a backward to gather them in reverse."""
+    return len(_group(_units(model)[0]).comm_ctx.post_forward_order)
+
+
+def _forget_forwards(model: nn.Module, kept: int) -> None:
+    """Drop the forwards recorded since: left there, the next backward would go on and gather their last unit."""
+    for group in map(_group, _units(model)):
+        del group.comm_ctx.post_forward_order[kept:]
+        group._post_forward_indices[:] = [i for i in group._post_forward_indices if i < kept]
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    """Return one module of each unit that has parameters."""
+    units = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and _group(module) is not None:
+            units.setdefault(id(_group(module)), module)
+    return list(units.values())
+
+
+def _group(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()._fsdp_param_group

@@ -1,0 +1,137 @@
+"""A module left outside of the recomputation around it, whatever kernels it is made of.
+
+What it keeps belongs to one checkpointed call, which runs on one thread: the forward's, and the backward's.
+"""
+
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.activation_checkpoint import Contexts, Full, replace
+from titanplans.tensor_parallel.structure import find_mixer, join
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepMixer(Full):
+    """Recompute every block but its token mixer, of whatever kernels that is made.
+
+    Works where operators can't be told apart: Triton kernels, autograd.Functions. Not in a compiled block.
+    """
+
+    def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
+        return None if find_mixer(model.get_submodule(name)) is None else name
+
+    def _wrap(self, model: nn.Module, name: str) -> None:
+        mixer = find_mixer(model.get_submodule(name))
+        assert mixer is not None  # `_chosen` has seen to it
+        replace(model, join(name, mixer), partial(Kept, preserve_rng_state=self.preserve_rng_state))
+        self.recompute(model, name, keep_modules)
+
+    def _nothing(self, lists: list[tuple[str, ...]]) -> str:
+        return "none of its blocks has a token mixer under one of the usual names"
+
+
+class _Call:
+    """What one checkpointed call keeps of its `Kept` modules, in the order in which they ran."""
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[Any, list[int], Any]] = []
+        self.next = 0
+
+
+class _Running(threading.local):
+    """The call that runs on this thread, and whether it recomputes; the innermost one last."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[_Call, bool]] = []
+
+
+_running = _Running()
+
+
+def keep_modules() -> Contexts:
+    """A `context_fn` for `torch.utils.checkpoint`: the `Kept` modules within are not recomputed."""
+    call = _Call()
+    return _Run(call, recomputes=False), _Run(call, recomputes=True)
+
+
+class _Run(AbstractContextManager[None]):
+    """One run of a call's function; the recomputation's may be entered again, when a graph is retained."""
+
+    def __init__(self, call: _Call, recomputes: bool):
+        self.call, self.recomputes = call, recomputes
+
+    def __enter__(self) -> None:
+        self.call.next = 0
+        _running.calls.append((self.call, self.recomputes))
+
+    def __exit__(self, *exception: Any) -> None:
+        _running.calls.pop()
+
+
+class Kept(ActivationWrapper):
+    """A module that runs once, in the forward: its activations are kept, although those around it are not.
+
+    In the recomputation it returns what it returned in the forward, and leaves the random generators as it
+    left them then, so that dropout after it drops the same.
+
+    Args:
+        module: the module; names in state dicts stay its own.
+        preserve_rng_state: whether to bring back the generators' state.
+    """
+
+    def __init__(self, module: nn.Module, preserve_rng_state: bool):
+        super().__init__(module)
+        self.preserve_rng_state = preserve_rng_state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, or return what it returned."""
+        call, recomputes = _running.calls[-1] if _running.calls else (None, False)
+        if call is None:
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+        if recomputes:
+            output, versions, state = call.outputs[call.next]
+            call.next += 1
+            if _versions(output) != versions:
+                raise ParallelError(
+                    f"the output of {type(self._checkpoint_wrapped_module).__name__} was changed in place after the "
+                    "forward kept it: recompute the mixer too (mode full), or change a copy"
+                )
+            _set_random_state(state)
+            return output
+        # The checkpoint's hooks would note every tensor saved here and drop it; these hooks hide them from it.
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            output = self._checkpoint_wrapped_module(*args, **kwargs)
+        state = _random_state(args, kwargs) if self.preserve_rng_state else None
+        kept = tree_map_only(torch.Tensor, _detached, output)
+        call.outputs.append((kept, _versions(kept), state))
+        return output
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _versions(output: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.get_rng_state(), *get_device_states(*args, *kwargs.values())
+
+
+def _set_random_state(state: Any) -> None:
+    if state is not None:
+        cpu, devices, states = state
+        torch.set_rng_state(cpu)
+        set_device_states(devices, states)

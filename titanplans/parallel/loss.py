@@ -1,0 +1,109 @@
+"""Cross entropy of logits that may be sharded over the vocabulary, as every loop here needs it: a sum over
+tokens, divided by the tokens of the whole batch, so that gradients are summed over ranks and micro batches.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanplans.errors import ParallelError
+
+IGNORED = -100
+"""The label of a token that does not count: torch's default."""
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of this rank's tokens, in nats, divided by `tokens`; a plain scalar, float32 or wider.
+
+    Summed over ranks with other data, and over micro batches, it is the mean over the whole batch.
+
+    Logits that are sharded over the vocabulary stay so: three all-reduces of a number per token, of the
+    maximum, of the sum of exponentials and of the label's logit (Megatron-LM, arXiv 1909.08053, section 3);
+    the backward communicates nothing.
+
+    Args:
+        logits: [..., vocabulary]; a tensor, or a DTensor on a 1-D mesh, replicated or `Shard(-1)`, evenly or not.
+        labels: [...], token ids; -100 where a token does not count. The same on all ranks of the logits' mesh.
+        tokens: how many count in the whole batch: see `count_tokens`.
+
+    Raises:
+        ParallelError: the shapes don't match, or the logits have another placement.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ParallelError(
+            f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}: one label for each "
+            "position, the next token's"
+        )
+    group: Any = None
+    first, vocabulary = 0, logits.shape[-1]
+    if isinstance(logits, DTensor):
+        placement, mesh = logits.placements[0], logits.device_mesh
+        if mesh.ndim != 1 or not (placement.is_replicate() or placement.is_shard(logits.ndim - 1)):
+            raise ParallelError(
+                f"logits with placements {logits.placements}: whole, or sharded over the vocabulary of a 1-D mesh"
+            )
+        if placement.is_shard():
+            group = mesh.get_group()
+            first = min(vocabulary, mesh.get_local_rank() * -(-vocabulary // mesh.size()))
+        logits = logits.to_local()
+    flat = logits.flatten(0, -2)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    if group is None:
+        total = torch.nn.functional.cross_entropy(
+            flat, labels.reshape(-1), reduction="sum", ignore_index=IGNORED
+        )
+    else:
+        total = cast(torch.Tensor, _Sharded.apply(flat, labels.reshape(-1), first, vocabulary, group))
+    return total / tokens
+
+
+def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Return how many labels count, on all ranks of `mesh` together; a scalar on the labels' device, int64.
+
+    Args:
+        labels: of all micro batches of a step on this rank.
+        mesh: 1-D: the ranks that read different data; None for this rank alone.
+    """
+    count = (labels != IGNORED).sum()
+    if mesh is not None and mesh.size() > 1:
+        dist.all_reduce(count, group=mesh.get_group())
+    return count
+
+
+class _Sharded(torch.autograd.Function):
+    """The sum of cross entropies of logits [tokens, share of the vocabulary], of which this rank's begin at `first`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, vocabulary: int, group: Any
+    ) -> torch.Tensor:
+        width = logits.shape[-1]
+        # A rank may hold none of the vocabulary.
+        largest = logits.amax(-1) if width else logits.new_full(labels.shape, -torch.inf)
+        largest = collectives.all_reduce(largest, "max", group)
+        exponentials = (logits - largest[:, None]).exp()
+        counts = labels != IGNORED
+        torch._assert_async(
+            (~counts | ((labels >= 0) & (labels < vocabulary))).all(), "a label outside of the vocabulary"
+        )
+        mine = counts & (labels >= first) & (labels < first + width)
+        index = torch.where(mine, labels - first, 0)[:, None]
+        own = (
+            torch.where(mine, logits.gather(-1, index)[:, 0], 0) if width else logits.new_zeros(labels.shape)
+        )
+        total = collectives.all_reduce(exponentials.sum(-1), "sum", group)
+        own = collectives.all_reduce(own, "sum", group)
+        ctx.save_for_backward(exponentials.div_(total[:, None]), index, mine, counts)
+        return torch.where(counts, total.log() + largest - own, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        probabilities, index, mine, counts = ctx.saved_tensors
+        gradient = probabilities
+        if gradient.shape[-1]:
+            gradient = gradient.scatter_add(-1, index, -mine[:, None].to(gradient.dtype))
+        return gradient * (grad * counts[:, None]), None, None, None, None

@@ -1,0 +1,214 @@
+"""The processes as a mesh: five axes, of which a degree of 1 is one too, and their combinations.
+
+    axis           size                         flattened   combines
+    pp             pipeline stages              dp          dp_replicate x dp_shard: who reads other data
+    dp_replicate   copies of the model          fsdp        dp_shard x cp: who shards parameters
+    dp_shard       shards of a copy             dp_cp       dp_replicate x dp_shard x cp: over whom the loss is averaged
+    cp             parts of a sequence
+    tp             parts of a layer
+
+All are slices of one root mesh, so that FSDP and tensor parallelism can combine theirs. Communicators
+cost memory, so none is made twice: axes of one rank share one, a combination in which only one axis
+is longer than 1 *is* that axis, under that axis' own name, and so with dp_cp where it equals dp or fsdp.
+
+Which degrees are possible is in degrees.py, the process group itself in process_group.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.degrees import Degrees
+
+_COMBINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+_ALIASES = {"batch": "dp", "loss": "dp_cp"}
+"""What torchtitan's ParallelDims calls them."""
+
+
+class Mesh:
+    """The meshes of this process, read like torchtitan's ParallelDims: degrees as attributes, meshes by name.
+
+    Building one is collective: every process of the group does so, with the same degrees, and in the
+    same order as other groups and meshes.
+
+    Args:
+        degrees: at most one of them -1.
+        device_type: "cpu", "cuda", …, what the meshes' tensors live on.
+
+    Raises:
+        ParallelError: no process group is up, or the degrees don't fit its size.
+    """
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    def __init__(self, degrees: Degrees, device_type: str):
+        if not dist.is_initialized():
+            raise ParallelError(
+                "a mesh needs a process group, and none is up: build it inside process_group()"
+            )
+        self.world_size = dist.get_world_size()
+        self.degrees = degrees.resolve(self.world_size)
+        vars(self).update(self.degrees.as_sizes())
+        self.world_mesh = _root(self.degrees.as_sizes(), device_type)
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._combined = self._combine()  # now, not when first asked for: making a group is collective
+
+    @property
+    def ep(self) -> int:
+        """1: experts are not split."""
+        return 1
+
+    @property
+    def dp_enabled(self) -> bool:
+        """Whether ranks read different data."""
+        return self.dp_replicate * self.dp_shard > 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several copies of the model."""
+        return self.dp_replicate > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether ranks that read different data shard the parameters."""
+        return self.dp_shard > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether a sequence is split."""
+        return self.cp > 1
+
+    @property
+    def dp_cp_enabled(self) -> bool:
+        """Whether the loss is a sum over ranks."""
+        return self.dp_enabled or self.cp_enabled
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.dp_shard_enabled or self.cp_enabled
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return self.tp > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.pp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """False."""
+        return self.ep > 1
+
+    def get_mesh(self, names: str | Sequence[str]) -> DeviceMesh:
+        """Return the mesh of one axis or combination, or of several, outermost first; of size 1 too.
+
+        Args:
+            names: "pp", "dp_replicate", "dp_shard", "cp", "tp", "dp" (or "batch"), "fsdp", "dp_cp" (or
+                "loss"), or several of them that don't overlap.
+
+        The same names give the same object each time.
+
+        Raises:
+            ParallelError: an unknown name, names that overlap, or not in the order of the axes.
+        """
+        key = tuple(_ALIASES.get(name, name) for name in ([names] if isinstance(names, str) else names))
+        if key not in self._meshes:
+            self._check(key)
+            single = [self._combined.get(name) or self.world_mesh[name] for name in key]
+            axes = tuple(name for mesh in single for name in mesh.mesh_dim_names or ())
+            sliced = set(axes) <= set(self.degrees.as_sizes())
+            self._meshes[key] = self.world_mesh[axes] if sliced else DeviceMesh._concatenate(single)
+        return self._meshes[key]
+
+    def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
+        """Return the mesh as `get_mesh` does; None if one of `names` has size 1 and is not "fsdp".
+
+        "fsdp" is always there, as in torchtitan: at size 1 FSDP still gives mixed precision.
+        """
+        names = [names] if isinstance(names, str) else list(names)
+        there = [name == "fsdp" or self.get_mesh(name).size() > 1 for name in names]
+        return self.get_mesh(names) if all(there) else None
+
+    def _combine(self) -> dict[str, DeviceMesh]:
+        made: dict[tuple[str, ...], DeviceMesh] = {}
+        combined = {}
+        for name, axes in _COMBINED.items():
+            long = tuple(axis for axis in axes if getattr(self, axis) > 1) or ("dp_shard",)
+            if long not in made:
+                made[long] = self.world_mesh[long] if len(long) == 1 else self.world_mesh[long]._flatten(name)
+                _copy_timeout(made[long])
+            combined[name] = made[long]
+        return combined
+
+    def _check(self, key: tuple[str, ...]) -> None:
+        order = list(self.degrees.as_sizes())
+        unknown = [name for name in key if name not in order and name not in _COMBINED]
+        if unknown or not key:
+            raise ParallelError(
+                f"no mesh is called {unknown[0] if unknown else key!r}: there are {', '.join([*order, *_COMBINED])}"
+            )
+        axes = [order.index(axis) for name in key for axis in _COMBINED.get(name, (name,))]
+        if axes != sorted(set(axes)):
+            raise ParallelError(
+                f"a mesh of {' and '.join(key)} can't be had: the order is {', '.join(order)}, each at most once"
+            )
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.degrees.as_sizes().items())
+        return f"Mesh({sizes}, {self.world_mesh.device_type!r})"
+
+
+def _root(sizes: dict[str, int], device_type: str) -> DeviceMesh:
+    """Return the mesh of all five axes, whose groups of one rank are one group."""
+    long = {name: size for name, size in sizes.items() if size > 1}
+    groups: dict[str, Any] = {}
+    if long:
+        mesh = init_device_mesh(device_type, tuple(long.values()), mesh_dim_names=tuple(long))
+        _copy_timeout(mesh)
+        groups = {name: mesh.get_group(name) for name in long}
+    if len(long) < len(sizes):
+        alone = _group_of_one()
+        groups |= {name: alone for name in sizes if name not in long}
+    return DeviceMesh.from_group(
+        [groups[name] for name in sizes],
+        device_type,
+        mesh=torch.arange(dist.get_world_size(), dtype=torch.int, device="cpu").view(*sizes.values()),
+        mesh_dim_names=tuple(sizes),
+    )
+
+
+def _group_of_one() -> dist.ProcessGroup:
+    """Return a group of this rank alone, without the world's other ranks making theirs here too."""
+    default = distributed_c10d._get_default_group()
+    if default.size() == 1:
+        return default
+    if default.bound_device_id is None:
+        return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    # NCCL splits a communicator then, in which all ranks have to take part.
+    return cast(dist.ProcessGroup, dist.split_group(split_ranks=[[rank] for rank in range(default.size())]))
+
+
+def _copy_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of `mesh` the default group's timeout: torch gives them its own."""
+    default = distributed_c10d._get_default_group()
+    options = getattr(default._get_backend(torch.device(mesh.device_type)), "options", None)
+    if options is not None:  # the fake group has none: nothing of it can time out
+        for group in mesh.get_all_groups():
+            distributed_c10d._set_pg_timeout(options._timeout, group)

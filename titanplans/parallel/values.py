@@ -1,0 +1,70 @@
+"""Whether all ranks hold the same values: those of a model that was not built on meta, before it is split."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanplans.errors import ParallelError
+
+_PIECE = 2**24
+"""Bytes at a time."""
+
+
+def check_equal_values(model: nn.Module, device: torch.device) -> None:
+    """Check that parameters and buffers of `model` are the same on every rank; tensors on meta are passed over.
+
+    FSDP and tensor parallelism take each rank's part of what that rank holds: of models with different first
+    values they make one that nobody built. Collective over all ranks: one all-reduce of three numbers a tensor.
+    Checksums are compared, of shape, bytes, and bytes by their place.
+
+    Args:
+        model: whole, not yet parallelised.
+        device: where collectives run.
+
+    Raises:
+        ParallelError: names what differs.
+    """
+    if dist.get_world_size() == 1:
+        return
+    named = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not tensor.is_meta
+    }
+    number = torch.tensor([len(named), -len(named)], device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    if number[0] != -number[1]:
+        raise ParallelError(
+            f"ranks have models of {-number[1]} to {number[0]} tensors with values: build the same model on every rank"
+        )
+    if not named:
+        return
+    sums = torch.tensor([_checksum(tensor) for tensor in named.values()], device=device)
+    both = torch.stack([sums, -sums])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    differ = (both[0] != -both[1]).any(-1).tolist()
+    if any(differ):
+        names = [name for name, other in zip(named, differ, strict=True) if other]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ParallelError(
+            f"ranks hold different values of {', '.join(names[:3])}{more}: build the model on meta, load the same weights, "
+            "or call torch.manual_seed with one number on every rank before it is built"
+        )
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> list[int]:
+    """Return three numbers that depend on the shape, the bytes, and where they are; sums modulo 2**64, cut to 62 bits."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    words, rest = data[: len(data) // 8 * 8], data[len(data) // 8 * 8 :]
+    plain, placed = (
+        int(rest.sum()),
+        int((rest.to(torch.int64) * torch.arange(1, len(rest) + 1, device=rest.device)).sum()),
+    )
+    for start in range(0, len(words), _PIECE):
+        # A copy where a tensor begins between two words.
+        piece = words[start : start + _PIECE].clone().view(torch.int64)
+        place = torch.arange(start // 8, start // 8 + len(piece), device=piece.device) * 2 + 1
+        plain += int(piece.sum())
+        placed += int(piece.mul_(place).sum())
+    return [hash(tuple(tensor.shape)) % 2**62, plain % 2**62, placed % 2**62]

@@ -1,0 +1,15 @@
+"""The proof: a plan's split model against the whole one, quantity by quantity, in units of rounding.
+
+    from titanplans.proof import verify
+
+    report = verify(lambda: MyModel(config), MyPlan)
+    print(report.table())
+
+No model library is imported. What is compared, and in which units, is said by `verify`; what a
+verdict is worth by plans/proof/tolerance.py.
+"""
+
+from titanplans.proof.grid import verify
+from titanplans.proof.report import CaseResult, Check, Finding, Localisation, Place, Refusal, Report
+
+__all__ = ["CaseResult", "Check", "Finding", "Localisation", "Place", "Refusal", "Report", "verify"]

@@ -1,0 +1,65 @@
+"""One tensor out of what the ranks hold of it, where nothing says how it was split.
+
+Only to say where an error is, never whether there is one: among the ways in which ranks can hold
+parts of a tensor the one that fits best is taken, and a wrong tensor could by chance fit one of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from titanplans.proof.tolerance import difference
+
+Candidate = tuple[str, list[torch.Tensor]]
+"""How the ranks' tensors were put together, and the whole ones that this gives, which should all be equal."""
+
+
+@dataclass
+class Fit:
+    """The way of putting the ranks' tensors together that comes nearest to what is expected."""
+
+    error: float
+    how: str
+    values: list[torch.Tensor]
+
+
+def best_fit(held: list[torch.Tensor], expected: torch.Tensor, *, sums: bool) -> Fit | None:
+    """Return how `held` by the ranks, in rank order, come nearest to `expected`; None if no way has its shape.
+
+    With `sums` they may also be parts of a sum over the ranks.
+    """
+    fits = [
+        Fit(max(difference(whole, expected) for whole in wholes), how, wholes)
+        for how, wholes in candidates(held, expected.shape)
+        if sums or not how.startswith("summed")
+    ]
+    return min(fits, key=lambda fit: fit.error, default=None)
+
+
+def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidate]:
+    """Yield each way in which the tensors `held` by the ranks, in rank order, may make one of `shape`."""
+    if any(tensor.ndim != len(shape) for tensor in held):
+        return
+    differing = [d for d in range(len(shape)) if any(tensor.shape[d] != shape[d] for tensor in held)]
+    if not differing:
+        yield "", held
+        yield "summed over the ranks", [torch.stack(held).sum(0)]
+    elif len(differing) == 1:
+        (dim,) = differing
+        for sharing in range(1, len(held)):
+            if len(held) % sharing == 0:
+                yield from _concatenations(held, dim, shape[dim], sharing)
+
+
+def _concatenations(held: list[torch.Tensor], dim: int, size: int, sharing: int) -> Iterator[Candidate]:
+    """Yield shards along `dim`, each held by `sharing` consecutive ranks, the last ones perhaps filled up."""
+    total = sum(tensor.shape[dim] for tensor in held[::sharing])
+    if not size <= total < size + len(held):
+        return
+    columns = [held[offset::sharing] for offset in range(sharing)]
+    note = f"the same on each {sharing} ranks" if sharing > 1 else ""
+    yield note, [torch.cat(column, dim).narrow(dim, 0, size) for column in columns]
+    if sharing > 1:
+        sums = [torch.stack(shards).sum(0) for shards in zip(*columns, strict=True)]
+        yield f"summed over each {sharing} ranks", [torch.cat(sums, dim).narrow(dim, 0, size)]

@@ -1,0 +1,187 @@
+"""The collectives of a split model beside the least that it needs, part by part, forward and backward.
+
+What is issued is seen by plans/proof/traffic.py, what is needed is said by plans/proof/communication_bound.py.
+Numbers of elements are of whole tensors, as the published formulas count; bytes are what one rank
+receives on a ring.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from titanplans.proof.communication_bound import Allowance, Bound, bound, exceeding, part_of
+from titanplans.proof.traffic import Collective, record_collectives
+from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.tensor_parallel.structure import Decoder, find_decoder, find_mixer, find_mlp, join
+
+_DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The collectives of one forward and backward of a split model, and the bound."""
+
+    collectives: tuple[Collective, ...]
+    """In the order in which they were issued."""
+
+    bounds: Mapping[str, Bound]
+    """By part: see `titanplans.proof.communication_bound`."""
+
+    kinds: Mapping[str, str]
+    """Class of each block, of its mixer and of its MLP, by the block's fully qualified name."""
+
+    gradients: Mapping[str, int]
+    """Bytes of each replicated parameter whose gradient is reduced once a step, by name."""
+
+    decoder: Decoder
+
+    def of(self, part: str, direction: str) -> list[Collective]:
+        """Return the collectives of a part, "forward" or "backward", in the order of issue."""
+        return [
+            c
+            for c in self.collectives
+            if _DIRECTIONS[c.backward] == direction and part_of(c.module, self.decoder) == part
+        ]
+
+    def needed(self, part: str, direction: str) -> tuple[Allowance, ...]:
+        """Return the collectives that a part needs, "forward" or "backward"."""
+        return self.bounds.get(part, Bound())[_DIRECTIONS.index(direction)]
+
+    def exceeding(self, part: str, direction: str) -> list[Collective]:
+        """Return those of a part's collectives that are more, or larger, than it needs."""
+        return exceeding(self.of(part, direction), self.needed(part, direction))
+
+    @property
+    def parts(self) -> list[str]:
+        """Blocks, then the ends, then whatever else issues a collective."""
+        issuers = (part_of(c.module, self.decoder) for c in self.collectives)
+        return list(dict.fromkeys([*self.bounds, *issuers]))
+
+    @property
+    def minimal(self) -> bool:
+        """Whether no part exceeds the bound."""
+        return not any(self.exceeding(part, direction) for part in self.parts for direction in _DIRECTIONS)
+
+    def lines(self) -> list[str]:
+        """Return a table, two lines for each kind of block and each end, and what exceeds the bound and where."""
+        rows = [("", "", "collectives", "needed", "received by a rank")]
+        over = []
+        for label, (part, *_) in self._alike():
+            for direction in _DIRECTIONS:
+                held, needed = self.of(part, direction), self.needed(part, direction)
+                if held or needed:
+                    received = _bytes(sum(c.received for c in held)) if held else ""
+                    what = _numbers([c.operation] for c in held), _numbers(a.operations for a in needed)
+                    rows.append(("" if rows[-1][0] == label else label, direction, *what, received))
+                over += [
+                    f"more than is needed: {direction} {_dashed(c.operation)} of {c.elements:,} elements "
+                    f"{'outside of the model' if c.module is None else f'at {c.module}' if c.module else 'in the model'}"
+                    for c in self.exceeding(part, direction)
+                ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return [*table, *over, *self._gradient_line()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the count as JSON has it: of parts that are alike, the first one's collectives."""
+        return {
+            "minimal": self.minimal,
+            "parts": [
+                {"name": label, "parts": parts}
+                | {
+                    direction: {
+                        "collectives": [
+                            c._asdict() | {"received": c.received} for c in self.of(parts[0], direction)
+                        ],
+                        "needed": [a._asdict() for a in self.needed(parts[0], direction)],
+                        "exceeding": [c._asdict() for c in self.exceeding(parts[0], direction)],
+                    }
+                    for direction in _DIRECTIONS
+                }
+                for label, parts in self._alike()
+            ],
+            "gradients": dict(self.gradients),
+        }
+
+    def _alike(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield blocks of one kind that issue the same together, every other part by itself."""
+        groups: dict[Any, list[str]] = {}
+        for part in self.parts:
+            issued = [tuple((c.operation, c.elements) for c in self.of(part, d)) for d in _DIRECTIONS]
+            groups.setdefault((self.kinds.get(part, part), *issued), []).append(part)
+        for (kind, *_), parts in groups.items():
+            yield (f"{len(parts)} x {kind}" if parts[0] in self.kinds else kind), parts
+
+    def _gradient_line(self) -> list[str]:
+        if not self.gradients:
+            return []
+        size = _bytes(sum(self.gradients.values()))
+        return [
+            f"once a step the gradients of {len(self.gradients)} replicated parameters are summed: {size}"
+        ]
+
+
+def count_communication(
+    model: nn.Module, run: Callable[[], object], options: TPOptions, *, batch: int, sequence: int
+) -> Communication:
+    """Count the collectives of one forward, loss and backward of a split model.
+
+    Args:
+        model: a causal language model that `apply_plan` has split, before FSDP, whose collectives would
+            count as too many; where it may run is said in plans/proof/traffic.py.
+        run: does one forward, the loss and its backward. With loss parallelism, a loss that
+            gathers the logits is counted too, and exceeds the bound.
+        options: those with which the model was split.
+        batch: sequences in the forward.
+        sequence: tokens in each.
+
+    Raises:
+        PlanError: the model has no blocks, or neither embedding nor head; or its activations are checkpointed.
+    """
+    decoder, bounds = find_decoder(model), bound(model, options, batch=batch, sequence=sequence)
+    with record_collectives(model) as collectives:
+        run()
+    kinds = {name: _kind(model.get_submodule(name)) for name in decoder.layers}
+    return Communication(tuple(collectives), bounds, kinds, summed_gradients(model), decoder)
+
+
+def summed_gradients(model: nn.Module) -> dict[str, int]:
+    """Return the replicated parameters of a split model whose gradient is a sum over the ranks: name and bytes.
+
+    Whoever reduces the gradients, FSDP or the optimizer, sums them once a step, outside of the backward.
+    """
+    seen: set[int] = set()
+    gradients = {}
+    for name, module in model.named_modules():
+        for key, (placement,) in module.__dict__.get("_gradient_placements", {}).items():
+            param = module._parameters[key]
+            assert param is not None, key
+            if placement.is_partial() and param.requires_grad and id(param) not in seen:
+                seen.add(id(param))
+                gradients[join(name, key)] = param.numel() * param.element_size()
+    return gradients
+
+
+def _kind(layer: nn.Module) -> str:
+    parts = [type(layer.get_submodule(n)).__name__ for n in (find_mixer(layer), find_mlp(layer)) if n]
+    return f"{type(layer).__name__} ({', '.join(parts)})"
+
+
+def _numbers(operations: Iterable[Iterable[str]]) -> str:
+    """Return how many there are of each, as words, where several names are alternatives."""
+    counts = Counter(" or ".join(map(_dashed, names)) for names in operations)
+    return ", ".join(f"{number} {names}" for names, number in sorted(counts.items())) or "none"
+
+
+def _dashed(operation: str) -> str:
+    return operation.replace("_", "-")
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} B"

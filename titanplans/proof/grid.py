@@ -1,0 +1,172 @@
+"""`verify`: every degree and every choice of options of one plan and one model, proved one after the other."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanplans.errors import PlanError
+from titanplans.proof.case import prove_cases
+from titanplans.proof.modes import exact_float8
+from titanplans.proof.reference import Reference
+from titanplans.proof.report import Refusal, Report
+from titanplans.proof.sample import moved, randomise, token_ids
+from titanplans.proof.tolerance import check_dtype
+from titanplans.proof.world import group_degree, grouped, simulated
+from titanplans.tensor_parallel.apply import check_plan
+from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
+from titanplans.tensor_parallel.plan import TPOptions
+
+DEGREES = (2, 4, 8)
+BOTH = (True, False)
+
+
+def verify(
+    model_fn: Callable[[], nn.Module],
+    plan: PlanSource = None,
+    *,
+    degrees: Sequence[int] | None = None,
+    loss_parallel: bool | None = None,
+    sequence_parallel: bool | None = None,
+    sequence_dim: int = 1,
+    inputs: Mapping[str, Any] | None = None,
+    seq_len: int = 16,
+    batch_size: int = 2,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    process_group: bool = False,
+    localise: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Prove that `plan` splits a model right: one training step, split and whole, quantity by quantity.
+
+    Compared are the loss, the logits, the gradient of every parameter (a missing one fails, and so
+    does one that the whole model does not have), the equality of all replicas on all ranks, the
+    gradient norm as a trainer computes it, the weights after one AdamW step, and that tied weights
+    are still one tensor. Tolerances are derived: see plans/proof/tolerance.py.
+
+    The model's parameters are given new values first (see plans/proof/sample.py), so that initial
+    ones, of zeros or ones, can't hide a wrong path; it runs in training mode.
+
+    Args:
+        model_fn: makes the model, with real weights, on the CPU (with `process_group` on the
+            device of its rank). Called once.
+        plan: as in `apply_plan`; None for the registered one.
+        degrees: which to prove; None for those of 2, 4 and 8 that the model allows, or with
+            `process_group` its size.
+        loss_parallel: True or False; None for both.
+        sequence_parallel: likewise.
+        sequence_dim: the dimension of the hidden states that is the sequence.
+        inputs: keyword arguments of the model's forward, tensors on any device; None for token ids.
+        seq_len: tokens in a sequence, if `inputs` is None.
+        batch_size: sequences, if `inputs` is None.
+        dtype: of weights and activations: float64 or float32.
+        seed: of weights, tokens and labels.
+        process_group: prove over the default process group, one rank a process, instead of
+            simulating all ranks here; every rank calls this and gets the same report.
+        localise: run failing cases again to find where they go wrong first.
+        progress: called with a few words before each step.
+
+    Raises:
+        PlanError: the plan does not fit the model; a degree that was named is refused; no degree
+            is accepted; the whole model does not run, or not in this dtype.
+    """
+    check_dtype(dtype)
+    tell = progress or (lambda words: None)
+    named = degrees is not None or process_group
+    if process_group:
+        degrees = [group_degree(degrees)]
+    degrees = DEGREES if degrees is None else tuple(degrees)
+    if not degrees or min(degrees) < 2:
+        raise PlanError(
+            f"degrees = {list(degrees)}: nothing is split, so nothing can be proved: name degrees of 2 or more"
+        )
+    model = model_fn().to(dtype).train()
+    if any(param.is_meta for param in model.parameters()):
+        raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
+    device = next(model.parameters()).device
+    grid = [
+        TPOptions(degree, loss, sequence, sequence_dim)
+        for degree, loss, sequence in itertools.product(
+            degrees,
+            BOTH if loss_parallel is None else (loss_parallel,),
+            BOTH if sequence_parallel is None else (sequence_parallel,),
+        )
+    ]
+    if inputs is None:
+        inputs = token_ids(model, batch_size, seq_len, sequence_dim, seed)
+    with exact_float8(model, dtype):
+        # A plan is code: what it does to a module must not be done to the one that it is compared with.
+        accepted, refused = _checked(_without_values(model), plan, grid, named)
+        randomise(model, seed)
+        if process_group:
+            _share(model)
+        tell("the whole model")
+        reference = Reference(model, moved(inputs, device, dtype), seed)
+        cases = []
+        for degree, group in itertools.groupby(accepted, key=lambda options: options.degree):
+            world = partial(grouped if process_group else simulated, degree, device)
+            cases += prove_cases(reference, plan, list(group), world, find=localise, tell=tell)
+    plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
+    subject = f"{type(model).__name__}, {plan_name}"
+    return Report(subject, str(dtype).removeprefix("torch."), tuple(cases), tuple(refused))
+
+
+def _checked(
+    model: nn.Module, plan: PlanSource, grid: Iterable[TPOptions], named: bool
+) -> tuple[list[TPOptions], list[Refusal]]:
+    """Return the cases that strict application accepts, and those that it refuses; a degree that was named it must not."""
+    accepted, refused = [], []
+    errors: list[PlanError] = []
+    for degree, group in itertools.groupby(grid, key=lambda options: options.degree):
+        reasons: dict[TPOptions, PlanError] = {}
+        for options in group:
+            try:
+                check_plan(
+                    model,
+                    degree,
+                    loss_parallel=options.loss_parallel,
+                    sequence_parallel=options.sequence_parallel,
+                    sequence_dim=options.sequence_dim,
+                    plan=plan,
+                )
+                accepted.append(options)
+            except PlanError as error:
+                reasons[options] = error
+        errors += reasons.values()
+        whole_degree = not any(options.degree == degree for options in accepted)
+        if whole_degree and named:
+            raise errors[-1]
+        if whole_degree and len({str(error) for error in reasons.values()}) == 1:
+            refused.append(Refusal(degree, None, None, str(errors[-1])))
+        else:
+            refused += [
+                Refusal(degree, o.loss_parallel, o.sequence_parallel, str(error))
+                for o, error in reasons.items()
+            ]
+    if not accepted:
+        raise errors[0]
+    return accepted, refused
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` on meta."""
+    with torch.no_grad():
+        values = {
+            id(tensor): nn.Parameter(tensor.to("meta"), tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else tensor.to("meta")
+            for tensor in itertools.chain(model.parameters(), model.buffers())
+        }
+    return copy.deepcopy(model, values)
+
+
+def _share(model: nn.Module) -> None:
+    """Give every rank the first one's parameters and buffers: what model_fn drew may differ."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)

@@ -1,0 +1,178 @@
+"""Where a failing case goes wrong first: the split model runs again, every module's output and its gradient compared.
+
+Only a pointer for the reader: the ranks' tensors are put together by what fits best
+(plans/proof/assemble.py), and the verdict does not rest on it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans.proof import step
+from titanplans.proof.assemble import best_fit
+from titanplans.proof.diagnose import diagnose
+from titanplans.proof.record import Recorder, gradient_key, module_name
+from titanplans.proof.reference import Reference
+from titanplans.proof.report import CaseResult, Finding, Localisation, Place, epsilons
+from titanplans.proof.tolerance import difference
+from titanplans.proof.world import World, wholes
+from titanplans.tensor_parallel.styles import Style
+
+BESIDE = 2
+"""How many right places are named beside a wrong one."""
+
+
+@dataclass
+class _Seen:
+    """A place, and what was compared there."""
+
+    place: Place
+    values: list[torch.Tensor]
+    """Each rank's whole tensor, or the one that all have."""
+
+    held: list[torch.Tensor] | None
+    """What each rank holds, where that might be a part of a sum."""
+
+    expected: torch.Tensor
+    unit: float
+
+
+def localise(
+    model: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    reference: Reference,
+    world: World,
+    case: CaseResult,
+) -> Localisation:
+    """Return where the split model differs first: forward or, if it does not there, backward.
+
+    Args:
+        model: split, fresh.
+        styles: its plan, by fully qualified name.
+        reference: the whole model, recorded.
+        world: the ranks.
+        case: the failing one.
+    """
+    search = _Search(model, styles, reference, world)
+    with torch.no_grad():
+        finding = search.first_off("forward", search.outputs())
+        if finding is None and not search.broke:
+            finding = search.first_off("backward", search.gradients())
+    notes = list(_notes(case))
+    if finding is None and not notes:
+        notes = [
+            f"{c.what} {c.where}: {epsilons(c.error)} epsilons".replace(" :", ":")
+            for c in case.checks
+            if not c.passed
+        ]
+    return Localisation((finding,) if finding else (), tuple(notes))
+
+
+def _notes(case: CaseResult) -> Iterator[str]:
+    """Yield what is not a matter of size."""
+    if case.localisation is not None:
+        yield from case.localisation.notes
+    yield from (f"{name}: no gradient, and the whole model has one" for name in case.missing)
+    yield from (f"{name}: a gradient, and the whole model has none" for name in case.unexpected)
+    for check in case.checks:
+        if not check.passed and check.what == "tied":
+            yield f"{check.where}: no longer one tensor"
+        if not check.passed and check.what == "replicas":
+            yield f"{check.where}: differs between the ranks"
+
+
+class _Search:
+    """One run of the split model, recorded, beside the whole model's. Arguments as those of `localise`."""
+
+    def __init__(
+        self, model: nn.Module, styles: Mapping[str, ParallelStyle], reference: Reference, world: World
+    ):
+        self.model, self.styles, self.reference, self.world = model, styles, reference, world
+        self.whole, self.units = reference.recorded()
+        self.broke = False
+        """It did not run to its end; what was recorded until then counts."""
+        try:
+            with Recorder(model) as self.split:
+                step.backward(step.forward(model, reference.inputs), reference.labels)
+        except step.FAILURES:
+            self.broke = True
+
+    def outputs(self) -> list[_Seen]:
+        """Return each module's output, in the order in which they finished."""
+        return [seen for key in self.whole.order if (seen := self._output(key, key)) is not None]
+
+    def gradients(self) -> list[_Seen]:
+        """Return, from the loss back, the gradient of each module's output and then of its own parameters."""
+        before = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        held = {n: None if _sharded(grad) else self.world.every(grad) for n, grad in before.items()}
+        step.reduce_gradients(self.model)
+        left = {n: p.grad for n, p in self.model.named_parameters() if n in self.reference.gradients}
+        places: list[_Seen] = []
+        for key in reversed(self.whole.order):
+            if (seen := self._output(gradient_key(key), f"gradient of the output of {key}")) is not None:
+                places.append(seen)
+            for name in [n for n in left if n.rpartition(".")[0] == module_name(key)]:
+                if (gradient := left.pop(name)) is not None:
+                    expected, unit = self.reference.gradients[name], self.reference.units[name]
+                    values = wholes(gradient, self.world)
+                    error = max(difference(value, expected) for value in values) / unit
+                    places.append(_Seen(Place(name, error), values, held[name], expected, unit))
+        return places
+
+    def _output(self, key: str, label: str) -> _Seen | None:
+        """Return the place of a recorded tensor; None if it was not recorded, or can't be put together."""
+        if key not in self.split.tensors or key not in self.units:
+            return None
+        tensor, expected, unit = self.split.tensors[key], self.whole.tensors[key], self.units[key]
+        held = wholes(tensor, self.world) if isinstance(tensor, DTensor) else self.world.every(tensor)
+        fit = best_fit(held, expected, sums=_may_be_partial(module_name(key), self.styles))
+        if fit is None:
+            return None
+        parts = held if all(one.shape == expected.shape for one in held) else None
+        return _Seen(Place(label, fit.error / unit, fit.how), fit.values, parts, expected, unit)
+
+    def first_off(self, direction: str, seen: list[_Seen]) -> Finding | None:
+        """Return the first place that is off, and right ones beside it: before it, or in the same module after it."""
+        tolerance = self.reference.tolerance
+        right = [one.place.error <= tolerance for one in seen]
+        if all(right):
+            return None
+        at = right.index(False)
+        first = seen[at]
+        after = [
+            one.place
+            for one, well in zip(seen[at + 1 :], right[at + 1 :], strict=True)
+            if well and direction == "backward" and _parent(one.place.name) == _parent(first.place.name)
+        ]
+        before = [one.place for one in reversed(seen[:at])]
+        beside = [*before[: BESIDE - bool(after)], *after][:BESIDE]
+        reason = diagnose(
+            first.values[0], first.held, first.expected, first.unit * tolerance, self.world.mesh.size()
+        )
+        return Finding(direction, replace(first.place, note=""), tuple(beside), reason)
+
+
+def _may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
+    """Whether a module's output, and its gradient, may be a part of a sum on each rank: inside a region only.
+
+    What closes a region, and what works on the stream after that, has the sum itself.
+    """
+    style = styles.get(name)
+    if isinstance(style, Style) and (style.closes or not style.inside):
+        return False
+    regions = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
+    foreign = not all(isinstance(style, Style) for style in styles.values())  # does not say where regions are
+    return foreign or any(name != key and name.startswith(f"{key}." if key else "") for key in regions)
+
+
+def _parent(name: str) -> str:
+    """Return the module that holds the module of a parameter, or of an output."""
+    return name.removeprefix("gradient of the output of ").rpartition(".")[0].rpartition(".")[0]
+
+
+def _sharded(gradient: torch.Tensor | None) -> bool:
+    return isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)

@@ -1,0 +1,110 @@
+"""Corrections of what a model's own code does during a proof.
+
+`Widen`: a model that computes a norm or a softmax in float32, whatever its inputs are, would hide
+everything below 1e-7; during a proof its float32 means the dtype of the proof.
+`einsum_by_rank`: torch.einsum asks for sizes in a way in which LocalTensorMode can't answer where
+they differ between the ranks.
+`exact_float8`: torchao emulates float8 products in float32, which would hide the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
+from torch.overrides import TorchFunctionMode
+
+from titanplans.errors import PlanError
+from titanplans.tensor_parallel.float8 import float8_linears
+
+
+class Widen(TorchFunctionMode):
+    """Let `dtype` stand wherever torch is asked for float32.
+
+    In the forward only: a function mode is not active in the backward of an autograd.Function.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float:
+            return args[0].to(self.dtype)
+        args = tuple(self.dtype if arg is torch.float32 else arg for arg in args)
+        return func(*args, **{k: self.dtype if v is torch.float32 else v for k, v in kwargs.items()})
+
+
+@contextmanager
+def einsum_by_rank() -> Iterator[None]:
+    """Run torch.einsum rank by rank on simulated shards of different sizes, where no gradient is asked for.
+
+    That is in the backward of fused kernels, which no function mode reaches: so the name is replaced.
+    """
+    original, by_rank = torch.einsum, maybe_run_for_local_tensor(torch.einsum)
+
+    def einsum(*args: Any, **kwargs: Any) -> Any:
+        uneven = not torch.is_grad_enabled() and any(map(_uneven, args))
+        return (by_rank if uneven else original)(*args, **kwargs)
+
+    torch.einsum = einsum
+    try:
+        yield
+    finally:
+        torch.einsum = original
+
+
+def _uneven(operand: Any) -> bool:
+    return isinstance(operand, LocalTensor) and any(isinstance(n, torch.SymInt) for n in operand.shape)
+
+
+@contextmanager
+def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Multiply float8 numbers in `dtype`, if `model` was converted to float8; nothing else is changed.
+
+    Casting to float8 is a staircase: where two models differ by the rounding of float64, a number ends on
+    another stair once in 10^14 times; by that of float32, in every run.
+
+    Raises:
+        PlanError: `dtype` is not float64, or the products are not emulated, so not in any dtype but their own.
+    """
+    linears = float8_linears(model)
+    if not linears:
+        yield
+        return
+    from torchao.float8 import float8_ops, float8_utils
+
+    name, linear = next(iter(linears.items()))
+    if dtype != torch.float64:
+        raise PlanError(
+            f"{name} is float8, and dtype = {dtype}: the rounding of {dtype} moves numbers across float8's steps, each "
+            "one by a sixteenth of itself, so whole and split can't be compared: prove it in torch.float64"
+        )
+    if not linear.config.emulate:
+        raise PlanError(
+            f"{name} multiplies float8 numbers in a kernel, which rounds to bfloat16 or float32: convert the model with "
+            "emulate=True to prove it"
+        )
+    table, operator, scale = (
+        float8_ops.FLOAT8_OPS_TABLE,
+        torch.ops.aten.mm.default,
+        float8_utils.amax_to_scale,
+    )
+
+    def multiply(func: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
+        a, b = args
+        return torch.mm(a._data.to(dtype) / a._scale.to(dtype), b._data.to(dtype) / b._scale.to(dtype))
+
+    def amax_to_scale(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():  # scales are float32, also under `Widen`
+            return scale(*args, **kwargs)
+
+    product = table[operator]
+    table[operator], float8_utils.amax_to_scale = multiply, amax_to_scale
+    try:
+        yield
+    finally:
+        table[operator], float8_utils.amax_to_scale = product, scale

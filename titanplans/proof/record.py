@@ -1,0 +1,81 @@
+"""What every module gives out, and the gradient that comes back to it, recorded by hooks in the order of the run."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.tensor_parallel.float8 import is_cast
+
+
+class Recorder:
+    """A context in which `model` is run forward and backward; afterwards holds what its modules gave.
+
+    `tensors` has "name" for a module's output and "name'" for the gradient of that output, detached;
+    a module that runs again has a number after its name. `order` lists the names as they finished.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.order: list[str] = []
+        self.running: list[str] = []
+        """Modules that began and have not ended: after an exception, the last is where it happened."""
+        self.model = model
+        self._times: Counter[str] = Counter()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "Recorder":
+        for name, module in self.model.named_modules():
+            # Before the plan's own hooks at a module's entry, and after those at its exit.
+            self._handles.append(
+                module.register_forward_pre_hook(
+                    lambda *_, name=name: self.running.append(name), prepend=True
+                )
+            )
+            self._handles.append(
+                module.register_forward_hook(lambda _m, _a, out, name=name: self._finished(name, out))
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _finished(self, name: str, output: Any) -> None:
+        self.running.pop()
+        tensor = _first_tensor(output)
+        if not name or tensor is None or not tensor.is_floating_point():
+            return
+        self._times[name] += 1
+        key = name if self._times[name] == 1 else f"{name} (run {self._times[name]})"
+        self.order.append(key)
+        self.tensors[key] = tensor.detach()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._came_back(key, grad))
+
+    def _came_back(self, key: str, grad: torch.Tensor) -> None:
+        # What comes in float8 was cast on its way; in the whole model that is still to be done.
+        if not is_cast(grad):
+            self.tensors[gradient_key(key)] = grad.detach()
+
+
+def gradient_key(key: str) -> str:
+    """Return the key of the gradient of the output that `key` names."""
+    return f"{key}'"
+
+
+def module_name(key: str) -> str:
+    """Return the module's name behind a key of a Recorder."""
+    return key.rstrip("'").partition(" ")[0]
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return next((t for t in map(_first_tensor, output.values()) if t is not None), None)
+    if isinstance(output, tuple | list):
+        return next((t for t in map(_first_tensor, output) if t is not None), None)
+    return None

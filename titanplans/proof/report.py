@@ -1,0 +1,171 @@
+"""What a proof returns: plain frozen data. How it is printed is plans/proof/table.py."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity of the split model against the same one of the whole model."""
+
+    what: str
+    """runs, loss, logits, gradients, replicas, norm, AdamW or tied."""
+
+    error: float
+    """The worst difference, in epsilons: units of what one rounding of every weight changes."""
+
+    tolerance: float
+    """The most that sums in another order may differ by, in epsilons."""
+
+    where: str = ""
+    """The parameter with the worst difference; empty for what is one for the whole model."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is one of rounding. A difference that is not a number is not."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module's output, that output's gradient, or a parameter's gradient."""
+
+    name: str
+    error: float
+    """In epsilons."""
+
+    note: str = ""
+    """How the ranks' tensors were put together, where that says something."""
+
+    def __str__(self) -> str:
+        return f"{self.name}{f' ({self.note})' if self.note else ''} {epsilons(self.error)}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where an error first appears in one direction."""
+
+    direction: str
+    """forward or backward."""
+
+    first: Place
+    healthy: tuple[Place, ...]
+    """The nearest that were right before it in this direction, the nearest first."""
+
+    reason: str = ""
+    """What the error is, where that is certain: "exactly 2 times too large"."""
+
+    def __str__(self) -> str:
+        reason = f", {self.reason}" if self.reason else ""
+        beside = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
+        note = f" ({self.first.note})" if self.first.note else ""
+        error = epsilons(self.first.error)
+        return f"{self.direction}: first off at {self.first.name}{note}: {error} epsilons{reason}{beside}"
+
+
+@dataclass(frozen=True)
+class Localisation:
+    """Where a failing case goes wrong first, forward and backward."""
+
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What is not a matter of place: an exception, a missing gradient, weights no longer tied."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was found, a sentence each."""
+        yield from map(str, self.findings)
+        yield from self.notes
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One degree with one choice of options."""
+
+    degree: int
+    loss_parallel: bool
+    sequence_parallel: bool
+    checks: tuple[Check, ...]
+    missing: tuple[str, ...] = ()
+    """Parameters with a gradient in the whole model and none in the split one."""
+
+    unexpected: tuple[str, ...] = ()
+    """Parameters with a gradient in the split model and none in the whole one."""
+
+    localisation: Localisation | None = None
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed and no gradient is missing or unexpected."""
+        return all(c.passed for c in self.checks) and not self.missing and not self.unexpected
+
+    @property
+    def worst(self) -> str:
+        """The first check that failed, and where; if all passed, the one nearest to its tolerance."""
+        failed = [check for check in self.checks if not check.passed]
+        nearest = failed[0] if failed else max(self.checks, key=lambda c: c.error / max(c.tolerance, 1.0))
+        if (absent := self.missing or self.unexpected) and nearest.what not in ("loss", "logits"):
+            return f"gradients {absent[0]}"
+        return f"{nearest.what} {nearest.where}".strip()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A degree, with the options if only some are refused, that strict application does not accept."""
+
+    degree: int
+    loss_parallel: bool | None
+    sequence_parallel: bool | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on one plan and one model."""
+
+    subject: str
+    """The model's class and the plan's."""
+
+    dtype: str
+    cases: tuple[CaseResult, ...]
+    refused: tuple[Refusal, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case passed. What was refused was not proved, and says so in the table."""
+        return bool(self.cases) and all(case.passed for case in self.cases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON has it, verdicts included; numbers that are not finite as strings."""
+        cases = [
+            _plain(asdict(case)) | {"passed": case.passed, "checks": [_check(c) for c in case.checks]}
+            for case in self.cases
+        ]
+        return _plain(asdict(self)) | {"passed": self.passed, "cases": cases}
+
+    def table(self) -> str:
+        """Return the report as text (see plans/proof/table.py)."""
+        from titanplans.proof.table import table
+
+        return table(self)
+
+
+def _check(check: Check) -> dict[str, Any]:
+    return _plain(asdict(check)) | {"passed": check.passed}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def epsilons(error: float) -> str:
+    """Return a number of epsilons in at most seven characters."""
+    if not math.isfinite(error):
+        return str(error)
+    return f"{error:.1f}" if error < 1000 else f"{error:.1e}"

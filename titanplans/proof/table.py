@@ -1,0 +1,84 @@
+"""A report as text: one row a case, and beneath what is wrong with the failing ones."""
+
+from collections.abc import Iterator
+
+from titanplans.proof.report import CaseResult, Localisation, Report, epsilons
+
+CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
+HEAD = ("tp", "loss", "sequence", *CHECKS, "verdict", "worst")
+
+
+def table(report: Report) -> str:
+    """Return `report` as text, its numbers in epsilons."""
+    rows = [_row(case) for case in report.cases]
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    lines = [
+        f"{report.subject}, {report.dtype}",
+        "",
+        _line(HEAD, widths),
+        *(_line(row, widths) for row in rows),
+        "",
+    ]
+    return "\n".join([*lines, *_failures(report), *_refusals(report), *_legend(report)])
+
+
+def _row(case: CaseResult) -> tuple[str, ...]:
+    errors = {check.what: epsilons(check.error) for check in case.checks}
+    if case.missing:
+        errors["gradients"] = "missing"
+    return (
+        str(case.degree),
+        "sharded" if case.loss_parallel else "whole",
+        "sharded" if case.sequence_parallel else "whole",
+        *(errors.get(what, "-") for what in CHECKS),
+        "right" if case.passed else "WRONG",
+        case.worst,
+    )
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    numbers = range(3, 3 + len(CHECKS))
+    return "  ".join(
+        cell.rjust(width) if i in numbers or i == 0 else cell.ljust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ).rstrip()
+
+
+def _failures(report: Report) -> Iterator[str]:
+    """Yield what is wrong, once for all cases in which the same is wrong at the same place."""
+    alike: dict[object, list[CaseResult]] = {}
+    for case in report.cases:
+        if not case.passed:
+            found = case.localisation or Localisation()
+            places = tuple((f.direction, f.first.name, f.reason) for f in found.findings)
+            alike.setdefault((places, found.notes), []).append(case)
+    for cases in alike.values():
+        yield f"wrong: {'; '.join(map(_name, cases))}"
+        found = cases[0].localisation
+        yield from (f"  {line}" for line in found.lines()) if found else [f"  {cases[0].worst}"]
+        yield ""
+
+
+def _name(case: CaseResult) -> str:
+    on = [w for w, o in (("loss", case.loss_parallel), ("sequence", case.sequence_parallel)) if o]
+    return f"tp {case.degree}, {' and '.join(on) or 'nothing'} sharded"
+
+
+def _refusals(report: Report) -> Iterator[str]:
+    for refusal in report.refused:
+        options = "".join(
+            f", {what} {'sharded' if on else 'whole'}"
+            for what, on in (("loss", refusal.loss_parallel), ("sequence", refusal.sequence_parallel))
+            if on is not None
+        )
+        yield f"not proved: tp {refusal.degree}{options}: {refusal.reason}"
+
+
+def _legend(report: Report) -> Iterator[str]:
+    tolerances = {check.tolerance for case in report.cases for check in case.checks if check.what == "loss"}
+    wrong = sum(not case.passed for case in report.cases)
+    verdict = (
+        f"{wrong} of {len(report.cases)} cases WRONG" if wrong else f"all {len(report.cases)} cases right"
+    )
+    allowed = f"; sums in another order may differ by {epsilons(max(tolerances))}" if tolerances else ""
+    yield f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}; replicas must be equal."

@@ -1,0 +1,169 @@
+"""`apply_plan`: a plan onto a model, strictly, in place; `check_plan`: the same refusals without a mesh.
+
+Everything that can be refused is refused before a weight moves. Afterwards every parameter is a
+DTensor on the TP mesh, and tied weights are one. A `ParallelStyle` that is not ours says what it
+does only by doing it: what such a one leaves undone is found afterwards, and is an error then.
+"""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanplans.errors import PlanError
+from titanplans.tensor_parallel.checks import (
+    check_coverage,
+    check_degree,
+    check_keys,
+    check_mixers,
+    check_regions,
+    check_styles,
+    check_tied,
+    sizes,
+    tied_parameters,
+)
+from titanplans.tensor_parallel.collectives import Border
+from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
+from titanplans.tensor_parallel.float8 import recipe_of
+from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
+from titanplans.tensor_parallel.inputs import begin_stream, guard_inputs
+from titanplans.tensor_parallel.local import ParameterMemo
+from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
+from titanplans.tensor_parallel.structure import find_decoder, find_mixers
+from titanplans.tensor_parallel.styles import Colwise, Style
+from titanplans.tensor_parallel.user_code import told_in_one_line
+from titanplans.tensor_parallel.vocab import VocabEmbedding
+
+
+def check_plan(
+    model: nn.Module,
+    tp_degree: int,
+    *,
+    loss_parallel: bool = True,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 1,
+    plan: PlanSource = None,
+) -> Plan:
+    """Resolve the plan of `model` and check it, moving nothing and needing no process group.
+
+    Args:
+        model: a causal language model, on any device, meta included.
+        tp_degree: number of ranks over which each layer is to be split.
+        loss_parallel: keep the logits sharded over the vocabulary.
+        sequence_parallel: shard the sequence between the regions.
+        sequence_dim: the dimension of the hidden states that is the sequence.
+        plan: a plan of the user's own (a TPPlan class, its "module:Class", or a dict of module
+            names and styles); None looks up the one registered for `model.config.model_type`.
+
+    Returns:
+        The styles by fully qualified module name.
+
+    Raises:
+        PlanError: there is no such plan; a key matches no module; a parameter is covered by no key;
+            a split module stands outside a region; the degree does not divide a size.
+    """
+    recipe = recipe_of(model)
+    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, recipe)
+    return _checked(resolve_plan(plan, model, options), model)
+
+
+def _checked(source: TPPlan, model: nn.Module) -> Plan:
+    options = source.options
+    name = type(source).__name__
+    with told_in_one_line(f"plan {name}"):
+        styles = source.full_plan(model)
+    check_keys(styles, model, name)
+    check_coverage(styles, model, name)
+    check_regions(styles)
+    check_mixers(styles, model, options)
+    check_styles(styles, model)
+    check_tied(styles, model)
+    check_degree(list(sizes(styles, source, model)), options)
+    check_float8(styles, model, options.degree)
+    check_torchao_styles(styles, model)
+    return styles
+
+
+def apply_plan(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    *,
+    loss_parallel: bool = True,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 1,
+    plan: PlanSource = None,
+) -> Plan:
+    """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile and FSDP.
+
+    The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a
+    DTensor, `Shard(-1)`, if `loss_parallel`). Its parameters may lie on meta; real ones are taken
+    from the mesh's first rank.
+
+    Args and errors: see `check_plan`. Returns the styles by fully qualified module name.
+    """
+    if tp_mesh.ndim != 1:
+        raise PlanError(
+            f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
+        )
+    recipe = recipe_of(model)
+    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim, recipe)
+    source = resolve_plan(plan, model, options)
+    styles = _checked(source, model)
+    check_torchao_styles(styles, model, dist.get_backend(tp_mesh.get_group()))
+    tied = tied_parameters(model)
+    memo = ParameterMemo()
+    for key, crossing in float8_crossings(styles, model).items():
+        model.get_submodule(key).__dict__["_float8_crossing"] = crossing
+    for key, style in styles.items():
+        module = model.get_submodule(key)
+        module.__dict__["_plan_key"] = key  # for errors at run time
+        if isinstance(style, Style):
+            style.apply(module, tp_mesh, memo)
+        elif style._apply(module, tp_mesh) is not module:
+            raise PlanError(
+                f"plan key '{key}': {type(style).__name__} replaced the module; a style works in place"
+            )
+    _check_distributed(model, styles)
+    _check_still_tied(model, tied)
+    _set_local_attributes(model, source, styles)
+    begins_stream = _embedding_begins_stream(model, styles)
+    if sequence_parallel and not begins_stream:
+        begin_stream(model.get_submodule(find_decoder(model).layers[0]), Border(tp_mesh, source.stream))
+    guard_inputs(model, loss_parallel=loss_parallel, stream=source.stream, begins_stream=begins_stream)
+    return styles
+
+
+def _set_local_attributes(model: nn.Module, source: TPPlan, styles: Plan) -> None:
+    """Let the mixers whose heads are split count this rank's."""
+    for name, mixer in find_mixers(model).items():
+        inside = [style for key, style in styles.items() if key.startswith(f"{name}.")]
+        if any(isinstance(style, Colwise) for style in inside):
+            for attribute, value in source.plan_of(mixer).local_attributes(mixer).items():
+                setattr(mixer, attribute, value)
+
+
+def _embedding_begins_stream(model: nn.Module, styles: Plan) -> bool:
+    """Whether the embedding's output is laid out as the stream; a style that is not ours is taken to do it."""
+    ours = [style.begins_stream for style in styles.values() if isinstance(style, VocabEmbedding)]
+    if ours:
+        return any(ours)
+    embedding = find_decoder(model).embedding
+    return embedding is not None and not isinstance(styles[embedding], Style)
+
+
+def _check_distributed(model: nn.Module, styles: Plan) -> None:
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            key = name.rpartition(".")[0]
+            raise PlanError(
+                f"plan key '{key}': {type(styles[key]).__name__} left parameter '{name}' a plain tensor"
+            )
+
+
+def _check_still_tied(model: nn.Module, groups: list[list[str]]) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for names in groups:
+        if len({id(parameters[name]) for name in names}) > 1:
+            raise PlanError(
+                f"parameters {' and '.join(names)} were tied and no longer are: give both a style of this plan"
+            )

@@ -1,0 +1,118 @@
+"""A plan of the user's own, in each form in which a job can name one.
+
+[model]
+plan = "gla"                          a registered name
+plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
+[model.plan]                          patterns of module names, each with a style's name
+"model.embeddings" = "vocab_embedding"
+"model.layers.*.attn" = "attn_input"
+"""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans.errors import PlanError
+from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
+from titanplans.tensor_parallel.registry import plan_for_model, registered_plans
+from titanplans.tensor_parallel.structure import find_mixers
+from titanplans.tensor_parallel.user_code import import_module, told_in_one_line
+
+PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
+
+STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
+    "attn_input": lambda plan, mixer: plan.attn_input()[""],
+    "attn_region": lambda plan, mixer: plan.attn_region()[""],
+    "mlp_input": lambda plan, mixer: plan.mlp_input()[""],
+    "mlp_region": lambda plan, mixer: plan.mlp_region()[""],
+    "colwise": lambda plan, mixer: plan.colwise(),
+    "kv_colwise": lambda plan, mixer: plan.colwise() if mixer is None else plan.kv_colwise(mixer),
+    "rowwise": lambda plan, mixer: plan.rowwise(),
+    "rowwise_partial": lambda plan, mixer: plan.rowwise(reduce_output=False),
+    "replicated": lambda plan, mixer: plan.replicated(),
+    "sequence_parallel": lambda plan, mixer: plan.sequence_parallel(),
+    "no_parallel": lambda plan, mixer: plan.no_parallel(),
+    "vocab_embedding": lambda plan, mixer: plan.vocab_embedding(),
+    "vocab_embedding_begins_stream": lambda plan, mixer: plan.vocab_embedding(begins_stream=True),
+    "vocab_head": lambda plan, mixer: plan.vocab_head(),
+}
+"""Names of styles in a plan that is given as a dict, and the TPPlan method behind each, given the mixer around."""
+
+
+class DictPlan(TPPlan):
+    """A plan given as a dict: `*` stands for one part of a module name, and each pattern must match."""
+
+    def __init__(self, options: TPOptions, patterns: Mapping[str, str | ParallelStyle]):
+        super().__init__(options)
+        self.patterns = patterns
+
+    def full_plan(self, model: nn.Module) -> Plan:
+        plan: Plan = {}
+        origin: dict[str, str] = {}
+        names = [name for name, _ in model.named_modules()]
+        mixers = find_mixers(model)
+        for pattern, style in self.patterns.items():
+            matched = [name for name in names if _matches(name, pattern)]
+            if not matched:
+                plan[pattern] = self._style(
+                    pattern, style, None
+                )  # strict application refuses it by this name
+            for name in matched:
+                if name in plan:
+                    raise PlanError(
+                        f"plan keys '{origin[name]}' and '{pattern}' both match {name}: make them disjoint"
+                    )
+                mixer = next((m for path, m in mixers.items() if name.startswith(path + ".")), None)
+                plan[name], origin[name] = self._style(pattern, style, mixer), pattern
+        return plan
+
+    def _style(self, pattern: str, style: str | ParallelStyle, mixer: nn.Module | None) -> ParallelStyle:
+        if isinstance(style, ParallelStyle):
+            return style
+        if style not in STYLES:
+            raise PlanError(
+                f"plan key '{pattern}' = {style!r}: no such style; there are {', '.join(sorted(STYLES))}"
+            )
+        return STYLES[style](self, mixer)
+
+
+def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TPPlan:
+    """Return the plan that `source` names for `model`; None looks the registered one up.
+
+    Raises:
+        PlanError: nothing is registered under that name, the module or its attribute does not
+            exist, or it is neither a TPPlan class nor a dict.
+    """
+    if source is None:
+        return plan_for_model(model)(options)
+    if isinstance(source, str):
+        source = _load(source)
+    if isinstance(source, Mapping):
+        return DictPlan(options, source)
+    if isinstance(source, type) and issubclass(source, TPPlan):
+        with told_in_one_line(f"{source.__name__} can't be made of its options"):
+            return source(options)
+    raise PlanError(f"plan = {source!r}: neither a TPPlan class nor a dict of module names and styles")
+
+
+def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        registered = registered_plans()
+        if name not in registered:
+            raise PlanError(
+                f"plan = '{name}': not registered (there are {', '.join(registered)}); "
+                "a plan of your own is named 'module:Class'"
+            )
+        return registered[name]
+    module = import_module(module_name, f"plan = '{name}'")
+    if not hasattr(module, attribute):
+        raise PlanError(f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'")
+    return getattr(module, attribute)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))

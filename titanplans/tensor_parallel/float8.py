@@ -1,0 +1,73 @@
+"""Which modules of a model torchao has converted to float8, and by which recipe.
+
+That they are converted, and which, is decided before a plan is applied (`titanplans.parallel.float8`). What a split one
+computes is in `float8_linear`, how a sequence crosses a border in float8 in `float8_border`, what is refused
+in `float8_checks`. torchao is not imported before a model holds one of its modules.
+"""
+
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from titanplans.errors import PlanError
+
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+
+ALIGNMENT = 16
+"""Both sizes of each matrix in a float8 product are multiples of it: cuBLAS's and CUTLASS's kernels load 16 bytes."""
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Whether `module` is a Linear that torchao has converted, split by a plan or not."""
+    return any(
+        cls.__name__ == "Float8Linear" and cls.__module__ == "torchao.float8.float8_linear"
+        for cls in type(module).__mro__
+    )
+
+
+def is_cast(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is torchao's, of float8 numbers and their scale."""
+    return type(tensor).__name__ == "Float8TrainingTensor"
+
+
+def float8_linears(model: nn.Module) -> dict[str, Any]:
+    """Return the converted modules of `model` by fully qualified name."""
+    return {name: module for name, module in model.named_modules() if is_float8(module)}
+
+
+def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
+    """Return the recipe by which the Linear modules of `model` were converted.
+
+    Raises:
+        PlanError: by several, or by a config of one's own, whose scales no style knows.
+    """
+    found: dict[str, str] = {}
+    for name, module in float8_linears(model).items():
+        recipe = _recipe_of_config(module.config)
+        if recipe is None:
+            raise PlanError(
+                f"{name} (Float8Linear) has a config that is none of {', '.join(RECIPES)}, and no plan splits it: convert "
+                "the model by one of these, or this module not at all"
+            )
+        found.setdefault(recipe, name)
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise PlanError(
+            f"{first} is converted to float8 by the recipe {one} and {second} by {other}: one recipe a model"
+        )
+    return next(iter(found), "none")  # type: ignore[return-value]
+
+
+@cache
+def _recipe_of_config(config: Any) -> Recipe | None:
+    from torchao.float8 import Float8LinearConfig
+
+    casts = [name for name in vars(config) if name.startswith("cast_config") or name.startswith("round_")]
+    for recipe in RECIPES:
+        known = Float8LinearConfig.from_recipe_name(recipe)
+        if all(getattr(config, name) == getattr(known, name) for name in casts):
+            return recipe
+    return None

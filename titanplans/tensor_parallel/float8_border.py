@@ -1,0 +1,118 @@
+"""A border that a sequence crosses in float8: cast once, with the scale of the whole, and gathered as bytes.
+
+For the recipe tensorwise, where a tensor has one scale, as torchao's float8 parallel styles do it for DTensors:
+
+    border   what crosses in float8
+    enter    the activations in the forward, for all projections behind it; gradients are summed, and stay as they are
+    leave    the gradients of the output in the backward; the output is summed, and stays as it is
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+    hp_tensor_and_scale_to_float8,
+)
+from torchao.float8.float8_utils import tensor_to_scale
+
+from titanplans.tensor_parallel.collectives import (
+    Border,
+    Group,
+    Stream,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+from titanplans.tensor_parallel.float8 import float8_linears
+
+
+class Float8Border(Border):
+    """As `Border`, with what crosses it in float8.
+
+    Args:
+        mesh: the 1-D TP mesh.
+        stream: the residual stream.
+        module: the region's, which holds converted modules.
+        enter: the sequence enters in float8: `module` is called with a `Float8TrainingTensor`.
+        leave: gradients of what leaves come back in float8, as a `Float8TrainingTensor`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, stream: Stream, module: nn.Module, *, enter: bool, leave: bool):
+        super().__init__(mesh, stream)
+        linear = next(iter(float8_linears(module).values()))
+        self.casts_input, self.casts_gradient = enter, leave
+        self.mm_config = linear.linear_mm_config
+        self.dtype = linear.config.cast_config_input.target_dtype
+        self.gradient_dtype = linear.config.cast_config_grad_output.target_dtype
+        # gloo knows no float8; a byte is a byte. NCCL's gather in float8 is what async tensor parallelism looks for.
+        self.as_bytes = dist.get_backend(mesh.get_group()) == "gloo"
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.casts_input:
+            return super().enter(x)
+        if torch.is_autocast_enabled():  # CUDA's alone, as torchao's modules do before they cast
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        dim, length = self.stream.dim, self.stream.length
+        if dim is not None:
+            self.check_shard(x)
+        return _Enter.apply(x, dim, length, self.group, self.as_bytes, self.mm_config, self.dtype)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.casts_gradient or self.stream.dim is None:
+            return super().leave(x)
+        dtype = self.gradient_dtype
+        return _Leave.apply(x, self.stream.dim, self.group, self.as_bytes, self.mm_config, dtype)
+
+
+@torch._dynamo.allow_in_graph
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, dim, length, group, as_bytes, mm_config, dtype):
+        ctx.dim, ctx.group = dim, group
+        return _cast_and_gather(x, dim, length, group, as_bytes, mm_config, dtype, GemmInputRole.INPUT)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        summed = all_reduce(grad, ctx.group) if ctx.dim is None else reduce_scatter(grad, ctx.dim, ctx.group)
+        return summed, None, None, None, None, None, None
+
+
+@torch._dynamo.allow_in_graph
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, dim, group, as_bytes, mm_config, dtype):
+        ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
+        ctx.as_bytes, ctx.mm_config, ctx.dtype = as_bytes, mm_config, dtype
+        return reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        where = ctx.dim, ctx.length, ctx.group, ctx.as_bytes
+        cast = _cast_and_gather(grad, *where, ctx.mm_config, ctx.dtype, GemmInputRole.GRAD_OUTPUT)
+        return cast, None, None, None, None, None
+
+
+def _cast_and_gather(
+    x: torch.Tensor,
+    dim: int | None,
+    length: int,
+    group: Group,
+    as_bytes: bool,
+    mm_config: LinearMMConfig,
+    dtype: torch.dtype,
+    role: GemmInputRole,
+) -> Float8TrainingTensor:
+    """Cast `x` and gather it along `dim`; None: it is whole on every rank."""
+    scale = tensor_to_scale(x, dtype)
+    if dim is not None:
+        scale = all_reduce(scale, group, "min")  # of the largest number on any rank
+    data = hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role)._data
+    if dim is not None:
+        data = all_gather(data.view(torch.uint8) if as_bytes else data, dim, length, group).view(dtype)
+    return Float8TrainingTensor(data, scale, x.dtype, mm_config, role)

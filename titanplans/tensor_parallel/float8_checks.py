@@ -1,0 +1,138 @@
+"""Float8 under a plan: sizes that a rank can multiply, and which borders the sequence crosses in float8."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans.errors import PlanError, either
+from titanplans.tensor_parallel.float8 import ALIGNMENT, float8_linears, is_float8, recipe_of
+from titanplans.tensor_parallel.styles import Colwise, KVColwise, Region, Rowwise, VocabHead
+
+
+def check_float8(plan: Mapping[str, ParallelStyle], model: nn.Module, degree: int) -> None:
+    """Refuse a degree at which a rank's share of a converted module is not aligned for float8.
+
+    Raises:
+        PlanError: naming the module, its sizes, and what would work.
+    """
+    converted = float8_linears(model)
+    for key, style in plan.items():
+        if (module := converted.get(key)) is None:
+            continue
+        for side, size, suits in _sizes(style, module):
+            if suits(degree):
+                continue
+            works = [d for d in range(2, degree) if suits(d)]
+            instead = f", or set tensor_parallel_degree to {either(works)}" if works else ""
+            raise PlanError(
+                f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): tensor_parallel_degree = "
+                f"{degree} does not split its {size} {side} into multiples of {ALIGNMENT}, as float8 products need: "
+                f"leave it out of float8 (filter '{key.rpartition('.')[2]}'){instead}"
+            )
+
+
+def _sizes(style: ParallelStyle, module: Any) -> Iterator[tuple[str, int, Callable[[int], bool]]]:
+    """Yield what the degree splits: the side, its size, and whether a degree gives aligned shares of it."""
+    if isinstance(style, KVColwise):
+        size, heads = module.out_features, style.heads
+        yield "outputs", size, lambda d: not size % (min(d, heads) * ALIGNMENT)
+    elif isinstance(style, (Colwise, VocabHead)):
+        size = module.out_features
+        yield "outputs", size, lambda d: not size % (d * ALIGNMENT)
+    elif isinstance(style, Rowwise):
+        size = module.in_features
+        yield "inputs", size, lambda d: not size % (d * ALIGNMENT)
+
+
+def check_torchao_styles(
+    plan: Mapping[str, ParallelStyle], model: nn.Module, backend: str | None = None
+) -> None:
+    """Refuse torchao's own float8 styles where they would be wrong, or fail.
+
+    Their guard asks whether scales are dynamic, not whether a tensor has one, so that rows pass it.
+
+    Args:
+        plan: a user's, which may hold any ParallelStyle.
+        model: not yet split.
+        backend: of the TP group; None: not known yet.
+
+    Raises:
+        PlanError: by rows; on what is not converted; over gloo, which has no float8.
+    """
+    recipe = recipe_of(model)
+    for key, style in plan.items():
+        if type(style).__module__ != "torchao.float8.float8_tensor_parallel":
+            continue
+        name, module = type(style).__name__, model.get_submodule(key)
+        converted = any(map(is_float8, module.modules()))
+        for wrong, why in (
+            (not converted, f"{type(module).__name__} is not converted to float8: convert the model first"),
+            (
+                recipe != "tensorwise",
+                f"it gathers with one scale a tensor, and the recipe is {recipe}: take tensorwise",
+            ),
+            (backend == "gloo", "it gathers in float8, which gloo has not"),
+        ):
+            if wrong:
+                raise PlanError(
+                    f"plan key '{key}' ({name}): {why}; or use this project's styles, which do it for any recipe and backend"
+                )
+
+
+class Crossing(NamedTuple):
+    """How a sequence crosses the border of a region, or of the head: None for in float8, or why it does not."""
+
+    enter: str | None
+    """The activations, cast once for all projections behind the border and gathered as bytes."""
+
+    leave: str | None
+    """The gradients of the output, likewise; "" where nothing leaves here."""
+
+
+def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dict[str, Crossing]:
+    """Return how each border by which converted modules stand is crossed, by plan key.
+
+    Raises:
+        PlanError: the model was converted by several recipes, or by one that no style knows.
+    """
+    recipe = recipe_of(model)
+    if recipe == "none":
+        return {}
+    otherwise = f"{recipe} scales the tensors of each product along other dimensions: cast in each module"
+    found: dict[str, Crossing] = {}
+    for key, style in plan.items():
+        if not isinstance(style, (Region, Rowwise, VocabHead)) or not (style.closes or _enters(style)):
+            continue
+        linears = {
+            k: s
+            for k, s in plan.items()
+            if (k == key or k.startswith(f"{key}.")) and isinstance(model.get_submodule(k), nn.Linear)
+        }
+        last = [k for k, s in linears.items() if isinstance(s, Rowwise)]
+        first = [k for k in linears if k not in last]
+        if not any(is_float8(model.get_submodule(k)) for k in linears):
+            continue
+        if recipe != "tensorwise":
+            found[key] = Crossing(otherwise if _enters(style) else "", otherwise if style.closes else "")
+            continue
+        enter = leave = ""
+        if _enters(style):
+            enter = _reason(first, model, "reads it too")
+            if isinstance(style, Region) and not style.float8_input:
+                enter = "the plan says that something else reads it, too (float8_input = False)"
+            enter = model.get_submodule(key).__dict__.get("_float8_plain", enter)
+        if style.closes:
+            leave = _reason(last, model, "gives it")
+        found[key] = Crossing(enter, leave)
+    return found
+
+
+def _enters(style: ParallelStyle) -> bool:
+    return isinstance(style, (Region, VocabHead))
+
+
+def _reason(keys: list[str], model: nn.Module, what: str) -> str | None:
+    plain = [key for key in keys if not is_float8(model.get_submodule(key))]
+    return f"{plain[0]} is not converted, and {what}" if plain else None

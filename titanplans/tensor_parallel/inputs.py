@@ -1,0 +1,71 @@
+"""What a split model is called with: what it would misread comes whole, or is refused.
+
+A split model looks like the whole one from outside, but its body sees shards: of the sequence
+between the regions, of the vocabulary at the head. Where a model's own code draws a conclusion from
+those, the shards begin after it, or the call is refused.
+"""
+
+from functools import partial
+
+from torch import nn
+
+from titanplans.errors import PlanError
+from titanplans.tensor_parallel.collectives import Border, Stream
+
+
+def guard_inputs(model: nn.Module, *, loss_parallel: bool, stream: Stream, begins_stream: bool) -> None:
+    """Put a hook before `model`'s forward.
+
+    Args:
+        model: the split model.
+        loss_parallel: the logits are sharded over the vocabulary.
+        stream: its residual stream.
+        begins_stream: the stream begins at the embedding, which embeddings from outside would bypass.
+    """
+    fused_loss = getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False)
+    own_loss = not loss_parallel and not fused_loss
+    sharded = stream.dim is not None
+    model.register_forward_pre_hook(
+        partial(_guard, own_loss, sharded, sharded and begins_stream), with_kwargs=True
+    )
+
+
+def begin_stream(block: nn.Module, border: Border) -> None:
+    """Let each rank take its shard of the sequence where `block`, the first one, is entered.
+
+    Everything before it sees the whole sequence: what a model derives from its embeddings (positions,
+    masks, the places of images) needs no care.
+    """
+    block.register_forward_pre_hook(partial(_begin, border), with_kwargs=True)
+
+
+def _begin(border: Border, block: nn.Module, args, kwargs):
+    if args:
+        return (border.begin(args[0]), *args[1:]), kwargs
+    name = next((name for name in ("hidden_states", "x") if name in kwargs), None)
+    if name is None:
+        raise PlanError(
+            f"{type(block).__name__}, the first block, was called without a positional input and without 'hidden_states' "
+            f"(got {', '.join(kwargs) or 'nothing'}): set sequence_parallel = False"
+        )
+    return args, {**kwargs, name: border.begin(kwargs[name])}
+
+
+def _guard(own_loss: bool, sharded: bool, begins_at_embedding: bool, model: nn.Module, args, kwargs):
+    if not own_loss and kwargs.get("labels") is not None:
+        raise PlanError(
+            f"{type(model).__name__} was called with labels, but its logits or its head are sharded over the vocabulary, "
+            "where its own loss is wrong: compute the loss from the logits, or set loss_parallel = False "
+            "and fuse_linear_cross_entropy = False"
+        )
+    kept = kwargs.get("logits_to_keep") or kwargs.get("num_logits_to_keep")
+    if sharded and kept is not None and not (isinstance(kept, int) and kept == 0):
+        raise PlanError(
+            f"{type(model).__name__} was called with logits_to_keep = {kept}, which would keep that many tokens of each "
+            "rank's shard: take the last logits from the output, or set sequence_parallel = False"
+        )
+    if begins_at_embedding and kwargs.get("inputs_embeds") is not None:
+        raise PlanError(
+            f"{type(model).__name__} was called with inputs_embeds, but its plan lets the sharded stream begin at the "
+            "embedding: call it with input_ids, or give the plan vocab_embedding() without begins_stream"
+        )

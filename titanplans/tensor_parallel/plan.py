@@ -1,0 +1,244 @@
+"""`TPPlan`: what a model-parallel plan is, and the parts that most architectures share.
+
+A plan maps module names to styles, part by part: the model's ends (`model_plan`), a block
+(`layer_plan`), its token mixer (`attn_plan`), its MLP (`mlp_plan`). A subclass overrides only what
+differs. Which module may be split how is checked in plans/checks.py, not here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans.errors import PlanError
+from titanplans.tensor_parallel.collectives import Stream
+from titanplans.tensor_parallel.float8 import Recipe
+from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
+from titanplans.tensor_parallel.structure import find_decoder, find_mixer, find_mlp, is_norm, join
+from titanplans.tensor_parallel.styles import (
+    Colwise,
+    KVColwise,
+    NoParallel,
+    Region,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    VocabHead,
+)
+from titanplans.tensor_parallel.vocab import VocabEmbedding
+
+Plan = dict[str, ParallelStyle]
+
+KV_HEADS = ("num_kv_heads", "num_key_value_heads")
+"""Under these names a mixer or its config counts key/value heads."""
+
+_GROUPS = ("num_kv_groups", "num_key_value_groups")
+"""Under these names flash-linear-attention and transformers keep queries per key/value head."""
+
+
+@dataclass(frozen=True)
+class TPOptions:
+    """What a plan has to honour or refuse."""
+
+    degree: int
+    """Number of ranks over which a layer is split."""
+
+    loss_parallel: bool = True
+    """The logits stay sharded over the vocabulary, for a loss that works on shards."""
+
+    sequence_parallel: bool = True
+    """Between regions, each rank holds its shard of the sequence."""
+
+    sequence_dim: int = 1
+    """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
+
+    float8: Recipe | Literal["none"] = "none"
+    """The recipe by which the model's Linear modules were converted to float8."""
+
+
+class TPPlan:
+    """The tensor-parallel plan of an architecture. Subclass it, and register the subclass.
+
+    Each `*_plan` method gets the module that it plans and returns `{name relative to it: style}`,
+    where "" is the module itself.
+    """
+
+    def __init__(self, options: TPOptions):
+        self.options = options
+        self.stream = Stream(options.sequence_parallel, options.sequence_dim)
+
+    # The parts of a model.
+
+    def model_plan(self, model: nn.Module) -> Plan:
+        """Plan what stands outside the blocks: embedding, final norm, head."""
+        decoder = find_decoder(model)
+        plan: Plan = {}
+        if decoder.embedding is not None:
+            plan[decoder.embedding] = self.vocab_embedding()
+        if decoder.norm is not None:
+            plan[decoder.norm] = self.sequence_parallel()
+        if decoder.head is not None:
+            plan[decoder.head] = self.vocab_head()
+        return plan
+
+    def layer_plan(self, layer: nn.Module) -> Plan:
+        """Plan a block: its norms, and by `attn_plan` and `mlp_plan` its mixer and its MLP.
+
+        A mixer whose class belongs to another registered plan is planned by that one.
+        """
+        plan: Plan = {
+            name: self.sequence_parallel() for name, child in layer.named_children() if is_norm(child)
+        }
+        if (name := find_mixer(layer)) is not None:
+            mixer = layer.get_submodule(name)
+            plan |= prefixed(name, self.plan_of(mixer).attn_plan(mixer))
+        if (name := find_mlp(layer)) is not None:
+            plan |= prefixed(name, self.mlp_plan(layer.get_submodule(name)))
+        return plan
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        """Plan a token mixer."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must say how {type(attn).__name__} is split: attn_plan"
+        )
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        """Plan a gated MLP of gate_proj, up_proj and down_proj."""
+        return {
+            **self.mlp_input(),
+            "gate_proj": self.colwise(),
+            "up_proj": self.colwise(),
+            "down_proj": self.rowwise(),
+        }
+
+    def heads(self, attn: nn.Module) -> dict[str, int]:
+        """Return the head counts of a mixer by name: attributes of the module, or else of its config."""
+        held = (attn, getattr(attn, "config", None))
+        for names in (("num_heads", "num_kv_heads"), ("num_attention_heads", "num_key_value_heads")):
+            for holder in held:
+                counts = {n: v for n in names if isinstance(v := getattr(holder, n, None), int)}
+                if counts:
+                    return counts
+        return {}
+
+    def kv_heads(self, attn: nn.Module) -> int | None:
+        """Return how many key/value heads a mixer has; None if `heads` does not say."""
+        return next((count for name, count in self.heads(attn).items() if name in KV_HEADS), None)
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        """Return the attributes of a mixer that must count this rank's heads, and their values.
+
+        Only ratios and sizes that a mixer's code does not read off its tensors: how many query heads
+        share a key/value head is another number where ranks share the latter.
+        """
+        counts = self.heads(attn)
+        kv = self.kv_heads(attn)
+        if kv is None or self.options.degree <= kv:
+            return {}
+        queries = next(count for name, count in counts.items() if name not in KV_HEADS)
+        return {name: queries // self.options.degree for name in _GROUPS if hasattr(attn, name)}
+
+    # What a plan is made of.
+
+    def attn_input(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
+        """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces."""
+        return self._region(input_name, False, float8_input)
+
+    def attn_region(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
+        """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`."""
+        return self._region(input_name, True, float8_input)
+
+    def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
+        """Gather the sequence once, before gate and up."""
+        return self._region(input_name, False, float8_input)
+
+    def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
+        """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
+        return self._region(input_name, True, float8_input)
+
+    def _region(self, input_name: str, reduce_output: bool, float8_input: bool) -> Plan:
+        region = Region(
+            stream=self.stream,
+            reduce_output=reduce_output,
+            input_name=input_name,
+            float8_input=float8_input,
+        )
+        return {"": region}
+
+    def colwise(self) -> ParallelStyle:
+        """Shard a module's outputs or channels: the first dimension of its parameters."""
+        return Colwise()
+
+    def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
+        """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few."""
+        kv = self.kv_heads(attn)
+        return Colwise() if kv is None else KVColwise(heads=kv, degree=self.options.degree)
+
+    def rowwise(self, *, reduce_output: bool = True) -> ParallelStyle:
+        """Shard a Linear's inputs, and sum its output over the ranks."""
+        return Rowwise(stream=self.stream, reduce_output=reduce_output)
+
+    def replicated(self) -> ParallelStyle:
+        """Replicate a module inside a region, such as a norm over each head."""
+        return Replicated()
+
+    def sequence_parallel(self) -> ParallelStyle:
+        """Replicate a module on the residual stream, such as a block's norm."""
+        return SequenceParallel(stream=self.stream)
+
+    def no_parallel(self) -> ParallelStyle:
+        """Replicate a module that works before the stream begins, such as a vision tower's."""
+        return NoParallel()
+
+    def vocab_embedding(self, *, begins_stream: bool = False) -> ParallelStyle:
+        """Shard the rows of the embedding. See `VocabEmbedding` for where the stream begins."""
+        return VocabEmbedding(stream=self.stream, begins_stream=begins_stream)
+
+    def vocab_head(self) -> ParallelStyle:
+        """Shard the vocabulary of the head; `loss_parallel` decides what becomes of the logits."""
+        return VocabHead(stream=self.stream, loss_parallel=self.options.loss_parallel)
+
+    def each_of(self, model: nn.Module, name: str, style: ParallelStyle) -> Plan:
+        """Give `style` to each module at or below `model`'s module `name` that holds parameters."""
+        modules = model.get_submodule(name).named_modules(prefix=name)
+        return {path: style for path, module in modules if module._parameters}
+
+    # Putting the parts together.
+
+    def plan_of(self, mixer: nn.Module) -> "TPPlan":
+        """Return the plan that splits `mixer`: this one, unless its class belongs to another.
+
+        A plan that is registered for no mixer, and has an `attn_plan`, speaks for all of its mixers.
+        """
+        owner, mine = plan_for_mixer(mixer), mixer_plan_of(type(self))
+        speaks_for_all = mine is None and type(self).attn_plan is not TPPlan.attn_plan
+        if owner is None or owner is mine or speaks_for_all:
+            return self
+        plan = owner(self.options)
+        plan.stream = self.stream
+        return plan
+
+    def full_plan(self, model: nn.Module) -> Plan:
+        """Return the whole plan, by fully qualified module name."""
+        plan = prefixed("", self.model_plan(model))
+        for name in find_decoder(model).layers:
+            for key, style in prefixed(name, self.layer_plan(model.get_submodule(name))).items():
+                if key in plan:
+                    raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
+                plan[key] = style
+        return plan
+
+
+def prefixed(name: str, plan: Mapping[str, ParallelStyle]) -> Plan:
+    """Return `plan` with its keys relative to the parent of the module `name`.
+
+    Raises:
+        PlanError: `plan` is no mapping.
+    """
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"the plan of {name} is {plan!r}, not a dict of names and styles: does its method return one?"
+        )
+    return {join(name, key): style for key, style in plan.items()}

@@ -1,0 +1,121 @@
+"""Which plan belongs to which architecture, and to which token mixer.
+
+An architecture is known by its `config.model_type`; a mixer by its class's qualified name, because
+hybrid models put softmax and linear layers into one stack. No model library is imported to look them up. Plans are
+found at the first look-up: every module below `titanplans.plans`, and the entry points of the group of that name.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+
+from titanplans.errors import PlanError
+from titanplans.tensor_parallel.user_code import told_in_one_line
+
+if TYPE_CHECKING:
+    from titanplans.tensor_parallel.plan import TPPlan
+
+PLANS = "titanplans.plans"
+"""The package that holds the plans, and the group of entry points by which other packages add theirs."""
+
+P = TypeVar("P", bound="type[TPPlan]")
+
+_BY_MODEL_TYPE: dict[str, type[TPPlan]] = {}
+_BY_MIXER: dict[str, type[TPPlan]] = {}
+
+
+def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], P]:
+    """Register a TPPlan class for one or more `config.model_type`s, as a class decorator.
+
+    Args:
+        model_types: the `config.model_type`s whose models this plan splits.
+        mixer: qualified name of the token-mixer class that this plan's `attn_plan` splits, such as
+            "fla.layers.gla.GatedLinearAttention". A block of another architecture that holds such
+            a mixer uses this plan's `attn_plan` for it.
+
+    Raises:
+        PlanError: a name is taken by another class.
+    """
+
+    def decorate(plan: P) -> P:
+        for table, names in ((_BY_MODEL_TYPE, model_types), (_BY_MIXER, (mixer,) if mixer else ())):
+            for name in names:
+                holder = table.get(name)
+                if holder is not None and _qualified(holder) != _qualified(plan):
+                    raise PlanError(
+                        f"register_plan('{name}'): taken by {_qualified(holder)}; subclass it and pass the "
+                        f"subclass as `plan`, or register {_qualified(plan)} under another name"
+                    )
+                table[name] = plan
+        return plan
+
+    return decorate
+
+
+@cache
+def _discover() -> None:
+    """Import every module that registers plans: those below `titanplans.plans`, and other packages' entry points.
+
+    Raises:
+        PlanError: an entry point can't be imported; the message names it.
+    """
+    package = import_module(PLANS)
+    for module in pkgutil.walk_packages(package.__path__, f"{PLANS}."):
+        import_module(module.name)
+    for entry in metadata.entry_points(group=PLANS):
+        with told_in_one_line(f"entry point {entry.name} = '{entry.value}' of the group {PLANS}"):
+            entry.load()
+
+
+def registered_plans() -> dict[str, type[TPPlan]]:
+    """Return the registered plans by `config.model_type`, sorted."""
+    _discover()
+    return dict(sorted(_BY_MODEL_TYPE.items()))
+
+
+def registered_mixers() -> dict[str, type[TPPlan]]:
+    """Return the registered plans by qualified name of the token mixer that they split, sorted."""
+    _discover()
+    return dict(sorted(_BY_MIXER.items()))
+
+
+def plan_for_model(model: nn.Module) -> type[TPPlan]:
+    """Return the plan class registered for `model.config.model_type`.
+
+    Raises:
+        PlanError: the model has no `config.model_type`, or no plan is registered for it.
+    """
+    _discover()
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    plan = _BY_MODEL_TYPE.get(model_type) if model_type is not None else None
+    if plan is None:
+        raise PlanError(
+            f"no plan is registered for {type(model).__name__} (config.model_type = {model_type!r}); registered: "
+            f"{', '.join(sorted(_BY_MODEL_TYPE))}. Register one with @register_plan({model_type!r}), or name one: "
+            "[model] plan = 'module:Class'; a model's own tp_plan is not read, and none is derived"
+        )
+    return plan
+
+
+def plan_for_mixer(mixer: nn.Module) -> type[TPPlan] | None:
+    """Return the plan class registered for the class of `mixer`, or None."""
+    _discover()
+    for cls in type(mixer).__mro__:
+        if (plan := _BY_MIXER.get(_qualified(cls))) is not None:
+            return plan
+    return None
+
+
+def mixer_plan_of(plan: type[TPPlan]) -> type[TPPlan] | None:
+    """Return the nearest ancestor of `plan` (or itself) that a mixer class is registered for."""
+    return next((cls for cls in plan.__mro__ if cls in _BY_MIXER.values()), None)
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

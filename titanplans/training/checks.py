@@ -1,0 +1,192 @@
+"""What can be refused before a process group exists: a job against this machine, its data and its model.
+
+Everything here is known to each rank alone, so all ranks refuse alike. What a job says against
+itself is `titanplans.config.validate`; what a checkpoint folder holds is `titanplans.training.checkpoint_card`.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from titanplans import modeling
+from titanplans.config import ConfigError, JobConfig, check_values
+from titanplans.modeling import kernels
+from titanplans.parallel.compile import holds_fla
+from titanplans.parallel.order import convert
+from titanplans.tensor_parallel import check_plan
+from titanplans.tensor_parallel.user_code import import_module
+from titanplans.training import resolve
+from titanplans.training.checkpoint_card import (
+    check_model_card,
+    check_resumable,
+    check_shapes,
+    find_checkpoint,
+)
+from titanplans.training.data import check_checkpoint as check_data_position
+from titanplans.training.data import check_dataset, check_tokenizer
+from titanplans.training.device import pick_device_type
+from titanplans.training.strategy import strategy, told_by_key
+
+
+def check_job(job: JobConfig, world_size: int) -> None:
+    """Raise for the first reason why `job` can't run on `world_size` processes like this one.
+
+    Raises:
+        UserError: of the package whose matter it is, with the key, the value and what would work.
+    """
+    check_values(job)
+    strategy(job)
+    data_parallel = resolve.data_parallel_degree(job, world_size)
+    resolve.global_batch_size(job, data_parallel)
+    device_type = pick_device_type()
+    check_device(job, device_type)
+    check_packages(job)
+    import_custom(job)
+    tokens = check_data(job)
+
+    config = resolve.hf_config(job)
+    kernels.install(device_type)  # some models can't be built on a CPU without
+    model = modeling.build(config)
+    check_vocabulary(job, tokens, config.get_text_config().vocab_size)
+    check_parallelism(job, model)
+    if job.checkpoint.create_seed_checkpoint and world_size != 1:
+        raise ConfigError(
+            f"checkpoint.create_seed_checkpoint = true saves unsharded weights from 1 process, not {world_size}; start one"
+        )
+    if job.checkpoint.enable:
+        check_checkpoint(job, model, data_parallel)
+
+
+def check_device(job: JobConfig, device_type: str) -> None:
+    """Refuse what only CUDA can do on another device."""
+    if device_type == "cuda":
+        if job.parallelism.enable_async_tensor_parallel and not dist.is_nccl_available():
+            raise ConfigError(
+                "parallelism.enable_async_tensor_parallel = true needs NCCL, which this torch is built without; leave it out"
+            )
+        return
+    only_cuda = {
+        "parallelism.enable_async_tensor_parallel = true": job.parallelism.enable_async_tensor_parallel,
+        "parallelism.enable_fsdp_symm_mem = true": job.parallelism.enable_fsdp_symm_mem,
+        "profiling.enable_memory_snapshot = true": job.profiling.enable_memory_snapshot,
+        'checkpoint.async_mode = "async_with_pinned_mem"': job.checkpoint.async_mode
+        == "async_with_pinned_mem",
+        'optimizer.implementation = "fused_opt_states_bf16"': job.optimizer.implementation
+        == "fused_opt_states_bf16",
+        "training.enable_cpu_offload = true": device_type == "cpu" and job.training.enable_cpu_offload,
+        # On a CPU, autocast knows the small types alone, and switches itself off for others.
+        'training.autocast_dtype = "float32"': device_type == "cpu"
+        and job.training.autocast_dtype == "float32",
+    }
+    for setting, wanted in only_cuda.items():
+        if wanted:
+            raise ConfigError(f"{setting} needs CUDA, and this machine trains on {device_type}; leave it out")
+
+
+def check_packages(job: JobConfig) -> None:
+    """Refuse what needs a package that is not installed."""
+    if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
+        )
+
+
+def import_custom(job: JobConfig) -> None:
+    """Import the user's own module, which may register plans."""
+    name = job.experimental.custom_import
+    if not name:
+        return
+    import_module(name, f'experimental.custom_import = "{name}"', ConfigError)
+
+
+def check_data(job: JobConfig) -> int:
+    """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
+    tokenizer = resolve.tokenizer_path(job)
+    tokens = check_tokenizer(tokenizer)
+    wanted = [resolve.training_data(job)]
+    if job.validation.enable:
+        wanted.append(resolve.validation_data(job))
+    for data in wanted:
+        check_dataset(
+            data.dataset,
+            data.dataset_path,
+            split=data.split,
+            text_column=data.text_column,
+            tokenizer_path=tokenizer,
+            seq_len=data.seq_len,
+        )
+    return tokens
+
+
+def check_vocabulary(job: JobConfig, tokens: int, vocab_size: int) -> None:
+    """Refuse a tokenizer with more tokens than the model has embeddings."""
+    if tokens > vocab_size:
+        path = resolve.tokenizer_path(job)
+        raise ConfigError(
+            f'model.hf_assets_path = "{path}" has {tokens} tokens, but {" ".join(resolve.model_name(job))} has '
+            f"vocab_size = {vocab_size}; take the tokenizer that belongs to the model, or raise vocab_size in a "
+            "model.config file"
+        )
+
+
+def check_parallelism(job: JobConfig, model: nn.Module) -> None:
+    """Refuse a model that float8 or the plan does not fit or the degree does not divide, and recomputation of nothing.
+
+    What depends on the meshes is refused when the model is parallelised. `model`, on meta, is converted.
+    """
+    parallelism = job.parallelism
+    spread = strategy(job)
+    if spread.float8.recipe is not None:
+        with told_by_key():
+            convert(model, spread.float8, pick_device_type())
+    if parallelism.tensor_parallel_degree > 1:
+        check_plan(
+            model,
+            parallelism.tensor_parallel_degree,
+            loss_parallel=not parallelism.disable_loss_parallel,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            plan=job.model.plan,
+        )
+    if pick_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
+        key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
+        raise ConfigError(
+            f'training.{key} = "{spread.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
+            "accelerators only: on this CPU "
+            + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
+        )
+    policy = spread.activation_checkpointing.policy()
+    if policy is not None:
+        with told_by_key():
+            policy.check(model)  # pyrefly: ignore[missing-attribute]  the strategies' policies have it
+
+
+def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:
+    """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
+    checkpoint = job.checkpoint
+    folder = Path(job.job.dump_folder) / checkpoint.folder
+    own = find_checkpoint(folder, checkpoint.load_step)
+    if own is not None:
+        check_model_card(folder, model.config, "checkpoint.folder")
+        check_shapes(own, model, "checkpoint.folder")
+        if own.name != "step-0":  # torchtitan takes only the weights from a seed checkpoint
+            check_resumable(own, "checkpoint.folder")
+            if "dataloader" not in checkpoint.exclude_from_loading:
+                check_data_position(own, data_parallel)
+    elif checkpoint.load_step != -1:
+        raise ConfigError(
+            f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
+            "-1 takes the newest"
+        )
+    elif checkpoint.initial_load_path is not None:
+        initial = Path(checkpoint.initial_load_path)
+        if not (initial / ".metadata").is_file():
+            raise ConfigError(
+                f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata)'
+            )
+        check_model_card(initial.parent, model.config, "checkpoint.initial_load_path")
+        check_shapes(initial, model, "checkpoint.initial_load_path")
+        if not checkpoint.initial_load_model_only:
+            check_resumable(initial, "checkpoint.initial_load_path")

@@ -1,0 +1,94 @@
+"""What is refused before a process group, a device or torchtitan exists.
+
+The loader raises the same errors; raised from here they come before anything was started. Nothing
+is converted or indexed: of .jsonl and .parquet files only as many rows are read as one sequence needs.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from titanplans.errors import DataError
+from titanplans.training.data.hub import Stream
+from titanplans.training.data.local import FORMATS, find_files, preview_rows
+from titanplans.training.data.sources import is_local, nothing_left, open_source
+from titanplans.training.data.split import check_split, in_split
+from titanplans.training.data.vocabulary import load_tokenizer
+
+_RANK_KEY = re.compile(r"dataloader\.dp_rank_(\d+)$")
+
+
+def check_dataset(
+    dataset: str,
+    dataset_path: str | None = None,
+    *,
+    split: str = "train",
+    text_column: str = "text",
+    tokenizer_path: str | None = None,
+    seq_len: int | None = None,
+) -> None:
+    """Refuses a data set that the loader could not use.
+
+    Args:
+        dataset: this and the next three as for `titanplans.training.data.sources.open_source`.
+        dataset_path: see there.
+        split: see there.
+        text_column: see there.
+        tokenizer_path: with `seq_len`, also asks whether the data hold one sequence of that length.
+        seq_len: tokens in a sequence.
+
+    Raises:
+        DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable
+            rows, a data set that the hub doesn't have, or too few tokens for one sequence.
+    """
+    texts = _texts(dataset, dataset_path, split, text_column)
+    first = next(texts, None)
+    if first is None:
+        raise nothing_left(dataset, dataset_path, split)
+    if tokenizer_path is None or seq_len is None:
+        return
+    tokenizer = load_tokenizer(tokenizer_path)
+    found = len(tokenizer.encode(first).ids)
+    while found <= seq_len:
+        text = next(texts, None)
+        if text is None:
+            raise DataError(
+                f"seq_len = {seq_len}: dataset = {dataset_path or dataset!r} holds {found} tokens for dataset_split = "
+                f"{split!r}, too few for one sequence of {seq_len} + 1; give more text or a smaller seq_len"
+            )
+        found += len(tokenizer.encode(text).ids)
+
+
+def _texts(dataset: str, dataset_path: str | None, split: str, text_column: str) -> Iterator[str]:
+    """The documents, in any order, read no sooner than they are asked for."""
+    if is_local(dataset, dataset_path) and dataset_path is not None:
+        _, files, file_format = find_files(dataset_path, dataset if dataset in FORMATS else None)
+        if file_format != "text":
+            check_split(split)
+            rows = preview_rows(files, file_format, text_column)
+            return (text for number, text in zip(count(), rows, strict=False) if in_split(number, split))
+    source = open_source(dataset, dataset_path, split=split, text_column=text_column)
+    if isinstance(source, Stream):
+        return (text for _, text in source.documents(0, 0, 1, None))
+    return (source.text(i) for i in range(len(source)))
+
+
+def check_checkpoint(folder: str | Path, dp_world_size: int) -> None:
+    """Refuses a checkpoint whose data loader ran on another number of data-parallel ranks.
+
+    Reads the metadata of one DCP checkpoint (`…/step-N`) and nothing else. Loading it would fail too,
+    but on the ranks that are new, and with the name of a missing key. A checkpoint without loader
+    state passes.
+
+    Raises:
+        DataError: naming both degrees.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from titanplans.training.data.resume import degree_changed
+
+    keys = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    saved = sum(_RANK_KEY.match(key) is not None for key in keys)
+    if saved not in (0, dp_world_size):
+        raise degree_changed(saved, dp_world_size)

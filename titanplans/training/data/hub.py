@@ -1,0 +1,91 @@
+"""Data sets of the Hugging Face hub by name, or a local copy of one, read as a stream.
+
+Nothing is downloaded ahead and nothing is indexed: documents come in the published order, shard by
+shard, and the library's own state says where to go on. What is sharded by rank and worker, and how,
+is `datasets.distributed.split_dataset_by_node`'s.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanplans.errors import DataError
+from titanplans.training.data.local import as_text, check_column
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+# torchtitan's names for data sets -> the hub's `name:config`, and the split where the name implies one.
+_TORCHTITAN_NAMES = {"c4": ("allenai/c4:en", None), "c4_validation": ("allenai/c4:en", "validation")}
+
+
+class Stream:
+    """Documents of a hub data set, in its published order; later epochs visit its shards in another order.
+
+    Args:
+        name: `owner/name`, `owner/name:config`, or a folder that `datasets.load_dataset` can read.
+        path: a local copy to read in place of the hub's, or None.
+        split: a split of that data set, by its own name.
+        text_column: the column that holds the text.
+
+    Raises:
+        DataError: the data set, the split or the column isn't there, or the hub can't be reached.
+    """
+
+    size = None
+    """Not known before the end."""
+
+    def __init__(self, name: str, path: str | None, split: str, text_column: str) -> None:
+        known, implied_split = _TORCHTITAN_NAMES.get(name, (name, None))
+        repository, _, config = known.partition(":")
+        split = implied_split or split
+        self._text_column = text_column
+        self._data, first = _open(name, path or repository, config or None, split)
+        if first is None:
+            raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")
+        check_column(list(first), text_column, f"dataset = {name!r}")
+        self.identity = {
+            "dataset": f"{known} ({path})" if path else known,
+            "split": split,
+            "text_column": text_column,
+        }
+
+    def documents(
+        self, epoch: int, shard: int, shards: int, start: dict[str, Any] | None
+    ) -> Iterator[tuple[dict[str, Any] | None, str]]:
+        """The documents of one epoch that fall to `shard` of `shards`, each with the state that leads to it."""
+        from datasets.distributed import split_dataset_by_node
+
+        data = split_dataset_by_node(self._data, rank=shard, world_size=shards)
+        data.set_epoch(epoch)
+        if start is not None:
+            data.load_state_dict(start)
+        where = start
+        # `iter` rather than `__iter__`: that one would divide the shard among a loader's workers once more.
+        for batch in data.iter(batch_size=1):
+            yield where, as_text(batch[self._text_column][0], self._text_column, "a row")
+            where = data.state_dict()
+
+
+def _open(
+    name: str, path: str, config: str | None, split: str
+) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
+    """The data set and its first document, None if there is none."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    local = Path(path).expanduser()
+    try:
+        data = load_dataset(str(local) if local.is_dir() else path, name=config, split=split, streaming=True)
+        return data, next(iter(data.iter(batch_size=1)), None)
+    except DatasetNotFoundError as error:
+        reason = " ".join(str(error).split())
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # no way to the hub; no such config or split; a file it can't parse
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    raise DataError(
+        f"dataset = {name!r}: can't be opened ({reason}); give 'stdlib', a data set of the hub ('owner/name' or "
+        f"'owner/name:config') and one of its splits as dataset_split, or 'local' with a dataset_path"
+    )

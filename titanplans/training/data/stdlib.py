@@ -1,0 +1,63 @@
+"""The default corpus: the sources of the Python that runs the job.
+
+About 10 MB of real English and code on every machine that can run the job at all, so the first
+training run needs no download. Lists the files and no more: reading, splitting and shuffling are
+those of any other text files (see `files.py`).
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanplans.errors import DataError
+
+# Third-party packages, tests (half of the bytes, much of it tables of expected values), and what is
+# generated: character tables, and the build's own settings with paths of the machine that made it.
+_LEFT_OUT_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "__pycache__",
+}
+_LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
+_FEWEST_FILES = 100
+STDLIB_PIECE_BYTES = 1024
+"""Short documents: a small batch, 2,000 tokens say, is then cut from several files."""
+
+
+def stdlib_root() -> Path:
+    """The folder of the standard library's sources, that of the base Python in a virtual environment."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def stdlib_files(root: Path | None = None) -> list[Path]:
+    """The standard library's `.py` files that count as text, in the order of their relative paths.
+
+    Raises:
+        DataError: `root` holds (almost) no sources, as under a Python that was frozen or zipped.
+    """
+    root = stdlib_root() if root is None else root
+    files = sorted(_sources(root), key=lambda file: file.relative_to(root).as_posix())
+    if len(files) < _FEWEST_FILES:
+        raise DataError(
+            f"dataset = 'stdlib': {root} holds {len(files)} Python sources where the standard library has "
+            f"hundreds (a zipped, frozen or stripped Python?); run with a full Python, or give "
+            f"dataset_path = 'folder or glob of .txt, .jsonl or .parquet files'"
+        )
+    return files
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        if entry.name.startswith(_LEFT_OUT_PREFIXES):
+            continue
+        if entry.is_dir():
+            if entry.name not in _LEFT_OUT_FOLDERS:
+                yield from _sources(entry)
+        elif entry.suffix == ".py" and entry.stat().st_size > 0:
+            yield entry

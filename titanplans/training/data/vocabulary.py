@@ -1,0 +1,48 @@
+"""Where the tokenizer lies, whether it can be loaded, and how many tokens it has.
+
+Nothing here imports torchtitan, so a job is checked before a process group or a device exists.
+"""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from titanplans.errors import DataError
+
+
+def default_tokenizer_path() -> str:
+    """The folder of the committed tokenizer, for `[model] hf_assets_path` (4096 tokens, see docs/data.md)."""
+    return str(Path(__file__).parent / "tokenizer")
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of the folder `path`, without the bos/eos handling that torchtitan adds.
+
+    Raises:
+        DataError: the folder or its tokenizer.json is missing, or the file can't be read.
+    """
+    folder, file = Path(path), Path(path) / "tokenizer.json"
+    remedy = f"give a folder with a tokenizer.json; the project's own is {default_tokenizer_path()!r}"
+    if not folder.exists():
+        raise DataError(f"hf_assets_path = {path!r}: no such folder; {remedy}")
+    if not folder.is_dir():
+        raise DataError(f"hf_assets_path = {path!r}: is a file, not a folder; {remedy}")
+    if not file.is_file():
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+        raise DataError(f"hf_assets_path = {path!r}: no tokenizer.json in it (it holds {found}); {remedy}")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # `tokenizers` raises nothing narrower for a file that it can't use
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"hf_assets_path = {path!r}: {file.name} is no tokenizer ({reason}); {remedy}"
+        ) from error
+
+
+def check_tokenizer(path: str) -> int:
+    """How many tokens the tokenizer of the folder `path` has, special ones included.
+
+    Raises:
+        DataError: the folder or its tokenizer.json is missing, or the file can't be read.
+    """
+    return load_tokenizer(path).get_vocab_size()

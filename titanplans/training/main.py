@@ -1,0 +1,55 @@
+"""From the command line to an exit status: read the job, check it, run it.
+
+    0          trained, or printed what was asked for
+    1          a rank failed: its traceback is above, and the other ranks were stopped
+    2          the job can't be run as written: one line says why
+    128 + N    stopped by signal N
+
+Under torchrun this process is one rank of the job. Otherwise it starts the ranks itself, as many as
+the degrees need, or is the only one.
+"""
+
+import logging
+import os
+
+from titanplans.config import load_job
+from titanplans.errors import UserError
+from titanplans.training.logs import init_logging
+from titanplans.training.outcome import refuse
+from titanplans.training.signals import Stopped, stop_on_signals
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+_ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that `argv` describes (see `titanplans.config.load_job`); return the exit status."""
+    rank = int(os.environ.get("RANK", "0"))
+    under_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    try:
+        with stop_on_signals():
+            job = load_job(argv)
+            init_logging(rank)
+            for note in job.notes:
+                logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
+            # Not at the top: a mistake in the TOML is told before torch and the model libraries are imported.
+            from titanplans.modeling import kernels
+            from titanplans.training.checks import check_job
+            from titanplans.training.device import prepare_device
+            from titanplans.training.launch import launch, local_ranks
+
+            kernels.install(prepare_device())
+            ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else local_ranks(job)
+            check_job(job, ranks)
+            if not under_torchrun and ranks > 1:
+                return launch(job, ranks)
+    except UserError as error:
+        return refuse(error, rank)
+    except Stopped as stopped:
+        return stopped.exit_status
+
+    from titanplans.training.rank import run_rank
+
+    if not under_torchrun:
+        os.environ.update(_ALONE)
+    return run_rank(job)

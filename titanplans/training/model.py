@@ -1,0 +1,142 @@
+"""A Hugging Face style causal language model as torchtitan's trainer wants to see it.
+
+`LanguageModel` adapts the calling convention (tokens in, logits out; weights initialised on request)
+and adds nothing to the model: parameter names, state dicts and parallelisms are the wrapped model's.
+Which modules a model has is decided in `models`, how they are split in `parallel` and `plans`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torchtitan.protocols import BaseModel
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans import modeling
+from titanplans.parallel import DDPConfig, FSDP2Config
+from titanplans.parallel.order import apply_data_parallelism, apply_strategy, apply_to_blocks
+from titanplans.training.strategy import told_by_key
+
+
+class LanguageModel(BaseModel):
+    """A causal language model under torchtitan's `BaseModel` protocol.
+
+    The wrapper *is* the wrapped model as far as PyTorch can tell: it uses the model's own tables of
+    parameters, buffers and children, so names carry no prefix, and a checkpoint written through the
+    wrapper is a checkpoint of the model. What goes beyond the tables (FSDP's hooks on the root,
+    `to_empty`, state dicts) is passed on to the model.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        """The model, as torchtitan's trainer carries it."""
+
+        hf_config: PretrainedConfig
+        """The architecture. `modeling.load_config` and `modeling.load_config_file` make one."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Nothing to take over: the architecture does not depend on the job."""
+
+        def get_nparams_and_flops(self, model: Module, seq_len: int) -> tuple[int, int]:
+            """Parameters, and floating-point operations per token of one forward and backward."""
+            assert isinstance(model, LanguageModel)
+            return modeling.count_flops(model.lm, seq_len)
+
+    lm: PreTrainedModel
+    finish: Callable[[], None] | None = None
+    """What is left to do once the weights have values."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        lm = modeling.build(config.hf_config)
+        # Not an attribute in PyTorch's sense: registered as a child, `lm` would prefix every name.
+        self.__dict__["lm"] = lm
+        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            self.__dict__[table] = lm.__dict__[table]
+
+    def forward(self, tokens_BL: torch.Tensor, *, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
+
+        `positions`, which torchtitan's text loader computes to mark the documents packed into one
+        sequence, is dropped: attention and recurrent states run across document boundaries, and a
+        token's position is its place in the sequence.
+        """
+        return self.lm(input_ids=tokens_BL, use_cache=False).logits
+
+    @torch.no_grad()
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Initialise every parameter and buffer, after `to_empty`.
+
+        The weights depend on torch's seed alone, which torchtitan makes equal on all ranks: not on
+        the degrees, nor on how often the generator was used since. Then DDP, which needs values, is applied.
+
+        Args:
+            buffer_device: where the buffers belong if not beside the parameters (CPU offload).
+        """
+        modeling.initialize(self.lm, seed=torch.initial_seed())
+        if buffer_device is not None:
+            for module in self.lm.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(buffer_device)
+        if self.finish is not None:
+            with told_by_key():
+                self.finish()
+
+    def verify_module_protocol(self) -> None:
+        """Accepts third-party modules: they are initialised by `models`, not by torchtitan's protocol."""
+
+    def train(self, mode: bool = True) -> "LanguageModel":
+        """Set training mode on the wrapped model, whose own flag its forward reads."""
+        self.lm.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "LanguageModel":
+        self.lm._apply(fn, recurse)  # FSDP's root re-reads its shards after to_empty
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped model's state dict, by way of its hooks (FSDP reshards its root in one)."""
+        return self.lm.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the wrapped model, by way of its hooks."""
+        return self.lm.load_state_dict(*args, **kwargs)
+
+
+def model_spec(
+    config: PretrainedConfig, *, name: str, flavor: str, strategy: FSDP2Config | DDPConfig
+) -> ModelSpec:
+    """What torchtitan's trainer needs to know of a model.
+
+    Args:
+        config: the architecture.
+        name, flavor: for the log.
+        strategy: how it is spread. torchtitan's own configs, which the trainer hands over too, decide nothing.
+    """
+
+    def parallelize_language_model(
+        model: LanguageModel, *, parallel_dims: Any, dump_folder: str, **_: Any
+    ) -> LanguageModel:
+        with told_by_key():
+            if isinstance(strategy, DDPConfig):
+                # DDP sends rank 0's values, and the trainer gives a model its values after this.
+                apply_to_blocks(model.lm, parallel_dims, strategy, dump_folder=dump_folder)
+                model.finish = partial(apply_data_parallelism, model.lm, parallel_dims, strategy)
+            else:
+                apply_strategy(model.lm, parallel_dims, strategy, dump_folder=dump_folder)
+        return model
+
+    return ModelSpec(
+        name=name,
+        flavor=flavor,
+        model=LanguageModel.Config(hf_config=config),
+        parallelize_fn=parallelize_language_model,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=None,
+    )

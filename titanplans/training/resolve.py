@@ -1,0 +1,153 @@
+"""What the unset keys of a job stand for, once the number of processes is known.
+
+Both `titanplans.training.checks` and `titanplans.training.job` need these answers, and they have to be the same ones.
+"""
+
+import math
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
+
+from titanplans import modeling
+from titanplans.config import ConfigError, JobConfig
+from titanplans.errors import either, near_multiples
+from titanplans.training.data.vocabulary import default_tokenizer_path
+
+DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
+
+
+def model_name(job: JobConfig) -> tuple[str, str]:
+    """Return the model's name and flavor, for the log: of a config file, its path and "config"."""
+    if job.model.config is not None:
+        return job.model.config, "config"
+    return job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR
+
+
+def hf_config(job: JobConfig) -> PretrainedConfig:
+    """Return the model's configuration.
+
+    Raises:
+        ModelError: unknown name or flavor, or a file that is no Hugging Face configuration.
+    """
+    if job.model.config is not None:
+        return modeling.load_config_file(job.model.config)
+    return modeling.load_config(*model_name(job))
+
+
+def tokenizer_path(job: JobConfig) -> str:
+    """Return the folder that holds the tokenizer.json."""
+    return job.model.hf_assets_path or default_tokenizer_path()
+
+
+class DataSettings(NamedTuple):
+    """What one data loader reads, in sequences of `seq_len` tokens."""
+
+    dataset: str
+    dataset_path: str | None
+    split: str
+    text_column: str
+    seq_len: int
+    local_batch_size: int
+
+
+def training_data(job: JobConfig) -> DataSettings:
+    """Return what is trained on."""
+    t = job.training
+    return DataSettings(
+        t.dataset, t.dataset_path, t.dataset_split, t.text_column, t.seq_len, t.local_batch_size
+    )
+
+
+def validation_data(job: JobConfig) -> DataSettings:
+    """Return what is validated on: what [validation] leaves open is as in training."""
+    t, v = job.training, job.validation
+    # A data set of its own does not take the training set's path.
+    path = v.dataset_path if v.dataset_path is not None or v.dataset is not None else t.dataset_path
+    return DataSettings(
+        v.dataset or t.dataset,
+        path,
+        v.dataset_split,
+        v.text_column or t.text_column,
+        v.seq_len or t.seq_len,
+        v.local_batch_size or t.local_batch_size,
+    )
+
+
+def data_parallel_degree(job: JobConfig, world_size: int) -> int:
+    """Return over how many ranks the batch is spread: replicas times shards.
+
+    Raises:
+        ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
+    """
+    p = job.parallelism
+    if p.data_parallel_strategy == "ddp" and p.data_parallel_replicate_degree != world_size:
+        raise ConfigError(
+            f"parallelism.data_parallel_replicate_degree = {p.data_parallel_replicate_degree} is not the number of "
+            f'processes, {world_size}, and under data_parallel_strategy = "ddp" each holds a copy; set it to {world_size}, '
+            f"or start {_processes(p.data_parallel_replicate_degree)}"
+        )
+    others = {
+        key: getattr(p, key)
+        for key in (
+            "tensor_parallel_degree",
+            "data_parallel_replicate_degree",
+            "context_parallel_degree",
+            "pipeline_parallel_degree",
+        )
+        if getattr(p, key) != 1
+    }
+    product = math.prod(others.values())
+    shards = p.shard_degree
+    if shards != -1:
+        degrees = {"data_parallel_shard_degree": shards} | others
+        if product * shards != world_size:
+            raise ConfigError(
+                f"parallelism: {_product(degrees)} is not the number of processes, {world_size}; start "
+                f"{product * shards}, or set data_parallel_shard_degree = -1 to use what is left"
+            )
+    elif world_size % product:
+        raise ConfigError(_indivisible(others, world_size))
+    return world_size // (p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree)
+
+
+def global_batch_size(job: JobConfig, data_parallel: int) -> int:
+    """Return the sequences in one optimizer step.
+
+    Raises:
+        ConfigError: it is not a multiple of what the data-parallel ranks process at a time.
+    """
+    training = job.training
+    at_a_time = training.local_batch_size * data_parallel
+    if training.global_batch_size == -1:
+        return at_a_time * training.gradient_accumulation_steps
+    if training.global_batch_size % at_a_time:
+        works = near_multiples(training.global_batch_size, at_a_time)
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of local_batch_size x "
+            f"data-parallel degree = {training.local_batch_size} x {data_parallel} = {at_a_time}; {works} would work"
+        )
+    return training.global_batch_size
+
+
+def _indivisible(degrees: dict[str, int], world_size: int) -> str:
+    divisors = either([n for n in range(1, world_size + 1) if world_size % n == 0])
+    if len(degrees) > 1:
+        return (
+            f"parallelism: {_product(degrees)} does not divide the {_processes(world_size)}; "
+            f"a product of {divisors} would"
+        )
+    ((key, degree),) = degrees.items()
+    return (
+        f"parallelism.{key} = {degree} does not divide the {_processes(world_size)}; {divisors} would, "
+        f"or start {degree} processes"
+    )
+
+
+def _product(degrees: dict[str, int]) -> str:
+    if len(degrees) == 1:
+        return " = ".join(map(str, *degrees.items()))
+    return f"{' x '.join(degrees)} = {' x '.join(map(str, degrees.values()))} = {math.prod(degrees.values())}"
+
+
+def _processes(world_size: int) -> str:
+    return "1 process" if world_size == 1 else f"{world_size} processes"

@@ -1,0 +1,72 @@
+"""The end of a training step, between the last backward and the optimizer: the gradient's norm, and steps left out.
+
+torchtitan's `train_step` has no hook there. The norm itself is `titanplans.parallel.gradients`' work.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torchtitan.distributed import utils as dist_utils
+
+from titanplans.parallel.gradients import clip_gradients, skip_nonfinite
+
+Clip = Callable[[list[torch.Tensor], float], torch.Tensor]
+
+_log = logging.getLogger(__name__)
+
+
+class Skipped:
+    """Clips gradients, and leaves out the steps whose gradient is not finite.
+
+    Attributes:
+        steps: how many steps this run has left out.
+        last: whether the last step was one of them.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.last = False
+
+    def clip(self, parameters: list[torch.Tensor], max_norm: float, step: int) -> torch.Tensor:
+        """Clip as `clip_gradients` does; where the norm is not finite on any rank, drop every gradient.
+
+        An optimizer passes over parameters without a gradient: weights and moments stay as they are.
+        """
+        norm = clip_gradients(parameters, max_norm)
+        self.last = skip_nonfinite(norm)
+        if self.last:
+            self.steps += 1
+            for parameter in parameters:
+                parameter.grad = None
+            _log.info(
+                f"step {step}: the gradient's norm is {norm.item()}, and the step is left out ({self.steps} in this run)"
+            )
+        return norm
+
+
+@contextmanager
+def clipping(clip: Clip) -> Iterator[None]:
+    """Let torchtitan's `train_step` clip by `clip(parameters, max_norm)`, which returns the norm before clipping.
+
+    `train_step` calls a function of another module by its name there, and does nothing else between the last
+    backward and the optimizer's step. torchtitan's function stacks the norms of all gradients, which fails
+    for plain tensors beside DTensors and for DTensors of several meshes, and can't leave a step out. Its name is
+    given to `clip` for the body alone, so that nothing else in the process sees it.
+    """
+
+    def clip_grad_norm_(
+        parameters: Iterable[torch.Tensor], max_norm: float, *, pp_mesh: Any, ep_enabled: bool, foreach: bool
+    ) -> torch.Tensor:
+        if pp_mesh is not None or ep_enabled:
+            raise NotImplementedError("gradients of pipeline stages or experts, which no job here has")
+        return clip(list(parameters), max_norm)
+
+    before = dist_utils.clip_grad_norm_
+    dist_utils.clip_grad_norm_ = clip_grad_norm_  # pyrefly: ignore[bad-assignment]
+    try:
+        yield
+    finally:
+        dist_utils.clip_grad_norm_ = before

@@ -1,0 +1,203 @@
+"""torchtitan's `Trainer`, with what this project needs to be different, and nothing else.
+
+A resumed run has to give the losses of an undisturbed one to the last bit, so the random generators
+go into the checkpoint; the last step is always logged; a run that ends early still ends its writes.
+What is communicated when, the gradient's norm and which steps are left out are `parallel`'s. The loop, the
+optimiser step, checkpoints and validation are torchtitan's.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtitan.components.validate
+import torchtitan.trainer
+from torchtitan.tools.utils import device_module, device_type
+
+from titanplans.parallel import DDPConfig, FSDP2Config, async_tp, clip_gradients, ddp, gradient_sync
+from titanplans.training.checkpoint_card import write_model_card
+from titanplans.training.effect import EffectReport
+from titanplans.training.metrics import MetricsProcessor
+from titanplans.training.model import LanguageModel
+from titanplans.training.optimizer import prepare_optimizer
+from titanplans.training.step import Skipped, clipping
+from titanplans.training.strategy import told_by_key
+
+_Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class Trainer(torchtitan.trainer.Trainer):
+    """`Trainer(config).train()`, then `close()`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.trainer.Trainer.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+        strategy: FSDP2Config | DDPConfig
+        """How the model is spread: what `model_spec` was given, for what is outside of the model."""
+
+        skip_nan_inf: bool = False
+        """Leave out steps whose gradient is not finite."""
+
+    # What `titanplans.training.model` and `titanplans.training.metrics` have put into the config.
+    model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
+    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: Config):
+        self._loaded_rng: dict[str, torch.Tensor] | None = None
+        self._batches_done = 0  # of this step
+        self._checked_async_tp = False
+        self.skipped = Skipped()
+        super().__init__(config)
+        self.metrics_processor.total_steps = config.training.steps
+        if config.strategy.float8.recipe is not None:
+            # The peak that is known is bfloat16's, and only some products run at another.
+            self.metrics_processor.peak_flops = None
+        with told_by_key():
+            for optimizer in self.optimizers:
+                prepare_optimizer(optimizer, config.strategy.compile)
+        lm: Any = self.model_parts[0].lm
+        self.effect = EffectReport(
+            lm, self.parallel_dims, config.strategy, config.dump_folder, self.gradient_accumulation_steps
+        )
+
+    def train(self) -> None:
+        """Run the steps that are left, from the newest checkpoint on where there is one.
+
+        With `checkpoint.create_seed_checkpoint` save the initial weights as step 0 instead.
+        """
+        checkpoint = self.config.checkpoint
+        if checkpoint.enable and not checkpoint.load_only and torch.distributed.get_rank() == 0:
+            # Before the first checkpoint: one that a killed run leaves behind has its card.
+            folder = Path(self.config.dump_folder) / checkpoint.folder
+            write_model_card(folder, self.model_config.hf_config)
+        if checkpoint.create_seed_checkpoint:
+            self.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            self.effect.start()
+            super().train()
+
+    def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
+        """torchtitan's, which on a resumed run starts with the random generators of the checkpoint.
+
+        They are set after the first batch because making a data iterator draws a seed from them,
+        once per run: an undisturbed run has done so long before this step.
+        """
+        batches = super().batch_generator(data_iterable)
+        batch = next(batches)
+        if self._loaded_rng is not None:
+            set_rng_state(self._loaded_rng)
+            self._loaded_rng = None
+        yield batch
+        yield from batches
+
+    def train_step(self, data_iterator: Iterator[_Batch]) -> None:
+        """torchtitan's, with the norm of the gradient, and with what is done where it is not finite, from here.
+
+        Raises:
+            ConfigError: in this run's first step async tensor parallelism had no effect, or a block that was to be
+                compiled ran eagerly.
+        """
+        with self.effect.of_step(self.step, self.lr_schedulers):
+            self._train_step(data_iterator)
+        compiled = self.config.strategy.compile
+        if compiled.enable_async_tensor_parallel and not self._checked_async_tp:
+            with told_by_key():
+                async_tp.check_fused(self.parallel_dims, compiled.async_tensor_parallel_unfused)
+            self._checked_async_tp = True
+
+    def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
+        self._batches_done = 0
+        if not self.config.skip_nan_inf:
+            with clipping(clip_gradients):
+                return super().train_step(data_iterator)
+        try:
+            with clipping(lambda parameters, norm: self.skipped.clip(parameters, norm, self.step)):
+                super().train_step(data_iterator)
+        except RuntimeError as error:
+            # The step is over by then, and left out: torchtitan ends a run so when it is about to log it.
+            if not (self.skipped.last and str(error).startswith("Loss is not finite")):
+                raise
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """torchtitan's, with gradients summed over ranks when the strategy says so."""
+        self._batches_done += 1
+        with self._accumulating(last=self._batches_done == self.gradient_accumulation_steps):
+            return super().forward_backward_step(**batch)
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        lm: Any = self.model_parts[0].lm
+        strategy = self.config.strategy
+        if isinstance(strategy, DDPConfig):
+            return ddp.accumulate(lm, last=last, defer=strategy.defer_grad_sync)
+        return gradient_sync.accumulate(
+            lm, last=last, defer=strategy.defer_fsdp_grad_sync, keep_gathered=strategy.keep_gathered
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, tokens seen, and the random generators.
+
+        One copy of these is kept: torchtitan gives every rank the same seed, and ranks draw alike.
+        """
+        return super().state_dict() | {"rng": get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the random generators wait for the first batch."""
+        super().load_state_dict(state_dict)
+        self._loaded_rng = state_dict["rng"]
+
+    def close(self) -> None:
+        """Finish what is being written (checkpoint, metrics) and leave the process group."""
+        self.checkpointer.maybe_wait_for_saving()
+        super().close()
+        torch.distributed.destroy_process_group()
+
+
+class Validator(torchtitan.components.validate.Validator):
+    """torchtitan's, in sizes of its own, which counts neither into the time nor into the tokens of training."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.components.validate.Validator.Config):
+        """torchtitan's, with the sizes of [validation], under names that `build` does not hand over itself."""
+
+        own_batch_size: int
+        """Sequences at a time on one data-parallel rank."""
+
+        own_seq_len: int
+        """Tokens in a sequence."""
+
+        unshard: bool = False
+        """Gather the weights, sharded by FSDP2, once for all batches."""
+
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: Config, **kwargs: Any):
+        kwargs |= {"local_batch_size": config.own_batch_size, "seq_len": config.own_seq_len}
+        super().__init__(config, **kwargs)
+
+    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        """Log the loss over `steps` batches of the validation data, in nats per token."""
+        lm: Any = model_parts[0].lm
+        whole = gradient_sync.unsharded(lm) if self.config.unshard else nullcontext()
+        with self.metrics_processor.paused(), whole:
+            super().validate(model_parts, step)
+
+
+def get_rng_state() -> dict[str, torch.Tensor]:
+    """The states of torch's generators on this rank: the CPU's, and the accelerator's if there is one."""
+    state = {"cpu": torch.get_rng_state()}
+    if device_type != "cpu":
+        state[device_type] = device_module.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Set the generators to what `get_rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if device_type != "cpu":
+        device_module.set_rng_state(state[device_type])

@@ -1,1 +1,0 @@
-"""`python -m plans async-tp`: what async tensor parallelism would fuse, decided without a GPU."""

@@ -1,8 +1,0 @@
-"""An experiment is a TOML file and a table: a grid of jobs, run one after another, and what came of each.
-
-    python -m training.sweep configs/experiments/tp_variants.toml
-
-`spec` reads the file, `cells` makes the jobs, `record` knows which of them are done, `process` runs one,
-`figures` reads what it left, `table` and `plot` show it, `main` is the command line. A cell is a `train.py` of its
-own; nothing here imports torchtitan.
-"""
