@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from titanplans.parallel.kept import KeepMixer
-from titanplans.parallel.selective import Selective
+from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
+from titanplans.parallel.activation_checkpoint.selective import Selective
 
 TOKENS = torch.arange(16).reshape(2, 8) % 7
 PRODUCTS = {"mm", "addmm"}

@@ -16,8 +16,9 @@ from torch._inductor.utils import fresh_cache
 from titanplans import modeling
 from titanplans.modeling import kernels
 from titanplans.observe.graph_collectives import install_record, installed_record, recording_graphs
-from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, async_tp
-from titanplans.parallel.fla_graphs import end_graphs_at_kernels
+from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError
+from titanplans.parallel.compile import async_tp
+from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel.collectives import Border, Stream
 

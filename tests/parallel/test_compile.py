@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 
 from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
+from titanplans.parallel.activation_checkpoint.selective import Selective
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_optimizer, one_graph_a_block
-from titanplans.parallel.kept import KeepMixer
-from titanplans.parallel.selective import Selective
 
 TOKENS = torch.arange(32).reshape(2, 16)
 SMALL = dict(hidden_size=64, vocab_size=96, intermediate_size=48, use_cache=False)

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 
 from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError
 from titanplans.parallel.compile import apply_compile, compile_loss
-from titanplans.parallel.compile_limits import RECOMPILATIONS, check_device, count_kinds
-from titanplans.parallel.fla_graphs import end_graphs_at_kernels
+from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
+from titanplans.parallel.compile.limits import RECOMPILATIONS, check_device, count_kinds
 from titanplans.parallel.interplay import refuse
 from titanplans.proof.simulate import fake_ranks
 

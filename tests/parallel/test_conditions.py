@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.parallel import ParallelError
-from titanplans.parallel.conditions import shard_model
+from titanplans.parallel.fsdp.conditions import shard_model
 
 
 class Net(nn.Module):

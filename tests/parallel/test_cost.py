@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans import apply_plan, modeling
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, apply_strategy
-from titanplans.parallel.fsdp_construction import Shards, independent_of_world
+from titanplans.parallel.fsdp.construction import Shards, independent_of_world
 from titanplans.proof.simulate import fake_ranks
 
 TP = 8

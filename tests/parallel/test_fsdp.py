@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans.parallel import ParallelError
 from titanplans.parallel.fsdp import shard
-from titanplans.parallel.fsdp_units import find_units, split_dtypes
-from titanplans.parallel.gradient_sync import accumulate, unsharded
+from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
+from titanplans.parallel.fsdp.units import find_units, split_dtypes
 
 BATCH, LENGTH, LAYERS = 8, 8, 4
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"

@@ -16,10 +16,10 @@ from tiny import Tiny, TinyPlan
 
 from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
+from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
+from titanplans.parallel.activation_checkpoint.selective import Selective
 from titanplans.parallel.compile import COMPONENTS
 from titanplans.parallel.fsdp import shard
-from titanplans.parallel.kept import KeepMixer
-from titanplans.parallel.selective import Selective
 from titanplans.parallel.strategies import (
     ActivationCheckpointing,
     Compile,

@@ -30,9 +30,9 @@ from titanplans.observe.compile_record import (
 from titanplans.observe.effect_tables import communication, graphs
 from titanplans.observe.step_places import fsdp_units
 from titanplans.parallel.activation_checkpoint import memory_budget
+from titanplans.parallel.activation_checkpoint.keep_mixer import Kept
 from titanplans.parallel.blocks import block_lists
 from titanplans.parallel.float8 import float8_report
-from titanplans.parallel.kept import Kept
 from titanplans.parallel.steps import steps_taken
 from titanplans.parallel.strategies import DDPConfig, FSDP2Config, Strategy
 from titanplans.tensor_parallel.custom import resolve_plan

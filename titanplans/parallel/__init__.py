@@ -8,19 +8,19 @@ Imports no trainer: the objects it is given are read by their attributes, which 
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from titanplans.parallel.conditions import shard_model
+from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
+from titanplans.parallel.activation_checkpoint.selective import Selective
 from titanplans.parallel.degrees import Degrees
 from titanplans.parallel.float8 import Conversion, convert_to_float8
-from titanplans.parallel.gradient_sync import unsharded
+from titanplans.parallel.fsdp.conditions import shard_model
+from titanplans.parallel.fsdp.gradient_sync import unsharded
 from titanplans.parallel.gradients import clip_gradients, skip_nonfinite, total_norm
-from titanplans.parallel.kept import KeepMixer
 from titanplans.parallel.loss import count_tokens, cross_entropy
 from titanplans.parallel.manager import ParallelManager
 from titanplans.parallel.mesh import Mesh
 from titanplans.parallel.order import apply_strategy
 from titanplans.parallel.parallelize import parallelize
 from titanplans.parallel.process_group import Process, process_group
-from titanplans.parallel.selective import Selective
 from titanplans.parallel.strategies import (
     ActivationCheckpointing,
     Compile,

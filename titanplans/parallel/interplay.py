@@ -10,17 +10,16 @@ from typing import Any
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.parallel import async_tp
 from titanplans.parallel.activation_checkpoint import Full, MemoryBudget, MLPOnly
-from titanplans.parallel.compile import check_fullgraph, one_graph_a_block
-from titanplans.parallel.compile_limits import check_device
+from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
+from titanplans.parallel.activation_checkpoint.selective import Selective
+from titanplans.parallel.compile import async_tp, check_fullgraph, one_graph_a_block
+from titanplans.parallel.compile.limits import check_device
 from titanplans.parallel.ddp import refuse_degrees
 from titanplans.parallel.degrees import refuse_unsupported
 from titanplans.parallel.float8 import check_float8_options
 from titanplans.parallel.fsdp import check_shard
-from titanplans.parallel.fsdp_policies import shard_size
-from titanplans.parallel.kept import KeepMixer
-from titanplans.parallel.selective import Selective
+from titanplans.parallel.fsdp.policies import shard_size
 from titanplans.parallel.strategies import DDPConfig, FSDP2Config
 
 

@@ -19,15 +19,16 @@ from torch.distributed import distributed_c10d
 
 from titanplans.errors import ParallelError
 from titanplans.observe.effect import Effect
-from titanplans.parallel import async_tp, ddp, gradient_sync, gradients, interplay, megatron_fsdp
-from titanplans.parallel.compile import compile_loss, compile_optimizer
+from titanplans.parallel import ddp, gradients, interplay, megatron_fsdp
+from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
 from titanplans.parallel.degrees import Degrees, refuse_unsupported
+from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.loss import count_tokens, cross_entropy
 from titanplans.parallel.mesh import Mesh
 from titanplans.parallel.order import apply_strategy
 from titanplans.parallel.process_group import default_device_type
+from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.strategies import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
-from titanplans.parallel.values import check_equal_values
 
 F = TypeVar("F", bound=Callable[..., Any])
 

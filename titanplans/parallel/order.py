@@ -23,8 +23,8 @@ from titanplans.parallel.float8 import (
     keep_plain_between_graphs,
     refuse_read_weights,
 )
-from titanplans.parallel.float8_fsdp import gather_in_float8
-from titanplans.parallel.float8_scales import seek_scales_together
+from titanplans.parallel.float8.all_gather import gather_in_float8
+from titanplans.parallel.float8.scales import seek_scales_together
 from titanplans.parallel.fsdp import shard
 from titanplans.parallel.steps import took
 from titanplans.parallel.strategies import DDPConfig, Float8, FSDP2Config

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from titanplans.parallel import async_tp
+from titanplans.parallel.compile import async_tp
 from titanplans.parallel.order import apply_strategy
 from titanplans.parallel.strategies import Compile, FSDP2Config, MixedPrecision
 from titanplans.tensor_parallel.custom import PlanSource

@@ -17,7 +17,9 @@ import torchtitan.components.validate
 import torchtitan.trainer
 from torchtitan.tools.utils import device_module, device_type
 
-from titanplans.parallel import DDPConfig, FSDP2Config, async_tp, clip_gradients, ddp, gradient_sync
+from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
+from titanplans.parallel.compile import async_tp
+from titanplans.parallel.fsdp import gradient_sync
 from titanplans.training.checkpoint_card import write_model_card
 from titanplans.training.effect import EffectReport
 from titanplans.training.metrics import MetricsProcessor

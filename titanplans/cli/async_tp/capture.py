@@ -31,7 +31,7 @@ from torch.distributed._symmetric_memory import _test_mode
 from titanplans.cli.async_tp.chains import chains, words
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.observe.graph_collectives import is_backward, kind_of
-from titanplans.parallel.fla_graphs import end_graphs_at_kernels, holds_fla
+from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 
 
 @dataclass(frozen=True)

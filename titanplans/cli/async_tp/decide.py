@@ -19,7 +19,7 @@ from titanplans.cli.verify.group import Ranks
 from titanplans.cli.verify.prepare import Prepared, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
-from titanplans.parallel import async_tp
+from titanplans.parallel.compile import async_tp
 from titanplans.parallel.float8 import keep_plain_between_graphs
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel import apply_plan

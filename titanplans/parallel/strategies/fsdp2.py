@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.parallel import async_tp
-from titanplans.parallel.fsdp_policies import Reshard
-from titanplans.parallel.gradient_sync import Defer
+from titanplans.parallel.compile import async_tp
+from titanplans.parallel.fsdp.gradient_sync import Defer
+from titanplans.parallel.fsdp.policies import Reshard
 from titanplans.parallel.strategies.float8 import Float8
 from titanplans.parallel.strategies.options import Options
 from titanplans.parallel.strategies.sections import (

@@ -5,12 +5,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from titanplans.parallel import async_tp
 from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly, Policy
+from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
+from titanplans.parallel.activation_checkpoint.selective import Matmuls, Selective
 from titanplans.parallel.blocks import Scope
-from titanplans.parallel.compile import compile_options
-from titanplans.parallel.kept import KeepMixer
-from titanplans.parallel.selective import Matmuls, Selective
+from titanplans.parallel.compile import async_tp, compile_options
 from titanplans.parallel.strategies.options import Options
 
 Dtype = Literal["bfloat16", "float32"]

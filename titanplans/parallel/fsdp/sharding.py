@@ -1,6 +1,6 @@
 """FSDP2 on a decoder: what each unit keeps gathered, its dtypes, where its shards lie, what is prefetched.
 
-Which modules are units is in `fsdp_units`. `shard` applies at every size of the mesh: over one
+Which modules are units is in `units`. `shard` applies at every size of the mesh: over one
 process it shards nothing, and still casts for mixed precision and offloads. The loss is divided by
 the number of tokens of the whole batch before the backward, so gradients are summed, not averaged.
 """
@@ -18,10 +18,10 @@ from torch.distributed.fsdp import (
 )
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.fsdp_construction import independent_of_world
-from titanplans.parallel.fsdp_policies import Reshard, fsdp_policies, shard_size
-from titanplans.parallel.fsdp_prefetch import chain_units, check_depth
-from titanplans.parallel.fsdp_units import Unit, find_units, fsdp_module, split_dtypes
+from titanplans.parallel.fsdp.construction import independent_of_world
+from titanplans.parallel.fsdp.policies import Reshard, fsdp_policies, shard_size
+from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
+from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module, split_dtypes
 
 
 class ShardOptions(TypedDict, total=False):

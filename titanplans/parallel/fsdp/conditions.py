@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.fsdp import ShardOptions, apply_units
-from titanplans.parallel.fsdp_units import Unit, has_forward, has_parameters, refuse_ties, split_dtypes
+from titanplans.parallel.fsdp.sharding import ShardOptions, apply_units
+from titanplans.parallel.fsdp.units import Unit, has_forward, has_parameters, refuse_ties, split_dtypes
 from titanplans.tensor_parallel.structure import find_layers
 
 Condition = Callable[[str, nn.Module], bool]

@@ -107,7 +107,7 @@ def prepare(model: nn.Module) -> None:
 
     With `fuse_swiglu` it is one function with the activation, and out of every graph. One after the other they
     give the same numbers; the activation's result is kept for the backward. That the gathers of such blocks are in
-    one graph with their products is `titanplans.parallel.fla_graphs`' matter.
+    one graph with their products is `titanplans.parallel.compile.fla_graphs`' matter.
     """
     apart = [
         m for m in model.modules() if getattr(m, "fuse_swiglu", None) is True and hasattr(m, "down_proj")

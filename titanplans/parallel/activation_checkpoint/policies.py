@@ -2,7 +2,7 @@
 
 A policy is a small frozen dataclass with `apply(model)`, which wraps modules in place. One model has one
 policy. Wrapped modules keep their names in state dicts; the recomputation is torch's non-reentrant one,
-and whatever it counts or keeps lives in the call (`titanplans.parallel.selective`, `titanplans.parallel.kept`).
+and whatever it counts or keeps lives in the call (`selective`, `keep_mixer`).
 """
 
 from collections.abc import Callable

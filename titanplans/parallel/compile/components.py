@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from titanplans.errors import ParallelError
-from titanplans.parallel import async_tp
 from titanplans.parallel.activation_checkpoint import MemoryBudget, memory_budget
+from titanplans.parallel.activation_checkpoint.keep_mixer import Kept
 from titanplans.parallel.blocks import block_lists
-from titanplans.parallel.compile_limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
-from titanplans.parallel.fla_graphs import end_graphs_at_kernels, holds_fla
-from titanplans.parallel.kept import Kept
+from titanplans.parallel.compile import async_tp
+from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
+from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
 
 COMPONENTS = ("model", "loss", "optimizer")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanplans.parallel.float8_fsdp import is_wrapped
+from titanplans.parallel.float8.all_gather import is_wrapped
 from titanplans.tensor_parallel.collectives import all_reduce
 from titanplans.tensor_parallel.float8 import float8_linears
 

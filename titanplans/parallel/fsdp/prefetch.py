@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.fsdp_units import Unit, fsdp_module, managed
+from titanplans.parallel.fsdp.units import Unit, fsdp_module, managed
 
 
 def check_depth(key: str, depth: int, units: int, sharded: bool, gathers: bool) -> None:

@@ -2,7 +2,7 @@
 
 Operators are met at the dispatcher, so only what the dispatcher sees can be kept by name: aten, functional
 collectives, `torch.library` operators. A Triton kernel launched from Python and the body of a
-`torch.autograd.Function` are not operators; eager mode always runs them again. `titanplans.parallel.kept` is for them.
+`torch.autograd.Function` are not operators; eager mode always runs them again. `keep_mixer` is for them.
 What is counted is counted within one checkpointed call.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import Contexts, Full
+from titanplans.parallel.activation_checkpoint.policies import Contexts, Full
 
 Matmuls = Literal["all", "every second", "none"]
 

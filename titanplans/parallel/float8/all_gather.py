@@ -1,7 +1,7 @@
 """FSDP2 that gathers weights in float8: a quarter of float32's bytes, half of bfloat16's.
 
 torchao makes each converted weight a tensor that FSDP2 casts before its all-gather, and hands to the product as it
-arrives. Its scale must be that of the whole weight: `float8_scales`, or else sought in each gather.
+arrives. Its scale must be that of the whole weight: `scales`, or else sought in each gather.
 """
 
 from typing import Any

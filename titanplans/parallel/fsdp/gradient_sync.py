@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.float8_scales import seek_scales
-from titanplans.parallel.fsdp_units import fsdp_module
+from titanplans.parallel.float8.scales import seek_scales
+from titanplans.parallel.fsdp.units import fsdp_module
 
 Defer = Literal["all", "replicas", "nothing"]
 

@@ -3,7 +3,7 @@
 torchao swaps each `nn.Linear` for a `Float8Linear`, and leaves out without a word what it is told to leave out,
 what a filter misspells, and what a fused kernel of the parent computes in its place. Here each of these is
 said, or an error. How a converted module is split is the plans' (`tensor_parallel.float8_linear`); how its weights
-are gathered by FSDP2 is `float8_fsdp`'s.
+are gathered by FSDP2 is `all_gather`'s.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.compile import holds_fla
-from titanplans.parallel.float8_fsdp import is_wrapped
+from titanplans.parallel.compile.fla_graphs import holds_fla
+from titanplans.parallel.float8.all_gather import is_wrapped
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears
 from titanplans.tensor_parallel.structure import find_layers, find_mixer, find_mlp

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import Contexts, Full, replace
+from titanplans.parallel.activation_checkpoint.policies import Contexts, Full, replace
 from titanplans.tensor_parallel.structure import find_mixer, join
 
 

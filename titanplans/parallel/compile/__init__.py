@@ -1,0 +1,29 @@
+"""torch.compile: the blocks of a model, the loss and the optimizer's step.
+
+`components` compiles them; `limits` refuses what torch would run eagerly without an error; `fla_graphs` says where a
+graph ends in modules of flash-linear-attention; `async_tp` switches async tensor parallelism on and checks it.
+"""
+
+from titanplans.parallel.compile.components import (
+    COMPONENTS,
+    apply_compile,
+    check_fullgraph,
+    compile_loss,
+    compile_optimizer,
+    compile_options,
+    one_graph_a_block,
+)
+from titanplans.parallel.compile.fla_graphs import holds_fla
+from titanplans.parallel.compile.limits import check_device
+
+__all__ = [
+    "COMPONENTS",
+    "apply_compile",
+    "check_device",
+    "check_fullgraph",
+    "compile_loss",
+    "compile_optimizer",
+    "compile_options",
+    "holds_fla",
+    "one_graph_a_block",
+]
