@@ -1,29 +1,67 @@
-"""Real process groups for tests: `run(fn, ranks)` starts that many processes once a file.
+"""Real process groups for tests: `run(fn, ranks)` starts that many fresh processes, which have imported everything.
 
-`fn(rank)` runs on every rank with the group up; what rank 0 returns is returned. A failure on any
-rank fails the test with that rank's traceback.
+`fn(rank)` runs on every rank with the group up; what rank 0 returns is returned. A failure on any rank fails the test
+with that rank's traceback; a rank that hangs prints where each of its threads is, and ends.
+
+Ranks are forked from a server (`multiprocessing`'s forkserver, one for each process that calls `run`) that has imported
+`preloaded`, and has neither run a tensor operator nor started a thread. Python, torch and the model libraries take a
+process nine seconds to import. A fork can't use CUDA that its parent has seen: where there is a GPU, ranks are spawned.
 """
 
+import faulthandler
+import functools
+import multiprocessing.forkserver
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+LIMIT = 540
+"""Seconds that ranks may take: pytest's own limit, which knows nothing of them, is 600."""
+
 
 def run(fn: Callable[[int], Any], ranks: int, backend: str = "gloo") -> Any:
+    method = start_method()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(fn, ranks, folder, backend), nprocs=ranks)
+        mp.start_processes(
+            _work, args=(fn, ranks, folder, backend, dict(os.environ)), nprocs=ranks, start_method=method
+        )
         return torch.load(Path(folder) / "result.pt", weights_only=False)
 
 
-def _work(rank: int, fn: Callable[[int], Any], ranks: int, folder: str, backend: str) -> None:
+@functools.cache
+def start_method() -> str:
+    """Start the server that ranks are forked from; "spawn" where there is a GPU."""
+    if torch.cuda.is_available():
+        return "spawn"
+    multiprocessing.forkserver.set_forkserver_preload(["preloaded"])
+    # The server finds `preloaded` by PYTHONPATH. A pool of threads, which OpenBLAS makes when it is loaded, does not
+    # survive a fork.
+    path = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1"):
+        multiprocessing.forkserver.ensure_running()
+    return "forkserver"
+
+
+def _work(
+    rank: int, fn: Callable[[int], Any], ranks: int, folder: str, backend: str, environment: dict[str, str]
+) -> None:
+    import preloaded  # noqa: F401  the server says nothing where this fails
+
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    os.environ.clear()  # a fork has that of the server
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+        environment,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
     )
     torch.set_num_threads(1)
     if backend == "nccl":

@@ -1,0 +1,30 @@
+"""What ranks of tests have imported when they start: see worlds.py. Nothing is built here, and no thread is started."""
+
+import gc
+import importlib
+import warnings
+
+from titanplans.training.device import prepare_device
+
+MODULES = [
+    "fla.models",
+    "hypothesis",
+    "pytest",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torchao.float8",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("gemma3", "llama", "mistral", "qwen2", "qwen3")
+    ),
+    *(f"titanplans.{name}" for name in ("modeling", "observe", "parallel", "proof", "training.trainer")),
+]
+
+prepare_device()  # before torchtitan is imported
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # once for each worker, on a screen that belongs to pytest
+    for name in MODULES:
+        importlib.import_module(name)
+gc.freeze()  # a collection would write to the pages that all ranks share
