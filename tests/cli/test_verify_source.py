@@ -11,7 +11,7 @@ from titanplans.cli.verify.source import Source
 from titanplans.cli.verify.subject import every_model
 from titanplans.errors import VerifyError
 from titanplans.modeling import kernels
-from titanplans.tensor_parallel.structure import find_layers
+from titanplans.tensor_parallel.decoder import find_decoder
 
 CPU = Ranks(torch.device("cpu"))
 
@@ -56,7 +56,7 @@ def test_the_first_blocks(source, layers, blocks, of):
     found = cut(source(), layers, None)
     why = "" if layers else ", as few as hold every kind of block (--layers)"
     assert found.notes == ((f"the first {blocks} of {of} blocks{why}",) if blocks < of else ())
-    assert len(find_layers(found.model)) == blocks
+    assert len(find_decoder(found.model).blocks) == blocks
     text = found.config.get_text_config()
     assert text.num_hidden_layers == blocks
     assert len(getattr(text, "layer_types", None) or range(blocks)) == blocks

@@ -19,8 +19,8 @@ from mutants.operators import (
 )
 from mutants.site import Site
 from titanplans import TPOptions, TPPlan
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.plan import Plan
-from titanplans.tensor_parallel.structure import find_layers, find_mixers
 from titanplans.tensor_parallel.styles import KVColwise, NoParallel, Style
 
 LOCAL_ATTRIBUTES = "local_attributes"
@@ -70,7 +70,8 @@ def mutants(architecture: Architecture) -> Iterator[Mutant]:
 
 def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
     source = architecture.plan(options)
-    blocks, mixers = find_layers(model), find_mixers(model)
+    decoder = find_decoder(model)
+    blocks, mixers = decoder.names, decoder.mixers
     sharing = options.degree > 2
     for key, style in source.full_plan(model).items():
         block = next((name for name in blocks if key.startswith(f"{name}.")), None)
@@ -97,7 +98,7 @@ def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions)
 
 def _of_attributes(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
     source = architecture.plan(options)
-    key, mixer = next(iter(find_mixers(model).items()))
+    key, mixer = next(iter(find_decoder(model).mixers.items()))
     if architecture.part != MODEL and options.sequence_parallel and source.local_attributes(mixer):
         yield Mutant(architecture, key, LOCAL_ATTRIBUTES, options, forgetful(architecture.plan, mixer))
 

@@ -25,7 +25,7 @@ from mutants import operators
 from mutants.prove import Verdict
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult
-from titanplans.tensor_parallel.structure import find_layers
+from titanplans.tensor_parallel.decoder import find_decoder
 
 HERE = {
     operator.__name__
@@ -80,7 +80,7 @@ def allowed(operator: str, key: str, reference: Reference) -> set[str]:
     if operator in BEFORE:
         return {before}
     if operator in STREAM:
-        blocks = find_layers(reference.pristine)
+        blocks = find_decoder(reference.pristine).names
         block = next((name for name in blocks if _inside(key, name)), blocks[0])
         end = order.index(block) if runs[-1] <= order.index(block) else len(order)
         return {*order[runs[0] : end + 1], *_around(key), after}

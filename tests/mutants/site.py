@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from titanplans import TPPlan
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.collectives import Stream
-from titanplans.tensor_parallel.structure import find_mixers
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.styles import KVColwise, Rowwise, Style
 
 
@@ -51,9 +51,10 @@ class Site:
     @property
     def head_rows(self) -> int | None:
         """Rows (columns, of a Rowwise) of one head; None outside of mixers."""
-        mixer = next((m for n, m in find_mixers(self.model).items() if self.key.startswith(f"{n}.")), None)
-        if mixer is None:
+        decoder = find_decoder(self.model, required=False)
+        if (around := decoder.mixer_around(self.key)) is None:
             return None
+        mixer = decoder.mixers[around]
         heads = next(iter(self.plan.heads(mixer).values()))
         if isinstance(self.style, KVColwise):
             heads = self.plan.kv_heads(mixer) or heads

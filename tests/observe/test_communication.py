@@ -156,7 +156,7 @@ def test_every_block_and_end_needs_all_that_it_issues(case, options):
     stream, logits = BATCH * SEQUENCE * case.hidden, BATCH * SEQUENCE * case.vocabulary
 
     # Spelt out, not by the bound that is tested beside it.
-    blocks = communication.decoder.layers
+    blocks = communication.decoder.names
     assert len(blocks) == 2
     two = {("all_gather", stream): 2, ("reduce_scatter", stream): 2}
     if not options.sequence_parallel:
@@ -323,7 +323,7 @@ def test_a_gather_for_each_projection_is_too_many(plan, projections, sequence_pa
     communication = count(Tiny, TPOptions(2, True, sequence_parallel), plan)
     assert not communication.minimal
     one = "reduce_scatter" if sequence_parallel else "all_reduce"
-    for block in communication.decoder.layers:
+    for block in communication.decoder.names:
         names = [f"{block}.{name}" for name in projections]
         # Gathers: of the first projection needed, of the others too many.
         forward = [c.module for c in communication.exceeding(block, "forward")]
@@ -371,7 +371,7 @@ def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
             return super().attn_plan(attn) | {"q_norm": Reduced()}
 
     communication = count(Tiny, TPOptions(2), Hooked)
-    for block in communication.decoder.layers:
+    for block in communication.decoder.names:
         (gradient,) = communication.exceeding(block, "backward")
         assert (gradient.operation, gradient.module) == ("all_reduce", f"{block}.attn.q_norm")
         assert gradient.elements == 4

@@ -41,7 +41,7 @@ def test_right_plan_is_accepted_and_complete():
     model = Tiny()
     names = list(model.state_dict())
     with ranks(2) as mesh:
-        styles = apply_plan(model, mesh, plan=TinyPlan)
+        styles = apply_plan(model, mesh, plan=TinyPlan).styles
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert list(model.state_dict()) == names
         assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "reading gives the local tensor"

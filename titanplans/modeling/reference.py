@@ -26,7 +26,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from titanplans.errors import ModelError
 from titanplans.modeling.build import construct
-from titanplans.tensor_parallel.structure import join
+from titanplans.tensor_parallel.decoder import join
 
 
 class Unit(NamedTuple):

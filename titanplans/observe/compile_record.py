@@ -18,7 +18,7 @@ from torch import nn
 from titanplans.errors import ParallelError
 from titanplans.observe.step_places import Places
 from titanplans.parallel.blocks import block_lists
-from titanplans.tensor_parallel.structure import find_decoder
+from titanplans.tensor_parallel.decoder import find_decoder
 
 _EVERY_COMPILATION = 1_000_000
 """How many of its compilations torch is to remember meanwhile; by itself 64."""
@@ -156,7 +156,7 @@ def check_compiled(model: nn.Module, places: Places, compilation: CompileRecord)
     Raises:
         ParallelError: naming the first such block, and why.
     """
-    layers = find_decoder(model).layers
+    layers = find_decoder(model).names
     for name in (name for names in block_lists(model, "all") for name in names):
         why = None
         if not places.compiled_calls[name] and (places.calls[name] or name in layers):

@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.fsdp import FSDPModule
 
 from titanplans.parallel.blocks import block_lists
-from titanplans.tensor_parallel.structure import find_decoder
+from titanplans.tensor_parallel.decoder import find_decoder
 
 Phase = Literal["forward", "backward", "recomputed", "update", "log"]
 """update: after the last backward. log: after `Places.log_begins`. What a compiled graph recomputes is backward, since

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.structure import find_decoder, find_layers, join
+from titanplans.tensor_parallel.decoder import find_decoder
 
 Scope = Literal["all", "language", "vision"]
 SCOPES: tuple[Scope, ...] = ("all", "language", "vision")
@@ -18,7 +18,8 @@ def block_lists(model: nn.Module, scope: Scope) -> list[tuple[str, ...]]:
         ParallelError: the scope is vision, and `model` has no vision tower with blocks.
         PlanError: the scope is another, and `model` has no decoder.
     """
-    towers = [] if scope == "language" else _towers(model)
+    decoder = find_decoder(model, required=scope != "vision")
+    towers = [] if scope == "language" else list(decoder.towers)
     if scope == "vision":
         if not towers:
             raise ParallelError(
@@ -26,14 +27,4 @@ def block_lists(model: nn.Module, scope: Scope) -> list[tuple[str, ...]]:
                 'blocks; set it to "all" or "language"'
             )
         return towers
-    return [find_decoder(model).layers, *towers]
-
-
-def _towers(model: nn.Module) -> list[tuple[str, ...]]:
-    towers: dict[str, tuple[str, ...]] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{tower}.") for tower in towers)
-        is_tower = not inside and any(word in name.rpartition(".")[2] for word in ("vision", "visual"))
-        if is_tower and (blocks := find_layers(module)):
-            towers[name] = tuple(join(name, block) for block in blocks)
-    return list(towers.values())
+    return [decoder.names, *towers]

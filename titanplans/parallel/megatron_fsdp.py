@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import memory_budget
 from titanplans.parallel.strategies import MegatronFSDPConfig
-from titanplans.tensor_parallel.structure import find_decoder
+from titanplans.tensor_parallel.decoder import find_decoder
 
 _INSTEAD = "take FSDP2Config"
 _NAMES = {
@@ -165,7 +165,7 @@ def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.M
     """
     names = config.megatron_fsdp_unit_modules
     if names is None:
-        return list(dict.fromkeys(type(model.get_submodule(block)) for block in find_decoder(model).layers))
+        return list(dict.fromkeys(type(block.module) for block in find_decoder(model).blocks))
     classes = {
         cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)
     }

@@ -89,14 +89,14 @@ def apply_to_blocks(
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if isinstance(config, FSDP2Config) and mesh.tp_enabled:
-        styles = apply_plan(
+        applied = apply_plan(
             model,
             mesh.get_mesh("tp"),
             loss_parallel=config.loss_parallel,
             sequence_parallel=config.sequence_parallel,
             plan=config.tp_plan,
         )
-        counts = Counter(type(style).__name__ for style in styles.values())
+        counts = Counter(type(style).__name__ for style in applied.styles.values())
         _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
         took(model, "tensor parallelism", styles=dict(counts))
 

@@ -75,7 +75,7 @@ def words(options: TPOptions) -> str:
 
 def _split(pristine: nn.Module, plan: PlanSource, options: TPOptions, world: World) -> tuple[nn.Module, Plan]:
     model = copy.deepcopy(pristine)
-    styles = apply_plan(
+    applied = apply_plan(
         model,
         world.mesh,
         plan=plan,
@@ -84,7 +84,7 @@ def _split(pristine: nn.Module, plan: PlanSource, options: TPOptions, world: Wor
         sequence_dim=options.sequence_dim,
     )
     world.settle(model)
-    return model, styles
+    return model, applied.styles
 
 
 def _prove(

@@ -14,8 +14,8 @@ from torch import nn
 
 from titanplans.proof.communication_bound import Allowance, Bound, bound, exceeding, part_of
 from titanplans.proof.traffic import Collective, record_collectives
+from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join
 from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.tensor_parallel.structure import Decoder, find_decoder, find_mixer, find_mlp, join
 
 _DIRECTIONS = ("forward", "backward")
 
@@ -144,7 +144,7 @@ def count_communication(
     decoder, bounds = find_decoder(model), bound(model, options, batch=batch, sequence=sequence)
     with record_collectives(model) as collectives:
         run()
-    kinds = {name: _kind(model.get_submodule(name)) for name in decoder.layers}
+    kinds = {block.name: block.kind for block in decoder.blocks}
     return Communication(tuple(collectives), bounds, kinds, summed_gradients(model), decoder)
 
 
@@ -163,11 +163,6 @@ def summed_gradients(model: nn.Module) -> dict[str, int]:
                 seen.add(id(param))
                 gradients[join(name, key)] = param.numel() * param.element_size()
     return gradients
-
-
-def _kind(layer: nn.Module) -> str:
-    parts = [type(layer.get_submodule(n)).__name__ for n in (find_mixer(layer), find_mlp(layer)) if n]
-    return f"{type(layer).__name__} ({', '.join(parts)})"
 
 
 def _numbers(operations: Iterable[Iterable[str]]) -> str:

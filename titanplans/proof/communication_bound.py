@@ -27,8 +27,8 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.proof.traffic import Collective
 from titanplans.tensor_parallel.collectives import shard_size
+from titanplans.tensor_parallel.decoder import Decoder, find_decoder
 from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.tensor_parallel.structure import Decoder, find_decoder, find_mixer, find_mlp, join
 
 
 class Allowance(NamedTuple):
@@ -55,11 +55,11 @@ def part_of(module: str | None, decoder: Decoder) -> str:
     """
     if module is None:
         return "loss"
-    if module == decoder.layers[0] or _within(module, decoder.embedding):
+    if module == decoder.names[0] or _within(module, decoder.embedding):
         return "embedding"
     if _within(module, decoder.head) or _within(module, decoder.norm):
         return "head"
-    return next((layer for layer in decoder.layers if _within(module, layer)), module or "the model")
+    return next((layer for layer in decoder.names if _within(module, layer)), module or "the model")
 
 
 def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) -> dict[str, Bound]:
@@ -83,12 +83,11 @@ def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) ->
     scatter = Allowance(("reduce_scatter",), stream)
     total = Allowance(("all_reduce",), stream)
     bounds = {}
-    for name in decoder.layers:
-        layer = model.get_submodule(name)
-        regions = [join(name, found) for find in (find_mixer, find_mlp) if (found := find(layer))]
+    for block in decoder.blocks:
+        regions = [part for part in (block.mixer, block.mlp) if part is not None]
         one = (*enter, scatter if parallel else total)
         needed = tuple(allowance._replace(module=region) for region in regions for allowance in one)
-        bounds[name] = Bound(needed, needed)
+        bounds[block.name] = Bound(needed, needed)
     embedded = Allowance(("reduce_scatter", "all_reduce"), stream) if parallel else total
     bounds["embedding"] = Bound((embedded,), enter)
     gathered = () if options.loss_parallel else (Allowance(("all_gather",), logits),)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.structure import find_decoder
+from titanplans.tensor_parallel.decoder import find_decoder
 
 
 def randomise(model: nn.Module, seed: int) -> None:

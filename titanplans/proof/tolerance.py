@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.structure import find_layers
+from titanplans.tensor_parallel.decoder import find_decoder
 
 DRAWS = 3
 """Perturbed runs of the whole model; the unit is the largest change in any of them."""
@@ -56,7 +56,7 @@ def depth(model: nn.Module, logits: torch.Tensor) -> float:
     contracted = sum(len(p) + p.numel() // max(len(p), 1) for p in matrices)
     *tokens, vocabulary = logits.shape
     count = torch.Size(tokens).numel()
-    blocks = max(len(find_layers(model)), 1)
+    blocks = max(len(find_decoder(model, required=False).blocks), 1)
     return float(contracted + count + max(tokens, default=1) * blocks + vocabulary)
 
 

@@ -5,12 +5,15 @@ plan by name: it reads the names of modules and of their classes.
 """
 
 from titanplans.errors import PlanError, UserError
-from titanplans.tensor_parallel.apply import apply_plan, check_plan
+from titanplans.tensor_parallel.apply import AppliedPlan, apply_plan, check_plan
+from titanplans.tensor_parallel.decoder import Block, Decoder, find_decoder
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.registry import register_plan, registered_plans
-from titanplans.tensor_parallel.structure import find_decoder
 
 __all__ = [
+    "AppliedPlan",
+    "Block",
+    "Decoder",
     "Plan",
     "PlanError",
     "TPOptions",

@@ -5,6 +5,8 @@ DTensor on the TP mesh, and tied weights are one. A `ParallelStyle` that is not 
 does only by doing it: what such a one leaves undone is found afterwards, and is an error then.
 """
 
+from dataclasses import dataclass
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,15 +26,37 @@ from titanplans.tensor_parallel.checks import (
 )
 from titanplans.tensor_parallel.collectives import Border
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
+from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join
 from titanplans.tensor_parallel.float8 import recipe_of
-from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
+from titanplans.tensor_parallel.float8_checks import (
+    Crossing,
+    check_float8,
+    check_torchao_styles,
+    float8_crossings,
+)
 from titanplans.tensor_parallel.inputs import begin_stream, guard_inputs
-from titanplans.tensor_parallel.local import ParameterMemo
+from titanplans.tensor_parallel.local import Layout, ParameterMemo
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
-from titanplans.tensor_parallel.structure import find_decoder, find_mixers
 from titanplans.tensor_parallel.styles import Colwise, Style
 from titanplans.tensor_parallel.user_code import told_in_one_line
 from titanplans.tensor_parallel.vocab import VocabEmbedding
+
+
+@dataclass(frozen=True)
+class AppliedPlan:
+    """What `apply_plan` did to a model: read this instead of the model's modules."""
+
+    plan: TPPlan
+    styles: Plan
+    """The style of each module, by fully qualified name."""
+    layouts: dict[str, Layout]
+    """How each parameter and its gradient lie on the mesh, by fully qualified name; not those of a foreign style."""
+    crossings: dict[str, Crossing]
+    """How a sequence crosses the border of a region or of the head in float8, by plan key."""
+    decoder: Decoder
+    """The parts of the model, as they were found before it was split."""
+    mesh: DeviceMesh
+    """The 1-D TP mesh."""
 
 
 def check_plan(
@@ -64,10 +88,10 @@ def check_plan(
     """
     recipe = recipe_of(model)
     options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, recipe)
-    return _checked(resolve_plan(plan, model, options), model)
+    return _checked(resolve_plan(plan, model, options), model, find_decoder(model, required=False))
 
 
-def _checked(source: TPPlan, model: nn.Module) -> Plan:
+def _checked(source: TPPlan, model: nn.Module, decoder: Decoder) -> Plan:
     options = source.options
     name = type(source).__name__
     with told_in_one_line(f"plan {name}"):
@@ -75,10 +99,10 @@ def _checked(source: TPPlan, model: nn.Module) -> Plan:
     check_keys(styles, model, name)
     check_coverage(styles, model, name)
     check_regions(styles)
-    check_mixers(styles, model, options)
+    check_mixers(styles, decoder, options)
     check_styles(styles, model)
     check_tied(styles, model)
-    check_degree(list(sizes(styles, source, model)), options)
+    check_degree(list(sizes(styles, source, model, decoder)), options)
     check_float8(styles, model, options.degree)
     check_torchao_styles(styles, model)
     return styles
@@ -92,14 +116,14 @@ def apply_plan(
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
     plan: PlanSource = None,
-) -> Plan:
+) -> AppliedPlan:
     """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile and FSDP.
 
     The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a
     DTensor, `Shard(-1)`, if `loss_parallel`). Its parameters may lie on meta; real ones are taken
     from the mesh's first rank.
 
-    Args and errors: see `check_plan`. Returns the styles by fully qualified module name.
+    Args and errors: see `check_plan`.
     """
     if tp_mesh.ndim != 1:
         raise PlanError(
@@ -108,11 +132,19 @@ def apply_plan(
     recipe = recipe_of(model)
     options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim, recipe)
     source = resolve_plan(plan, model, options)
-    styles = _checked(source, model)
+    decoder = find_decoder(model, required=False)
+    styles = _checked(source, model, decoder)
     check_torchao_styles(styles, model, dist.get_backend(tp_mesh.get_group()))
     tied = tied_parameters(model)
     memo = ParameterMemo()
-    for key, crossing in float8_crossings(styles, model).items():
+    layouts = {
+        join(key, name): layout
+        for key, style in styles.items()
+        if isinstance(style, Style)
+        for name, layout in style.layouts(model.get_submodule(key)).items()
+    }
+    crossings = float8_crossings(styles, model)
+    for key, crossing in crossings.items():
         model.get_submodule(key).__dict__["_float8_crossing"] = crossing
     for key, style in styles.items():
         module = model.get_submodule(key)
@@ -125,29 +157,29 @@ def apply_plan(
             )
     _check_distributed(model, styles)
     _check_still_tied(model, tied)
-    _set_local_attributes(model, source, styles)
-    begins_stream = _embedding_begins_stream(model, styles)
+    _set_local_attributes(decoder, source, styles)
+    begins_stream = _embedding_begins_stream(decoder, styles)
     if sequence_parallel and not begins_stream:
-        begin_stream(model.get_submodule(find_decoder(model).layers[0]), Border(tp_mesh, source.stream))
+        begin_stream(find_decoder(model).blocks[0].module, Border(tp_mesh, source.stream))
     guard_inputs(model, loss_parallel=loss_parallel, stream=source.stream, begins_stream=begins_stream)
-    return styles
+    return AppliedPlan(source, styles, layouts, crossings, decoder, tp_mesh)
 
 
-def _set_local_attributes(model: nn.Module, source: TPPlan, styles: Plan) -> None:
+def _set_local_attributes(decoder: Decoder, source: TPPlan, styles: Plan) -> None:
     """Let the mixers whose heads are split count this rank's."""
-    for name, mixer in find_mixers(model).items():
+    for name, mixer in decoder.mixers.items():
         inside = [style for key, style in styles.items() if key.startswith(f"{name}.")]
         if any(isinstance(style, Colwise) for style in inside):
             for attribute, value in source.plan_of(mixer).local_attributes(mixer).items():
                 setattr(mixer, attribute, value)
 
 
-def _embedding_begins_stream(model: nn.Module, styles: Plan) -> bool:
+def _embedding_begins_stream(decoder: Decoder, styles: Plan) -> bool:
     """Whether the embedding's output is laid out as the stream; a style that is not ours is taken to do it."""
     ours = [style.begins_stream for style in styles.values() if isinstance(style, VocabEmbedding)]
     if ours:
         return any(ours)
-    embedding = find_decoder(model).embedding
+    embedding = decoder.embedding
     return embedding is not None and not isinstance(styles[embedding], Style)
 
 

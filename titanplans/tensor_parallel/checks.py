@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either, near_multiples
 from titanplans.tensor_parallel.collectives import shard_size
+from titanplans.tensor_parallel.decoder import Decoder, join
 from titanplans.tensor_parallel.plan import KV_HEADS, Plan, TPOptions, TPPlan
-from titanplans.tensor_parallel.structure import find_mixers, join
 from titanplans.tensor_parallel.styles import Colwise, KVColwise, Rowwise, Style
 
 _DEGREES = 256
@@ -117,12 +117,12 @@ def check_regions(plan: Mapping[str, ParallelStyle]) -> None:
             )
 
 
-def check_mixers(plan: Mapping[str, ParallelStyle], model: nn.Module, options: TPOptions) -> None:
+def check_mixers(plan: Mapping[str, ParallelStyle], decoder: Decoder, options: TPOptions) -> None:
     """Refuse to let a token mixer see its rank's shard of the sequence only."""
     if not options.sequence_parallel:
         return
     ours = _ours(plan)
-    for name, mixer in find_mixers(model).items():
+    for name, mixer in decoder.mixers.items():
         keys = [key for key in plan if key == name or _within(key, name)]
         gathered = any(style.opens and (key == name or _within(name, key)) for key, style in ours.items())
         if keys and ours.keys() >= set(keys) and not gathered:
@@ -176,22 +176,21 @@ def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
             )
 
 
-def sizes(plan: Plan, source: TPPlan, model: nn.Module) -> Iterator[Size]:
+def sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> Iterator[Size]:
     """Yield what the degree has to suit: heads first, since they say most, then every sharded dimension.
 
     Inside a token mixer shards are whole heads, so the degree must divide. Elsewhere they may be
     uneven, as long as every rank holds something.
     """
     ours = _ours(plan)
-    mixers = find_mixers(model)
-    for name, mixer in mixers.items():
+    for name, mixer in decoder.mixers.items():
         inside = [style for key, style in ours.items() if _within(key, name)]
         if any(isinstance(style, Colwise) for style in inside):
             shared = any(isinstance(style, KVColwise) for style in inside)
             yield from _heads(source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
     for key, style in ours.items():
         module = model.get_submodule(key)
-        in_mixer = any(_within(key, name) for name in mixers)
+        in_mixer = decoder.mixer_around(key) is not None
         for name, layout in style.layouts(module).items():
             if isinstance(layout.placement, Shard):
                 param = module._parameters[name]

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.registry import plan_for_model, registered_plans
-from titanplans.tensor_parallel.structure import find_mixers
 from titanplans.tensor_parallel.user_code import import_module, told_in_one_line
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
@@ -52,7 +52,8 @@ class DictPlan(TPPlan):
         plan: Plan = {}
         origin: dict[str, str] = {}
         names = [name for name, _ in model.named_modules()]
-        mixers = find_mixers(model)
+        decoder = find_decoder(model, required=False)
+        mixers = decoder.mixers
         for pattern, style in self.patterns.items():
             matched = [name for name in names if _matches(name, pattern)]
             if not matched:
@@ -64,7 +65,8 @@ class DictPlan(TPPlan):
                     raise PlanError(
                         f"plan keys '{origin[name]}' and '{pattern}' both match {name}: make them disjoint"
                     )
-                mixer = next((m for path, m in mixers.items() if name.startswith(path + ".")), None)
+                around = decoder.mixer_around(name)
+                mixer = None if around is None else mixers[around]
                 plan[name], origin[name] = self._style(pattern, style, mixer), pattern
         return plan
 

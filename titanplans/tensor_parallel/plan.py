@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.collectives import Stream
+from titanplans.tensor_parallel.decoder import find_block, find_decoder, join
 from titanplans.tensor_parallel.float8 import Recipe
 from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
-from titanplans.tensor_parallel.structure import find_decoder, find_mixer, find_mlp, is_norm, join
 from titanplans.tensor_parallel.styles import (
     Colwise,
     KVColwise,
@@ -88,14 +88,13 @@ class TPPlan:
 
         A mixer whose class belongs to another registered plan is planned by that one.
         """
-        plan: Plan = {
-            name: self.sequence_parallel() for name, child in layer.named_children() if is_norm(child)
-        }
-        if (name := find_mixer(layer)) is not None:
-            mixer = layer.get_submodule(name)
-            plan |= prefixed(name, self.plan_of(mixer).attn_plan(mixer))
-        if (name := find_mlp(layer)) is not None:
-            plan |= prefixed(name, self.mlp_plan(layer.get_submodule(name)))
+        block = find_block(layer)
+        plan: Plan = {name: self.sequence_parallel() for name in block.norms}
+        if block.mixer is not None:
+            mixer = layer.get_submodule(block.mixer)
+            plan |= prefixed(block.mixer, self.plan_of(mixer).attn_plan(mixer))
+        if block.mlp is not None:
+            plan |= prefixed(block.mlp, self.mlp_plan(layer.get_submodule(block.mlp)))
         return plan
 
     def attn_plan(self, attn: nn.Module) -> Plan:
@@ -223,8 +222,8 @@ class TPPlan:
     def full_plan(self, model: nn.Module) -> Plan:
         """Return the whole plan, by fully qualified module name."""
         plan = prefixed("", self.model_plan(model))
-        for name in find_decoder(model).layers:
-            for key, style in prefixed(name, self.layer_plan(model.get_submodule(name))).items():
+        for block in find_decoder(model).blocks:
+            for key, style in prefixed(block.name, self.layer_plan(block.module)).items():
                 if key in plan:
                     raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
                 plan[key] = style

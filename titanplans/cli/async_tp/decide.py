@@ -1,7 +1,7 @@
 """One model, decided: split over ranks that do not exist, its blocks' graphs captured, each collective judged."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from titanplans.parallel.compile import async_tp
 from titanplans.parallel.float8 import keep_plain_between_graphs
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel import apply_plan
-from titanplans.tensor_parallel.structure import find_layers, find_mixer, find_mlp
+from titanplans.tensor_parallel.decoder import Decoder, find_decoder
 
 _TOKENS = 128
 """In a sequence: more than the 64 up to which FLA's mixers take another kernel."""
@@ -82,12 +82,12 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
     tell("the model")
     prepared = _prepare(subject, request, degree)
     model = prepared.model
-    layers = find_layers(model)
-    if not layers:
+    decoder = find_decoder(model, required=False)
+    if not decoder.blocks:
         raise VerifyError(
             f"async-tp {request.subject}: {type(model).__name__} has no list of blocks to compile"
         )
-    alike = _alike(model, layers)
+    alike, kinds = _alike(decoder), {block.name: block.kind for block in decoder.blocks}
     inputs = prepared.inputs()
     with fake_ranks(degree) as mesh:
         apply_plan(model, mesh, plan=subject.plan, loss_parallel=False)
@@ -111,7 +111,7 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
         rest = tuple(v for v in own if v.obstacle != BEGINS)
         graphs = sum(not graph.backward for graph in captured[name]) - bool(begun)
         for title, verdict, held in (
-            (_title(block), rest, names),
+            (kinds[name], rest, names),
             (f"{name}, where the sharded stream begins", begun, ()),
         ):
             if verdict:
@@ -146,11 +146,11 @@ def _prepare(subject: Subject, request: Request, degree: int) -> Prepared:
     return replace(prepared, seq_len=seq_len, notes=notes)
 
 
-def _alike(model: nn.Module, layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _alike(decoder: Decoder) -> dict[str, tuple[str, ...]]:
     """Return the first block of each kind, with all of its kind: the first of all, where the stream may begin, is one."""
     found: dict[Any, list[str]] = {}
-    for name in layers:
-        found.setdefault(kind(model.get_submodule(name)), []).append(name)
+    for block in decoder.blocks:
+        found.setdefault(kind(block.module), []).append(block.name)
     return {names[0]: tuple(names) for names in found.values()}
 
 
@@ -166,8 +166,3 @@ def _step(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     if not isinstance(output, torch.Tensor):
         output = output.logits if hasattr(output, "logits") else output[0]
     output.float().sum().backward()
-
-
-def _title(block: nn.Module) -> str:
-    parts = [type(block.get_submodule(n)).__name__ for n in (find_mixer(block), find_mlp(block)) if n]
-    return f"{type(block).__name__} ({', '.join(parts)})"

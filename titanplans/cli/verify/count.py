@@ -15,7 +15,7 @@ from titanplans.proof.communication import Communication, count_communication
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel import TPOptions, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
-from titanplans.tensor_parallel.structure import find_layers
+from titanplans.tensor_parallel.decoder import find_decoder
 
 Count = tuple[TPOptions, Communication]
 
@@ -32,7 +32,7 @@ def count(
         ranks: where it was proved.
         inputs: keyword arguments of the model's forward.
     """
-    if not find_layers(model):
+    if not find_decoder(model, required=False).blocks:
         return []  # without blocks there is no bound to hold it against
     chosen: dict[tuple[bool, bool], TPOptions] = {}
     for case in report.cases:

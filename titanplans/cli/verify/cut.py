@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.cli.verify.source import Source
 from titanplans.errors import VerifyError
-from titanplans.tensor_parallel.structure import find_layers
+from titanplans.tensor_parallel.decoder import find_decoder
 
 _OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # under these names a block knows its place
 
@@ -68,7 +68,7 @@ def cut(source: Source, layers: int | None, vocab_size: int | None) -> Cut:
 
 def _kinds(model: nn.Module) -> list[Any]:
     """What each block is, but for its weights' values and its number."""
-    return [kind(model.get_submodule(name)) for name in find_layers(model)]
+    return [kind(block.module) for block in find_decoder(model, required=False).blocks]
 
 
 def kind(block: nn.Module) -> Any:

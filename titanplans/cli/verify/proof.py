@@ -21,8 +21,8 @@ from titanplans.proof.grid import DEGREES
 from titanplans.proof.sample import moved
 from titanplans.tensor_parallel import PlanError, TPOptions, check_plan
 from titanplans.tensor_parallel.custom import resolve_plan
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.plan import Plan, TPPlan
-from titanplans.tensor_parallel.structure import find_decoder, find_layers, find_mixers
 
 _BOTH = (True, False)
 
@@ -134,11 +134,11 @@ def _accepted(model: nn.Module, subject: Subject, ranks: Ranks) -> dict[int, Pla
 def _sizes(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
     """Return the sizes of a model by name: of its parts as strict application sees them."""
     sizes: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    if not find_layers(model):
+    decoder = find_decoder(model, required=False)
+    if not decoder.blocks:
         return sizes  # a plan given as a dict needs no parts
-    decoder = find_decoder(model)
-    sizes["layers"] = len(decoder.layers)
-    for mixer in find_mixers(model).values():
+    sizes["layers"] = len(decoder.blocks)
+    for mixer in decoder.mixers.values():
         for name, number in plan.plan_of(mixer).heads(mixer).items():
             known = sizes.get(name)
             sizes[name] = number if known in (None, number) else sorted({number, *_list(known)})

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint.policies import Contexts, Full, replace
-from titanplans.tensor_parallel.structure import find_mixer, join
+from titanplans.tensor_parallel.decoder import find_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class KeepMixer(Full):
     """
 
     def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
-        return None if find_mixer(model.get_submodule(name)) is None else name
+        return None if find_block(model.get_submodule(name)).mixer is None else name
 
     def _wrap(self, model: nn.Module, name: str) -> None:
-        mixer = find_mixer(model.get_submodule(name))
+        mixer = find_block(model.get_submodule(name), name).mixer
         assert mixer is not None  # `_chosen` has seen to it
-        replace(model, join(name, mixer), partial(Kept, preserve_rng_state=self.preserve_rng_state))
+        replace(model, mixer, partial(Kept, preserve_rng_state=self.preserve_rng_state))
         self.recompute(model, name, keep_modules)
 
     def _nothing(self, lists: list[tuple[str, ...]]) -> str:

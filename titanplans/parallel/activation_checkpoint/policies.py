@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.blocks import SCOPES, Scope, block_lists
-from titanplans.tensor_parallel.structure import find_decoder, find_mlp, join
+from titanplans.tensor_parallel.decoder import find_block, find_decoder
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What surrounds the forward of one checkpointed call, and what its recomputation."""
@@ -148,8 +148,7 @@ class MLPOnly(Full):
     """Recompute the MLP of every block, and keep the rest."""
 
     def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
-        mlp = find_mlp(model.get_submodule(name))
-        return None if mlp is None else join(name, mlp)
+        return find_block(model.get_submodule(name), name).mlp
 
     def _nothing(self, lists: list[tuple[str, ...]]) -> str:
         return "none of its blocks has an MLP under one of the usual names"
@@ -236,5 +235,5 @@ class _Blocks(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        first = find_decoder(model).layers[0]
+        first = find_decoder(model).names[0]
         self.layers = model.get_submodule(first.rpartition(".")[0])

@@ -21,8 +21,8 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.compile.fla_graphs import holds_fla
 from titanplans.parallel.float8.all_gather import is_wrapped
 from titanplans.tensor_parallel.checks import tied_parameters
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears
-from titanplans.tensor_parallel.structure import find_layers, find_mixer, find_mlp
 
 SMALL = "auto_filter_small_kn"
 """A word among the filters, torchtitan's: leave out what torchao's figures say is slower in float8 than in bfloat16."""
@@ -280,11 +280,10 @@ def keep_plain_between_graphs(model: nn.Module) -> None:
     A float8 tensor that one graph hands to another has a gradient in high precision, which the compiler does not
     expect: GLA's `g_proj` reads the sequence behind the graph break that its kernel makes.
     """
-    for name in find_layers(model):
-        block = model.get_submodule(name)
-        if holds_fla(block):
-            for part in filter(None, (find_mixer(block), find_mlp(block))):
-                block.get_submodule(part).__dict__["_float8_plain"] = (
+    for block in find_decoder(model, required=False).blocks:
+        if holds_fla(block.module):
+            for part in filter(None, (block.mixer, block.mlp)):
+                block.child(part).__dict__["_float8_plain"] = (
                     "its compiled graphs can't hand a float8 tensor to each other"
                 )
 

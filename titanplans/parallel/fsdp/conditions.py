@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.sharding import ShardOptions, apply_units
 from titanplans.parallel.fsdp.units import Unit, has_forward, has_parameters, refuse_ties, split_dtypes
-from titanplans.tensor_parallel.structure import find_layers
+from titanplans.tensor_parallel.decoder import find_decoder
 
 Condition = Callable[[str, nn.Module], bool]
 
@@ -61,7 +61,7 @@ def shard_model(
             "it, or leave it out"
         )
     chosen = {name for names in matched.values() for name in names}
-    blocks = find_layers(model)
+    blocks = find_decoder(model, required=False).names
     units = [Unit(("",), "root")]
     units += [
         Unit((name,), "condition", last=name in blocks[-1:])

@@ -67,7 +67,7 @@ def shard(
     are summed over the mesh.
 
     Args:
-        model: a decoder (`titanplans.tensor_parallel.structure`), before its first forward, on meta or not.
+        model: a decoder (`titanplans.tensor_parallel.decoder`), before its first forward, on meta or not.
         mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
         param_dtype: dtype of gathered parameters, and so of compute; None: as stored.
         reduce_dtype: dtype in which gradients are summed and, if the sum is deferred, accumulated;

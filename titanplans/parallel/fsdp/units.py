@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.structure import find_decoder, join
+from titanplans.tensor_parallel.decoder import find_decoder, join
 
 Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "root"]
 
@@ -52,10 +52,10 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
     decoder = find_decoder(model)
     units = [Unit(("",), "root")]
     if towers == "units":
-        units += [Unit((name,), "tower") for name in _towers(model, decoder.layers)]
+        units += [Unit((name,), "tower") for name in _towers(model, decoder.names)]
     if decoder.embedding is not None:
         units.append(Unit((decoder.embedding,), "embedding"))
-    units += [Unit((name,), "block", last=name == decoder.layers[-1]) for name in decoder.layers]
+    units += [Unit((name,), "block", last=name == decoder.names[-1]) for name in decoder.names]
     if ends := tuple(name for name in (decoder.norm, decoder.head) if name is not None):
         units.append(Unit(ends, "ends"))
     return _join_tied(model, units)

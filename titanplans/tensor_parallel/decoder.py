@@ -1,0 +1,148 @@
+"""Where the parts of a decoder stand, found by structure: no model library is imported.
+
+A causal language model here is an embedding, a `ModuleList` of blocks, a final norm and a head, under the usual names.
+A block holds a token mixer, an MLP and norms. A vision tower has blocks of its own.
+
+    decoder = find_decoder(model)
+    decoder.blocks[0].mixer        # "model.layers.0.self_attn"
+
+It is found once, before anything wraps a module, and passed along.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from titanplans.errors import PlanError
+
+_LAYER_LISTS = ("layers", "blocks", "h")
+_FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_norm")
+_HEADS = ("lm_head", "output")
+_MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention")
+_MLPS = ("mlp", "ffn", "feed_forward")
+_TOWERS = ("vision", "visual")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a decoder. Names are fully qualified; what the block does not hold is None."""
+
+    name: str
+    module: nn.Module = field(compare=False, repr=False)
+    mixer: str | None
+    """The token mixer: attention, linear attention, a state-space layer."""
+    mlp: str | None
+    norms: tuple[str, ...]
+    kind: str
+    """The classes of the block, its mixer and its MLP, as words: "LlamaDecoderLayer (LlamaAttention, LlamaMLP)"."""
+
+    def child(self, name: str) -> nn.Module:
+        """Return the module of the block that is called `name`, fully qualified."""
+        return self.module.get_submodule(name.removeprefix(f"{self.name}."))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The parts of a decoder by fully qualified name; what the model does not have is None."""
+
+    blocks: tuple[Block, ...]
+    embedding: str | None = None
+    norm: str | None = None
+    head: str | None = None
+    towers: tuple[tuple[str, ...], ...] = ()
+    """The names of the blocks of each vision tower."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the blocks."""
+        return tuple(block.name for block in self.blocks)
+
+    @property
+    def mixers(self) -> dict[str, nn.Module]:
+        """The token mixers by name."""
+        return {block.mixer: block.child(block.mixer) for block in self.blocks if block.mixer is not None}
+
+    def mixer_around(self, name: str) -> str | None:
+        """Return the name of the token mixer inside of which the module `name` stands, or None."""
+        return next((b.mixer for b in self.blocks if b.mixer and name.startswith(f"{b.mixer}.")), None)
+
+
+def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
+    """Return the parts of `model`.
+
+    Args:
+        model: a causal language model, on any device, split or whole.
+        required: refuse a model without blocks. Otherwise its decoder is empty: `blocks` is ().
+
+    Raises:
+        PlanError: `model` has no ModuleList of blocks under one of the usual names.
+    """
+    towers = tuple(_towers(model))
+    blocks = _block_names(model)
+    if not blocks:
+        if not required:
+            return Decoder((), towers=towers)
+        raise PlanError(
+            f"{type(model).__name__} has no ModuleList of blocks named {', '.join(_LAYER_LISTS)}: "
+            "give the plan as a dict of module names, or override TPPlan.full_plan"
+        )
+    base_name = blocks[0].rpartition(".")[0].rpartition(".")[0]
+    base = model.get_submodule(base_name)
+    embeddings = (name for name, module in base.named_children() if isinstance(module, nn.Embedding))
+    embedding, norm = next(embeddings, None), _first(_FINAL_NORMS, base)
+    return Decoder(
+        blocks=tuple(find_block(model.get_submodule(name), name) for name in blocks),
+        embedding=None if embedding is None else join(base_name, embedding),
+        norm=None if norm is None else join(base_name, norm),
+        head=_first(_HEADS, model),
+        towers=towers,
+    )
+
+
+def find_block(module: nn.Module, name: str = "") -> Block:
+    """Return the parts of the block `module`, whose fully qualified name is `name`."""
+    mixer, mlp = _first(_MIXERS, module), _first(_MLPS, module)
+    parts = [type(module._modules[part]).__name__ for part in (mixer, mlp) if part is not None]
+    return Block(
+        name,
+        module,
+        mixer=None if mixer is None else join(name, mixer),
+        mlp=None if mlp is None else join(name, mlp),
+        norms=tuple(join(name, child) for child, m in module.named_children() if "Norm" in type(m).__name__),
+        kind=f"{type(module).__name__} ({', '.join(parts)})",
+    )
+
+
+def _block_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the blocks in the outermost list of blocks."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _LAYER_LISTS
+    ]
+    if not lists:
+        return ()
+    blocks = min(lists, key=lambda name: name.count("."))
+    return tuple(join(blocks, name) for name, _ in model.get_submodule(blocks).named_children())
+
+
+def _towers(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Yield the names of the blocks of each module that is called a vision tower."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_tower = any(word in name.rpartition(".")[2] for word in _TOWERS)
+        if not is_tower or any(name.startswith(f"{tower}.") for tower in found):
+            continue
+        if blocks := _block_names(module):
+            found.append(name)
+            yield tuple(join(name, block) for block in blocks)
+
+
+def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
+    return next((name for name in names if name in module._modules), None)
+
+
+def join(*names: str) -> str:
+    """Join module names with dots, leaving empty ones out."""
+    return ".".join(name for name in names if name)
