@@ -71,7 +71,7 @@ def test_a_config_leaves_the_flavor_as_it_was():
 @pytest.mark.parametrize(
     ("arguments", "overrides", "words"),
     [
-        (("gal", "debug"), {}, ["'gal'", "transformer, gla", "'gla'?"]),
+        (("gal", "debug"), {}, ["'gal'", "gla, llama", "'gla'?"]),
         (("gla", "350M"), {}, ["'350M'", "debug, 340M, 1.3B, 7B", "'340M'?"]),
         (("gla", "debug"), {"hiden_size": 64}, ["hiden_size", "'hidden_size'?"]),
         (("llama", "debug"), {"num_attn_heads": 4}, ["LlamaConfig", "'num_attention_heads'?"]),
@@ -170,7 +170,7 @@ def test_an_encoder_with_a_language_model_head_builds():
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_softmax_attention_without_flash_attn_says_what_to_do():
     # A process of its own: in this one the CPU attention is installed.
-    code = "import models; modeling.build(modeling.load_config('transformer', 'debug'))"
+    code = "from titanplans import modeling; modeling.build(modeling.load_config('transformer', 'debug'))"
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True

@@ -134,7 +134,7 @@ def test_transformers_own_mamba_is_not_flas():
 def test_without_install_the_remedy_is_install():
     # A process of its own: in this one it is installed.
     program = (
-        "import models; from titanplans.modeling.kernels import KernelError, check_cpu\n"
+        "from titanplans import modeling; from titanplans.modeling.kernels import KernelError, check_cpu\n"
         "check_cpu(modeling.build(modeling.load_config('llama', 'debug')))\n"
         "try: check_cpu(modeling.build(modeling.load_config('gla', 'debug')))\n"
         "except KernelError as error: assert \"needs kernels.install('cpu') before\" in str(error), error\n"

@@ -1,6 +1,6 @@
 """From a name and a flavor, or from a config.json, to a `transformers` config object.
 
-The sizes live in `titanplans.modeling.families`. Nothing here reaches for the network: a model that is not in the
+The sizes come from `titanplans.modeling.families`. Nothing here reaches for the network: a model that is not in the
 installed `transformers` or `fla` is refused, remote code included.
 """
 
@@ -9,7 +9,7 @@ import difflib
 import importlib
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.errors import ModelError
-from titanplans.modeling.families import FAMILIES
+from titanplans.modeling.families import Family, families
 
 # What a config class raises for a value it does not take: its own checks, and those of the typed
 # config dataclasses of transformers 5.
@@ -27,7 +27,7 @@ _BAD_VALUE = (TypeError, ValueError, StrictDataclassError)
 
 def available() -> dict[str, tuple[str, ...]]:
     """The named models and their flavors: `{"gla": ("debug", "340M", ...), ...}`."""
-    return {name: tuple(family.flavors) for name, family in FAMILIES.items()}
+    return {name: tuple(family.flavors) for name, family in families().items()}
 
 
 def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
@@ -46,27 +46,28 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     Raises:
         ModelError: unknown `name`, `flavor` or field, or a value the config class refuses.
     """
-    if name not in FAMILIES:
+    known = families()
+    if name not in known:
         raise ModelError(
-            f"model {name!r} is unknown; available: {', '.join(FAMILIES)}{_nearest(name, FAMILIES)} "
+            f"model {name!r} is unknown; available: {', '.join(known)}{_nearest(name, known)} "
             "(any other Hugging Face model: give its config.json)"
         )
-    family = FAMILIES[name]
+    family = known[name]
     if flavor not in family.flavors:
         raise ModelError(
             f"model {name!r} has no flavor {flavor!r}; available: {', '.join(family.flavors)}"
             f"{_nearest(flavor, family.flavors)}"
         )
-    module, _, class_name = family.config_class.rpartition(".")
-    # Only when one is asked for: `fla.models` imports Triton and every FLA model.
-    config_class: type[PretrainedConfig] = getattr(importlib.import_module(module), class_name)
+    fields = family.flavors[flavor]
+    config_class = _config_class(family)
     # Copies throughout: config classes write defaults into the mappings they are given.
-    config = config_class(**copy.deepcopy(dict(family.flavors[flavor])))
-    values = _overridden(config, copy.deepcopy(dict(family.flavors[flavor])), copy.deepcopy(overrides))
+    config = _made(config_class, fields, f"{family.source}, flavor {flavor!r}")
     try:
-        return config_class(**values)
-    except _BAD_VALUE as error:
-        raise ModelError(f"model {name!r}, flavor {flavor!r}, {overrides}: {_line(error)}") from error
+        _check_fields(config, fields, also=family.undeclared)
+    except ModelError as error:
+        raise ModelError(f"{family.source}, flavor {flavor!r}: {error}") from error
+    values = _overridden(config, fields, overrides)
+    return _made(config_class, values, f"model {name!r}, flavor {flavor!r}, {overrides}")
 
 
 def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
@@ -107,33 +108,54 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         raise ModelError(f"model config {str(path)!r}: {_line(error)}") from error
 
 
+def _config_class(family: Family) -> type[PretrainedConfig]:
+    module, _, name = family.config_class.rpartition(".")
+    try:
+        # Only when one is asked for: `fla.models` imports Triton and every FLA model.
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"{family.source}: config_class = {family.config_class!r} can't be imported: {error}"
+        ) from error
+
+
+def _made(config_class: type[PretrainedConfig], fields: dict[str, Any], what: str) -> PretrainedConfig:
+    try:
+        return config_class(**copy.deepcopy(fields))
+    except _BAD_VALUE as error:
+        raise ModelError(f"{what}: {_line(error)}") from error
+
+
 def _overridden(
-    config: PretrainedConfig, values: dict[str, Any], overrides: dict[str, Any]
+    config: PretrainedConfig, fields: dict[str, Any], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """`values`, the fields that made `config`, with `overrides` put where they belong."""
-    fields, nested = _fields(config), list(config.sub_configs)
+    """`fields`, which made `config`, with `overrides` put where they belong."""
     text = config.get_text_config()
-    text_fields = [] if text is config else _fields(text)
+    of_text = [] if text is config else _fields(text)
+    values = dict(fields)
     for key, value in overrides.items():
-        if key in nested and isinstance(value, dict):
-            inner = getattr(config, key)
-            _check_fields(inner, value, _fields(inner))
-            values[key] = values[key] | value
+        if key in config.sub_configs and isinstance(value, Mapping):
+            _check_fields(getattr(config, key), value)
+            values[key] = {**values.get(key, {}), **value}
             continue
-        _check_fields(config, [key], fields + [field for field in text_fields if field not in fields])
-        if key in fields:
+        _check_fields(config, {key: value}, also=of_text)
+        if key in _fields(config):
             values[key] = value
-        if key in text_fields:
-            values["text_config"][key] = value
+        if key in of_text:
+            values["text_config"] = {**values.get("text_config", {}), key: value}
     return values
 
 
-def _check_fields(config: PretrainedConfig, keys: Iterable[str], fields: list[str]) -> None:
-    for key in keys:
-        if key not in fields:
+def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Iterable[str] = ()) -> None:
+    """Refuse what is neither a field of `config` (or, in a nested table, of that config) nor in `also`."""
+    known = list(dict.fromkeys([*_fields(config), *also]))
+    for key, value in fields.items():
+        if key not in known:
             raise ModelError(
-                f"{type(config).__name__} has no field {key!r}{_nearest(key, fields)}; its fields: {', '.join(fields)}"
+                f"{type(config).__name__} has no field {key!r}{_nearest(key, known)}; its fields: {', '.join(known)}"
             )
+        if key in config.sub_configs and isinstance(value, Mapping):
+            _check_fields(getattr(config, key), value, also)
 
 
 def _fields(config: PretrainedConfig) -> list[str]:

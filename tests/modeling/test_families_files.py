@@ -1,0 +1,119 @@
+"""The files of `titanplans.models` and of other packages: what they may hold, how they are found, what is refused."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from titanplans.modeling import ModelError, available
+from titanplans.modeling import configs as configs_module
+from titanplans.modeling.configs import load_config
+from titanplans.modeling.families import _read, families
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_file_of_the_folder_is_a_family_and_every_table_a_flavor():
+    files = {file.stem: tomllib.loads(file.read_text()) for file in (ROOT / "models").glob("*.toml")}
+    tables = {
+        name: tuple(key for key, value in values.items() if isinstance(value, dict) and key != "defaults")
+        for name, values in files.items()
+    }
+    assert available() == dict(sorted(tables.items()))
+
+
+def test_a_familys_file_is_named_as_its_models_are():
+    """Plans and jobs know an architecture by `config.model_type`."""
+    for name, flavors in available().items():
+        assert load_config(name, flavors[0]).model_type == name
+
+
+def test_none_and_defaults_of_nested_tables(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text(
+        'config_class = "a.B"\n[defaults]\nwindow = 4\nrope = { kind = "linear", factor = 8.0 }\n'
+        '[small]\nrope.factor = 2.0\n[full]\nwindow = "none"\nrope = "none"\n'
+    )
+    assert _read(file).flavors == {
+        "small": {"window": 4, "rope": {"kind": "linear", "factor": 2.0}},
+        "full": {"window": None, "rope": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("config_class = x", ["is not TOML", "line 1"]),
+        ("[debug]\n", ["config_class = None", "transformers.LlamaConfig"]),
+        ('config_class = "LlamaConfig"\n', ["config_class = 'LlamaConfig'", "module and name"]),
+        ('config_class = "a.B"\nhidden_size = 4\n[debug]\n', ["'hidden_size'", "[defaults]"]),
+        ('config_class = "transformers.Llama"\n[debug]\n', ["config_class = 'transformers.Llama'"]),
+        ('config_class = "tranformers.LlamaConfig"\n[debug]\n', ["No module named 'tranformers'"]),
+        ('config_class = "transformers.LlamaConfig"\n[debug]\nhiden_size = 4\n', ["debug", "'hidden_size'?"]),
+        ('config_class = "transformers.LlamaConfig"\n[debug]\nhidden_size = "x"\n', ["debug", "hidden_size"]),
+        (
+            'config_class = "transformers.Gemma3Config"\n[debug]\ntext_config.layers = 4\n',
+            ["Gemma3TextConfig has no field 'layers'"],
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, text, words):
+    file = tmp_path / "x.toml"
+    file.write_text(text)
+    monkeypatch.setattr(configs_module, "families", lambda: {"x": _read(file)})
+    with pytest.raises(ModelError) as refusal:
+        load_config("x", "debug")
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in [str(file), *words])
+
+
+def package(folder, name, file, entry):
+    """A package of another's, installed in `folder`: its sizes, and an entry point that names `entry`."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").touch()
+    (folder / name / file).write_text('config_class = "transformers.OlmoConfig"\n[tiny]\nhidden_size = 64\n')
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[titanplans.models]\nsizes = {entry}\n")
+
+
+def answer(folder, code):
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True)
+    return done.stdout.decode() + done.stderr.decode().splitlines()[-1]
+
+
+def test_another_package_adds_families_by_an_entry_point(tmp_path):
+    package(tmp_path, "sizes_of_mine", "olmo.toml", "sizes_of_mine")
+    code = (
+        "from titanplans import modeling; assert modeling.available()['olmo'] == ('tiny',)\n"
+        "print(modeling.load_config('olmo', 'tiny').hidden_size)"
+    )
+    assert answer(tmp_path, code).startswith("64\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "entry", "words"),
+    [
+        ("llama.toml", "sizes_of_mine", ["'llama' is in two files", "sizes_of_mine"]),
+        ("olmo.toml", "sizes_of_his", ["entry point sizes = 'sizes_of_his'", "No module named"]),
+    ],
+)
+def test_an_entry_point_that_cannot_be_used_is_refused_by_name(tmp_path, file, entry, words):
+    package(tmp_path, "sizes_of_mine", file, entry)
+    said = answer(tmp_path, "from titanplans import modeling; modeling.available()")
+    assert all(word in said for word in ["ModelError", *words]), said
+
+
+def test_reading_the_sizes_imports_no_model():
+    code = (
+        "import sys; from titanplans.modeling.families import families; families()\n"
+        "print([m for m in sys.modules if m.startswith(('fla.', 'transformers.models.llama'))])"
+    )
+    assert answer(ROOT, code).startswith("[]\n")
+    assert families()["gla"].config_class == "fla.models.GLAConfig"

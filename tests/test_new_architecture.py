@@ -1,0 +1,81 @@
+"""A new architecture is one file in `plans/` and one in `models/`: nothing else changes, and its plan is proved."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+PLAN = '''\
+"""The plan of StarCoder 2: Llama's attention, an MLP of two linear layers with biases."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .llama import LlamaPlan
+
+
+@register_plan("starcoder2")
+class Starcoder2Plan(LlamaPlan):
+    """Heads and MLP width are split, norms replicated."""
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        return {**self.mlp_input("hidden_states"), "c_fc": self.colwise(), "c_proj": self.rowwise()}
+'''
+SIZES = """\
+# StarCoder 2, as transformers implements it.
+config_class = "transformers.Starcoder2Config"
+
+[debug] # ours
+hidden_size = 64
+num_hidden_layers = 2
+num_attention_heads = 8
+num_key_value_heads = 2
+intermediate_size = 96
+vocab_size = 256
+sliding_window = 8
+"""
+
+
+def titanplans(folder, *arguments):
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "titanplans", *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_one_plan_and_one_table_of_sizes_are_all_it_takes(tmp_path):
+    # As the wheel lays them out: the engine, with plans/ and models/ in it.
+    ignore = shutil.ignore_patterns("__pycache__")
+    home = shutil.copytree(ROOT / "titanplans", tmp_path / "titanplans", ignore=ignore)
+    for part in ("plans", "models"):
+        shutil.copytree(ROOT / part, home / part, ignore=ignore)
+    before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file()}
+
+    (home / "plans" / "hf" / "starcoder2.py").write_text(PLAN)
+    (home / "models" / "starcoder2.toml").write_text(SIZES)
+
+    listed = titanplans(tmp_path, "list")
+    assert "titanplans.plans.hf.starcoder2:Starcoder2Plan" in listed.stdout, listed.stderr
+    proved = titanplans(tmp_path, "verify", "starcoder2", "--tp", "2")
+    assert proved.returncode == 0, proved.stdout + proved.stderr
+    assert (
+        str(tmp_path)
+        in subprocess.run(
+            [sys.executable, "-c", "import titanplans; print(titanplans.__file__)"],
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+    assert all(file.read_bytes() == content for file, content in before.items())

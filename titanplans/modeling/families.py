@@ -1,0 +1,105 @@
+"""The named models, read from the TOML files of `titanplans.models` and of packages that add their own.
+
+Only data comes from here, and reading it imports no model library. What such a file holds is said in `titanplans.models`;
+`titanplans.modeling.configs` makes config objects of it.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, metadata, resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from titanplans.errors import ModelError
+
+MODELS = "titanplans.models"
+"""The package that holds the files, and the group of entry points by which other packages add theirs."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A named model: the config class that builds it, and its flavors."""
+
+    source: str
+    """The file, for errors."""
+    config_class: str
+    """Module and name of the class, "transformers.LlamaConfig"."""
+    flavors: Mapping[str, dict[str, Any]]
+    """Flavor -> config fields that differ from the class's defaults."""
+    undeclared: tuple[str, ...] = ()
+    """Keywords that the class takes without declaring a field of that name."""
+
+
+@cache
+def families() -> dict[str, Family]:
+    """The families by name, in alphabetical order.
+
+    Raises:
+        ModelError: a file is not what `titanplans.models` says, two have one name, or the package of an entry
+            point can't be imported; the message names it.
+    """
+    found: dict[str, Family] = {}
+    for package in _packages():
+        for file in package.iterdir():
+            if not file.name.endswith(".toml"):
+                continue
+            name = file.name.removesuffix(".toml")
+            if name in found:
+                raise ModelError(
+                    f"model {name!r} is in two files: {found[name].source} and {file}; rename one"
+                )
+            found[name] = _read(file)
+    return dict(sorted(found.items()))
+
+
+def _packages() -> Iterator[Traversable]:
+    yield resources.files(MODELS)
+    for entry in metadata.entry_points(group=MODELS):
+        try:
+            package = import_module(entry.module)
+        except ImportError as error:
+            raise ModelError(
+                f"entry point {entry.name} = {entry.value!r} of the group {MODELS} can't be imported: {error}"
+            ) from error
+        yield resources.files(package)
+
+
+def _read(file: Traversable) -> Family:
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # TOMLDecodeError names line and column, UnicodeDecodeError the byte
+        raise ModelError(f"{file} is not TOML: {error}") from error
+    config_class, undeclared = values.pop("config_class", None), values.pop("undeclared", [])
+    if not isinstance(config_class, str) or "." not in config_class:
+        raise ModelError(
+            f"{file}: config_class = {config_class!r} must be the module and name of a config class, such as "
+            "'transformers.LlamaConfig'"
+        )
+    if stray := [key for key, value in values.items() if not isinstance(value, dict)]:
+        raise ModelError(f"{file}: {stray[0]!r} stands in no flavor's table; put it into [defaults]")
+    defaults = values.pop("defaults", {})
+    flavors = {name: _none(merged(defaults, fields)) for name, fields in values.items()}
+    return Family(str(file), config_class, flavors, tuple(undeclared))
+
+
+def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` with `changes`, which leave what they don't name in nested tables, too.
+
+    >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
+    {'a': 1, 'b': {'c': 2, 'd': 4}}
+    """
+    both = dict(fields)
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
+        both[key] = merged(both[key], value) if nested else value
+    return both
+
+
+def _none(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with None for "none", and with tables of its own, which config classes write defaults into."""
+    return {
+        key: _none(value) if isinstance(value, dict) else None if value == "none" else value
+        for key, value in fields.items()
+    }
