@@ -81,6 +81,6 @@ class TinyPlan(TPPlan):
             "q_proj": self.colwise(),
             "k_proj": self.colwise(),
             "v_proj": self.colwise(),
-            "q_norm": self.replicated(),
+            "q_norm": self.replicated_in_region(),
             "o_proj": self.rowwise(),
         }

@@ -22,11 +22,11 @@ class GLAPlan(TransformerPlan):
             "q_proj": self.colwise(),
             "k_proj": self.kv_colwise(attn),
             "v_proj": self.kv_colwise(attn),
-            "gk_proj.0": self.replicated(),
+            "gk_proj.0": self.replicated_in_region(),
             "gk_proj.1": self.kv_colwise(attn),
             "o_proj": self.rowwise(reduce_output=False),
         }
         plan |= {name: self.colwise() for name in ("g_proj", "q_conv1d") if name in has}
         plan |= {name: self.kv_colwise(attn) for name in ("k_conv1d", "v_conv1d") if name in has}
-        plan |= {name: self.replicated() for name in ("g_norm", "g_norm_swish_gate") if name in has}
+        plan |= {name: self.replicated_in_region() for name in ("g_norm", "g_norm_swish_gate") if name in has}
         return plan

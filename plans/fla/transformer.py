@@ -35,7 +35,7 @@ class TransformerPlan(TPPlan):
             "o_proj": self.rowwise(reduce_output=False),
         }
         if attn.qk_norm:  # one weight for all heads
-            plan |= {"q_norm": self.replicated(), "k_norm": self.replicated()}
+            plan |= {"q_norm": self.replicated_in_region(), "k_norm": self.replicated_in_region()}
         return plan
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
@@ -49,4 +49,4 @@ class TransformerPlan(TPPlan):
     def _residual_mixing(self, module: nn.Module) -> Plan:
         """Attention over residuals (config.attnres_block_size): token by token, on the stream."""
         names = ("attn_res_proj", "attn_res_norm", "mlp_res_proj", "mlp_res_norm", "res_proj", "res_norm")
-        return {name: self.sequence_parallel() for name in names if name in module._modules}
+        return {name: self.replicated_on_stream() for name in names if name in module._modules}

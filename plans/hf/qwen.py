@@ -17,4 +17,7 @@ class Qwen3Plan(LlamaPlan):
     """`q_norm` and `k_norm` have one weight for all heads, of which a rank sees its own."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | {"q_norm": self.replicated(), "k_norm": self.replicated()}
+        return super().attn_plan(attn) | {
+            "q_norm": self.replicated_in_region(),
+            "k_norm": self.replicated_in_region(),
+        }

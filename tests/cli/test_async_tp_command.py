@@ -148,7 +148,7 @@ class NormedPlan(TinyPlan):
     def mlp_plan(self, mlp):
         return {
             **self.mlp_region(),
-            "norm": self.replicated(),
+            "norm": self.replicated_in_region(),
             "gate_proj": self.colwise(),
             "up_proj": self.colwise(),
             "down_proj": self.rowwise(reduce_output=False),

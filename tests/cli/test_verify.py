@@ -14,7 +14,7 @@ class MyPlan(Qwen3Plan):
     '''q_norm is treated as if each rank saw all heads.'''
 
     def attn_plan(self, attn):
-        return super().attn_plan(attn) | {"q_norm": self.no_parallel()}
+        return super().attn_plan(attn) | {"q_norm": self.replicated_before_stream()}
 """
 ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 

@@ -33,7 +33,7 @@ class Retention(TPPlan):
     def attn_plan(self, attn):
         split = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj", "g_proj")}
         return self.attn_region() | split | {
-            "g_norm_swish_gate": self.replicated(), "o_proj": self.rowwise(reduce_output=False)
+            "g_norm_swish_gate": self.replicated_in_region(), "o_proj": self.rowwise(reduce_output=False)
         }
 
     def mlp_plan(self, mlp):

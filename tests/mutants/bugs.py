@@ -16,7 +16,7 @@ from mutants.faults import scale_gradient
 from titanplans import TPPlan
 from titanplans.tensor_parallel.local import ParameterMemo
 from titanplans.tensor_parallel.plan import Plan
-from titanplans.tensor_parallel.styles import SequenceParallel, VocabHead
+from titanplans.tensor_parallel.styles import ReplicatedOnStream, VocabHead
 
 HEADS, WIDTH = 4, 16
 
@@ -135,13 +135,13 @@ class LatentPlan(MixerPlan):
     def attn_plan(self, attn: nn.Module) -> Plan:
         plan = super().attn_plan(attn)
         del plan["k_proj"]
-        return plan | {"k_proj.0": self.no_parallel(), "k_proj.1": self.colwise()}
+        return plan | {"k_proj.0": self.replicated_before_stream(), "k_proj.1": self.colwise()}
 
 
 # Styles.
 
 
-class CountedOnEveryRank(SequenceParallel):
+class CountedOnEveryRank(ReplicatedOnStream):
     """A replica on each rank that is taken for a shard: a norm over all shards counts it once for each."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
@@ -151,7 +151,7 @@ class CountedOnEveryRank(SequenceParallel):
             module.__dict__["_gradient_placements"][name] = (Shard(0),)
 
 
-class DrawnOnEveryRank(SequenceParallel):
+class DrawnOnEveryRank(ReplicatedOnStream):
     """Each rank keeps what it drew itself."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:

@@ -12,11 +12,11 @@ from mutants.site import Site
 from titanplans.tensor_parallel.styles import (
     Colwise,
     KVColwise,
-    NoParallel,
     Region,
-    Replicated,
+    ReplicatedBeforeStream,
+    ReplicatedInRegion,
+    ReplicatedOnStream,
     Rowwise,
-    SequenceParallel,
     Style,
     VocabHead,
 )
@@ -40,15 +40,19 @@ def swap(site: Site) -> Change:
 def whole(site: Site) -> Change:
     """Replicated, where it should be split."""
     if isinstance(site.style, Colwise | Rowwise):
-        return Replicated()
+        return ReplicatedInRegion()
     if isinstance(site.style, VocabEmbedding | VocabHead):
-        return SequenceParallel(stream=site.plan.stream)
+        return ReplicatedOnStream(stream=site.plan.stream)
     return SKIP
 
 
 def split(site: Site) -> Change:
     """Split, where it should be replicated."""
-    return Colwise() if isinstance(site.style, Replicated | SequenceParallel | NoParallel) else SKIP
+    return (
+        Colwise()
+        if isinstance(site.style, ReplicatedInRegion | ReplicatedOnStream | ReplicatedBeforeStream)
+        else SKIP
+    )
 
 
 def on_other_stream(site: Site) -> Change:
@@ -62,7 +66,7 @@ def on_other_stream(site: Site) -> Change:
 
 def gradient_of_other_stream(site: Site) -> Change:
     """The same for a style that lays out nothing but its gradient."""
-    alike = isinstance(site.style, SequenceParallel)
+    alike = isinstance(site.style, ReplicatedOnStream)
     return faults.on_stream(site.style, site.other_stream) if alike else SKIP
 
 
@@ -139,19 +143,23 @@ def not_shared(site: Site) -> Change:
 
 
 def as_on_stream(site: Site) -> Change:
-    """sequence_parallel() for what stands in a region, or before the stream."""
-    other = isinstance(site.style, Replicated | NoParallel)
-    return SequenceParallel(stream=site.plan.stream) if other else SKIP
+    """replicated_on_stream() for what stands in a region, or before the stream."""
+    other = isinstance(site.style, ReplicatedInRegion | ReplicatedBeforeStream)
+    return ReplicatedOnStream(stream=site.plan.stream) if other else SKIP
 
 
 def as_in_region(site: Site) -> Change:
-    """replicated() for what stands on the stream, or before it."""
-    return Replicated() if isinstance(site.style, SequenceParallel | NoParallel) else SKIP
+    """replicated_in_region() for what stands on the stream, or before it."""
+    return (
+        ReplicatedInRegion() if isinstance(site.style, ReplicatedOnStream | ReplicatedBeforeStream) else SKIP
+    )
 
 
 def as_before_stream(site: Site) -> Change:
-    """no_parallel() for what stands on the stream, or in a region."""
-    return NoParallel() if isinstance(site.style, SequenceParallel | Replicated) else SKIP
+    """replicated_before_stream() for what stands on the stream, or in a region."""
+    return (
+        ReplicatedBeforeStream() if isinstance(site.style, ReplicatedOnStream | ReplicatedInRegion) else SKIP
+    )
 
 
 def other_loss(site: Site) -> Change:

@@ -287,7 +287,7 @@ class GatherForEachProjection(TinyPlan):
     def attn_plan(self, attn):
         gather = self.attn_input()[""]
         plan = {name: Both(gather, self.colwise()) for name in ("q_proj", "k_proj", "v_proj")}
-        return {**plan, "q_norm": Both(self.replicated()), "o_proj": Both(self.rowwise())}
+        return {**plan, "q_norm": Both(self.replicated_in_region()), "o_proj": Both(self.rowwise())}
 
 
 class GatherForGateAndUp(TinyPlan):
@@ -363,7 +363,7 @@ def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
         def attn_plan(self, attn):
             class Reduced(ParallelStyle):
                 def _apply(style, module, device_mesh):
-                    self.replicated()._apply(module, device_mesh)
+                    self.replicated_in_region()._apply(module, device_mesh)
                     weight = module._parameters["weight"]
                     weight.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
                     return module

@@ -11,9 +11,9 @@ from titanplans.tensor_parallel.local import Layout, local_parameter
 from titanplans.tensor_parallel.styles import (
     Colwise,
     Region,
-    Replicated,
+    ReplicatedInRegion,
+    ReplicatedOnStream,
     Rowwise,
-    SequenceParallel,
     VocabHead,
 )
 
@@ -28,14 +28,14 @@ def attn(**styles):
     return Wrong
 
 
-class Unsummed(Replicated):
+class Unsummed(ReplicatedInRegion):
     """A gradient that is labelled Replicate although each rank has its own share."""
 
     def layouts(self, module):
         return {name: Layout(Replicate(), Replicate()) for name in module._parameters}
 
 
-class Doubled(SequenceParallel):
+class Doubled(ReplicatedOnStream):
     def install(self, module, mesh):
         module._parameters["weight"].register_hook(lambda grad: grad * 2)
 
@@ -52,14 +52,14 @@ class Rolled(Colwise):
         module.register_forward_hook(lambda module, args, output: output.roll(1, -1))
 
 
-class Detached(Replicated):
+class Detached(ReplicatedInRegion):
     def install(self, module, mesh):
         weight = module._parameters["weight"]
         module.register_forward_pre_hook(lambda *_: module.__dict__.update(read=weight.to_local().detach()))
         module.forward = lambda x: nn.functional.rms_norm(x, x.shape[-1:], module.read)
 
 
-class Differing(Replicated):
+class Differing(ReplicatedInRegion):
     def install(self, module, mesh):
         rank = distribute_tensor(torch.arange(mesh.size()), mesh, [Shard(0)], src_data_rank=None).to_local()
         weight = module._parameters["weight"]
@@ -153,7 +153,7 @@ WRONG = {
         "backward", "layers.1.mlp_norm.weight", "exactly 2 times the right one",
     ),
     "replicated after the sum": (
-        PostNormed, attn(post_norm=lambda p: p.replicated()), False,
+        PostNormed, attn(post_norm=lambda p: p.replicated_in_region()), False,
         "backward", "layers.1.attn.post_norm.weight", "exactly 4 times too large: once for each rank",
     ),
     "head shifted": (Tiny, attn(k_proj=lambda p: Rolled()), True, "forward", "layers.0.attn.k_proj", ""),
@@ -194,10 +194,10 @@ def test_is_rejected_and_found(name):
 
 def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
     """There each rank has other tokens, and the gradient is a sum indeed: the fault is not always one."""
-    plan = attn(post_norm=lambda p: p.replicated())
+    plan = attn(post_norm=lambda p: p.replicated_in_region())
     report = verify(PostNormed, plan, degrees=[2], loss_parallel=True)
     assert [case.passed for case in report.cases] == [True, False]
-    right = attn(post_norm=lambda p: p.sequence_parallel())
+    right = attn(post_norm=lambda p: p.replicated_on_stream())
     assert verify(PostNormed, right, degrees=[2], loss_parallel=True).passed
 
 
@@ -214,7 +214,7 @@ def test_a_missing_gradient():
 
 
 def test_a_gradient_too_many():
-    class Thawing(Replicated):
+    class Thawing(ReplicatedInRegion):
         def install(self, module, mesh):
             module._parameters["weight"].requires_grad_(True)
 

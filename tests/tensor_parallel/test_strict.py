@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from titanplans import PlanError, apply_plan, check_plan, register_plan, registered_plans
 from titanplans.proof.simulate import ranks
+from titanplans.tensor_parallel.custom import RENAMED
 
 
 def edited(**edits):
@@ -60,7 +61,7 @@ def test_unmatched_key():
 def test_uncovered_parameter():
     message = refused(edited(q_norm=None))
     assert "'layers.0.attn.q_norm.weight' (4,) of RMSNorm" in message
-    assert "replicated()" in message
+    assert "replicated_in_region()" in message
 
 
 def test_split_module_outside_a_region():
@@ -96,7 +97,9 @@ def test_bias_that_every_rank_would_add():
 def test_region_that_splits_nothing():
     class Plan(TinyPlan):
         def attn_plan(self, attn):
-            return self.attn_region() | {name: self.replicated() for name, _ in attn.named_children()}
+            return self.attn_region() | {
+                name: self.replicated_in_region() for name, _ in attn.named_children()
+            }
 
     assert "opens a region without a rowwise() projection" in refused(Plan)
 
@@ -104,7 +107,7 @@ def test_region_that_splits_nothing():
 def test_whole_mixer_under_sequence_parallelism():
     class Plan(TinyPlan):
         def attn_plan(self, attn):
-            return {name: self.sequence_parallel() for name, _ in attn.named_children()}
+            return {name: self.replicated_on_stream() for name, _ in attn.named_children()}
 
     assert "would mix its rank's shard of the sequence only" in refused(Plan)
     check_plan(Tiny(), 8, plan=Plan, sequence_parallel=False)  # and its 4 heads are nobody's business then
@@ -202,16 +205,16 @@ def test_custom_plans_that_cannot_be_had(name, words):
 def test_dict_plan():
     patterns = {
         "embed": "vocab_embedding",
-        "layers.*.*_norm": "sequence_parallel",
+        "layers.*.*_norm": "replicated_on_stream",
         "layers.*.attn": "attn_input",
         "layers.*.attn.[qkv]_proj": "colwise",
-        "layers.*.attn.q_norm": "replicated",
+        "layers.*.attn.q_norm": "replicated_in_region",
         "layers.*.attn.o_proj": "rowwise",
         "layers.*.mlp": "mlp_input",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
-        "norm": "sequence_parallel",
+        "norm": "replicated_on_stream",
         "lm_head": "vocab_head",
     }
     by_class = check_plan(Tiny(), 2, plan=TinyPlan)
@@ -220,6 +223,8 @@ def test_dict_plan():
     assert "plan key 'layers.*.attn.w_proj'" in refused(patterns | {"layers.*.attn.w_proj": "colwise"})
     assert "both match layers.0.attn.q_proj" in refused(patterns | {"layers.0.attn.q_proj": "colwise"})
     assert "no such style" in refused(patterns | {"norm": "columnwise"})
+    for old, new in RENAMED.items():
+        assert f"'norm' = '{old}': this style is now called '{new}'" in refused(patterns | {"norm": old})
 
 
 def test_tied_weights_stay_one():
@@ -232,7 +237,7 @@ def test_tied_weights_stay_one():
 def test_tied_weights_with_two_layouts():
     class Plan(TinyPlan):
         def model_plan(self, model):
-            return super().model_plan(model) | {"lm_head": self.sequence_parallel()}
+            return super().model_plan(model) | {"lm_head": self.replicated_on_stream()}
 
     message = refused(Plan, model=Tiny(tied=True))
     assert "embed.weight (Shard(dim=0)) and lm_head.weight (Replicate()) are tied" in message

@@ -64,8 +64,8 @@ def check_coverage(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_nam
             if not _covered(plan, name, module, param_name):
                 raise PlanError(
                     f"parameter '{join(name, param_name)}' {tuple(param.shape)} of {type(module).__name__} is covered by "
-                    f"no key of {plan_name}: add '{name}' with a style. What is not split is replicated() inside a region, "
-                    "sequence_parallel() outside"
+                    f"no key of {plan_name}: add '{name}' with a style. What is not split is "
+                    "replicated_in_region() inside a region, replicated_on_stream() outside"
                 )
 
 

@@ -31,14 +31,21 @@ STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "kv_colwise": lambda plan, mixer: plan.colwise() if mixer is None else plan.kv_colwise(mixer),
     "rowwise": lambda plan, mixer: plan.rowwise(),
     "rowwise_partial": lambda plan, mixer: plan.rowwise(reduce_output=False),
-    "replicated": lambda plan, mixer: plan.replicated(),
-    "sequence_parallel": lambda plan, mixer: plan.sequence_parallel(),
-    "no_parallel": lambda plan, mixer: plan.no_parallel(),
+    "replicated_in_region": lambda plan, mixer: plan.replicated_in_region(),
+    "replicated_on_stream": lambda plan, mixer: plan.replicated_on_stream(),
+    "replicated_before_stream": lambda plan, mixer: plan.replicated_before_stream(),
     "vocab_embedding": lambda plan, mixer: plan.vocab_embedding(),
     "vocab_embedding_begins_stream": lambda plan, mixer: plan.vocab_embedding(begins_stream=True),
     "vocab_head": lambda plan, mixer: plan.vocab_head(),
 }
 """Names of styles in a plan that is given as a dict, and the TPPlan method behind each, given the mixer around."""
+
+RENAMED = {
+    "replicated": "replicated_in_region",
+    "sequence_parallel": "replicated_on_stream",
+    "no_parallel": "replicated_before_stream",
+}
+"""Former names of styles, and today's."""
 
 
 class DictPlan(TPPlan):
@@ -73,6 +80,8 @@ class DictPlan(TPPlan):
     def _style(self, pattern: str, style: str | ParallelStyle, mixer: nn.Module | None) -> ParallelStyle:
         if isinstance(style, ParallelStyle):
             return style
+        if style in RENAMED:
+            raise PlanError(f"plan key '{pattern}' = {style!r}: this style is now called '{RENAMED[style]}'")
         if style not in STYLES:
             raise PlanError(
                 f"plan key '{pattern}' = {style!r}: no such style; there are {', '.join(sorted(STYLES))}"

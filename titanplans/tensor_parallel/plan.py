@@ -20,11 +20,11 @@ from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
 from titanplans.tensor_parallel.styles import (
     Colwise,
     KVColwise,
-    NoParallel,
     Region,
-    Replicated,
+    ReplicatedBeforeStream,
+    ReplicatedInRegion,
+    ReplicatedOnStream,
     Rowwise,
-    SequenceParallel,
     VocabHead,
 )
 from titanplans.tensor_parallel.vocab import VocabEmbedding
@@ -78,7 +78,7 @@ class TPPlan:
         if decoder.embedding is not None:
             plan[decoder.embedding] = self.vocab_embedding()
         if decoder.norm is not None:
-            plan[decoder.norm] = self.sequence_parallel()
+            plan[decoder.norm] = self.replicated_on_stream()
         if decoder.head is not None:
             plan[decoder.head] = self.vocab_head()
         return plan
@@ -89,7 +89,7 @@ class TPPlan:
         A mixer whose class belongs to another registered plan is planned by that one.
         """
         block = find_block(layer)
-        plan: Plan = {name: self.sequence_parallel() for name in block.norms}
+        plan: Plan = {name: self.replicated_on_stream() for name in block.norms}
         if block.mixer is not None:
             mixer = layer.get_submodule(block.mixer)
             plan |= prefixed(block.mixer, self.plan_of(mixer).attn_plan(mixer))
@@ -179,17 +179,17 @@ class TPPlan:
         """Shard a Linear's inputs, and sum its output over the ranks."""
         return Rowwise(stream=self.stream, reduce_output=reduce_output)
 
-    def replicated(self) -> ParallelStyle:
-        """Replicate a module inside a region, such as a norm over each head."""
-        return Replicated()
+    def replicated_in_region(self) -> ParallelStyle:
+        """Replicate a module inside a region, such as a norm over each head: its gradient is a sum over the ranks."""
+        return ReplicatedInRegion()
 
-    def sequence_parallel(self) -> ParallelStyle:
-        """Replicate a module on the residual stream, such as a block's norm."""
-        return SequenceParallel(stream=self.stream)
+    def replicated_on_stream(self) -> ParallelStyle:
+        """Replicate a module on the residual stream, such as a block's norm: it works token by token."""
+        return ReplicatedOnStream(stream=self.stream)
 
-    def no_parallel(self) -> ParallelStyle:
-        """Replicate a module that works before the stream begins, such as a vision tower's."""
-        return NoParallel()
+    def replicated_before_stream(self) -> ParallelStyle:
+        """Replicate a module that works before the stream begins, such as a vision tower's: its gradient is whole."""
+        return ReplicatedBeforeStream()
 
     def vocab_embedding(self, *, begins_stream: bool = False) -> ParallelStyle:
         """Shard the rows of the embedding. See `VocabEmbedding` for where the stream begins."""

@@ -1,15 +1,15 @@
 """The parallel styles of which plans are made: what each does to parameters, input and output.
 
-    style             parameters           gradient   input             output
-    Region            -                    -          enter             leave, if asked
-    Colwise           Shard(0)             Shard(0)   -                 -
-    KVColwise         Shard(0), or heads shared by ranks: Replicate, Partial
-    Rowwise           weight Shard(1)      Shard(1)   -                 leave, if asked; then the bias
-    Replicated        Replicate            Partial    -                 -
-    SequenceParallel  Replicate            of stream  -                 -
-    NoParallel        Replicate            Replicate  -                 -
-    VocabEmbedding    Shard(0)             Shard(0)   whole token ids   the sum: whole, or leave
-    VocabHead         Shard(0)             Shard(0)   enter             vocabulary-sharded DTensor, or gathered
+    style                   parameters           gradient   input             output
+    Region                  -                    -          enter             leave, if asked
+    Colwise                 Shard(0)             Shard(0)   -                 -
+    KVColwise               Shard(0), or heads shared by ranks: Replicate, Partial
+    Rowwise                 weight Shard(1)      Shard(1)   -                 leave, if asked; then the bias
+    ReplicatedInRegion      Replicate            Partial    -                 -
+    ReplicatedOnStream      Replicate            of stream  -                 -
+    ReplicatedBeforeStream  Replicate            Replicate  -                 -
+    VocabEmbedding          Shard(0)             Shard(0)   whole token ids   the sum: whole, or leave
+    VocabHead               Shard(0)             Shard(0)   enter             vocabulary-sharded DTensor, or gathered
 
 `enter` and `leave` are the borders of plans/collectives.py. Inside a region everything is local, so
 one rule gives every gradient: what is sharded has a sharded gradient, and what is replicated has a
@@ -250,11 +250,11 @@ class Rowwise(Style):
         return output if bias is None else output + bias
 
 
-class Replicated(Style):
+class ReplicatedInRegion(Style):
     """Replicate a module's parameters inside a region: their gradient is a sum over the ranks.
 
     For what stands between the region's entry and its `Rowwise`, such as a norm over each head. What
-    works on the sum, after the `Rowwise`, is on the stream again: `SequenceParallel`.
+    works on the sum, after the `Rowwise`, is on the stream again: `ReplicatedOnStream`.
     """
 
     inside = True
@@ -266,7 +266,7 @@ class Replicated(Style):
         return {"sharing": mesh.size()}
 
 
-class SequenceParallel(Style):
+class ReplicatedOnStream(Style):
     """Replicate a module's parameters on the residual stream, where it works token by token."""
 
     def __init__(self, *, stream: Stream):
@@ -284,7 +284,7 @@ class SequenceParallel(Style):
         return None
 
 
-class NoParallel(Style):
+class ReplicatedBeforeStream(Style):
     """Replicate a module that every rank calls with the same input, before the stream begins.
 
     For what prepares the embeddings, such as a vision tower: the work and its gradients are the
