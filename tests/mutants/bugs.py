@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from mutants.faults import scale_gradient
 from titanplans import TPPlan
-from titanplans.tensor_parallel.local import ParameterMemo
+from titanplans.tensor_parallel.local_parameters import ParameterMemo
 from titanplans.tensor_parallel.plan import Plan
 from titanplans.tensor_parallel.styles import ReplicatedOnStream, VocabHead
 

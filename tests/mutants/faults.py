@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from titanplans.tensor_parallel.collectives import Border, Stream, shard_size
-from titanplans.tensor_parallel.local import Layout, ParameterMemo, local_parameter
+from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo, local_parameter
+from titanplans.tensor_parallel.stream import Border, Stream, shard_size
 from titanplans.tensor_parallel.styles import Region, Rowwise, Style, VocabHead
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 

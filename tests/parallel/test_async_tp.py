@@ -20,7 +20,7 @@ from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelErr
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.proof.simulate import fake_ranks
-from titanplans.tensor_parallel.collectives import Border, Stream
+from titanplans.tensor_parallel.stream import Border, Stream
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
 WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes

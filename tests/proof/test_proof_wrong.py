@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanplans.proof import verify
-from titanplans.tensor_parallel.local import Layout, local_parameter
+from titanplans.tensor_parallel.local_parameters import Layout, local_parameter
 from titanplans.tensor_parallel.styles import (
     Colwise,
     Region,

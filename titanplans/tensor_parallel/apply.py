@@ -24,7 +24,6 @@ from titanplans.tensor_parallel.checks import (
     sizes,
     tied_parameters,
 )
-from titanplans.tensor_parallel.collectives import Border
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join
 from titanplans.tensor_parallel.float8 import recipe_of
@@ -35,10 +34,11 @@ from titanplans.tensor_parallel.float8_checks import (
     float8_crossings,
 )
 from titanplans.tensor_parallel.inputs import begin_stream, guard_inputs
-from titanplans.tensor_parallel.local import Layout, ParameterMemo
+from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
+from titanplans.tensor_parallel.stream import Border
 from titanplans.tensor_parallel.styles import Colwise, Style
-from titanplans.tensor_parallel.user_code import told_in_one_line
+from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 
 
@@ -94,7 +94,7 @@ def check_plan(
 def _checked(source: TPPlan, model: nn.Module, decoder: Decoder) -> Plan:
     options = source.options
     name = type(source).__name__
-    with told_in_one_line(f"plan {name}"):
+    with as_user_error(f"plan {name}"):
         styles = source.full_plan(model)
     check_keys(styles, model, name)
     check_coverage(styles, model, name)

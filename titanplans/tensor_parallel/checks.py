@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either, near_multiples
-from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.decoder import Decoder, join
 from titanplans.tensor_parallel.plan import KV_HEADS, Plan, TPOptions, TPPlan
+from titanplans.tensor_parallel.stream import shard_size
 from titanplans.tensor_parallel.styles import Colwise, KVColwise, Rowwise, Style
 
 _DEGREES = 256

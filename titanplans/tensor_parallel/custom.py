@@ -18,7 +18,7 @@ from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.registry import plan_for_model, registered_plans
-from titanplans.tensor_parallel.user_code import import_module, told_in_one_line
+from titanplans.tensor_parallel.user_code import as_user_error, import_module
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 
@@ -103,7 +103,7 @@ def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TP
     if isinstance(source, Mapping):
         return DictPlan(options, source)
     if isinstance(source, type) and issubclass(source, TPPlan):
-        with told_in_one_line(f"{source.__name__} can't be made of its options"):
+        with as_user_error(f"{source.__name__} can't be made of its options"):
             return source(options)
     raise PlanError(f"plan = {source!r}: neither a TPPlan class nor a dict of module names and styles")
 

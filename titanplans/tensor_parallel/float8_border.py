@@ -21,7 +21,8 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import tensor_to_scale
 
-from titanplans.tensor_parallel.collectives import (
+from titanplans.tensor_parallel.float8 import float8_linears
+from titanplans.tensor_parallel.stream import (
     Border,
     Group,
     Stream,
@@ -29,7 +30,6 @@ from titanplans.tensor_parallel.collectives import (
     all_reduce,
     reduce_scatter,
 )
-from titanplans.tensor_parallel.float8 import float8_linears
 
 
 class Float8Border(Border):

@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.collectives import Border, Stream
+from titanplans.tensor_parallel.stream import Border, Stream
 
 
 def guard_inputs(model: nn.Module, *, loss_parallel: bool, stream: Stream, begins_stream: bool) -> None:

@@ -2,7 +2,7 @@
 
 A plan maps module names to styles, part by part: the model's ends (`model_plan`), a block
 (`layer_plan`), its token mixer (`attn_plan`), its MLP (`mlp_plan`). A subclass overrides only what
-differs. Which module may be split how is checked in plans/checks.py, not here.
+differs. Which module may be split how is checked in `checks`, not here.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.collectives import Stream
 from titanplans.tensor_parallel.decoder import find_block, find_decoder, join
 from titanplans.tensor_parallel.float8 import Recipe
 from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
+from titanplans.tensor_parallel.stream import Stream
 from titanplans.tensor_parallel.styles import (
     Colwise,
     KVColwise,

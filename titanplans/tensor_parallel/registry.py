@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.user_code import told_in_one_line
+from titanplans.tensor_parallel.user_code import as_user_error
 
 if TYPE_CHECKING:
     from titanplans.tensor_parallel.plan import TPPlan
@@ -69,7 +69,7 @@ def _discover() -> None:
     for module in pkgutil.walk_packages(package.__path__, f"{PLANS}."):
         import_module(module.name)
     for entry in metadata.entry_points(group=PLANS):
-        with told_in_one_line(f"entry point {entry.name} = '{entry.value}' of the group {PLANS}"):
+        with as_user_error(f"entry point {entry.name} = '{entry.value}' of the group {PLANS}"):
             entry.load()
 
 

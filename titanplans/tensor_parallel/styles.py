@@ -11,7 +11,7 @@
     VocabEmbedding          Shard(0)             Shard(0)   whole token ids   the sum: whole, or leave
     VocabHead               Shard(0)             Shard(0)   enter             vocabulary-sharded DTensor, or gathered
 
-`enter` and `leave` are the borders of plans/collectives.py. Inside a region everything is local, so
+`enter` and `leave` are the borders of `stream`. Inside a region everything is local, so
 one rule gives every gradient: what is sharded has a sharded gradient, and what is replicated has a
 Partial one, because each rank has followed only its own share of the paths to the loss.
 On the residual stream a replicated parameter's gradient is Partial if the sequence is sharded, and
@@ -31,9 +31,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.collectives import Border, Stream, gather_shards, shards_of
 from titanplans.tensor_parallel.float8 import is_float8
-from titanplans.tensor_parallel.local import Layout, ParameterMemo, local_parameter, localize
+from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo, local_parameter, localize
+from titanplans.tensor_parallel.stream import Border, Stream, gather_shards, shards_of
 
 
 class Style(ParallelStyle):

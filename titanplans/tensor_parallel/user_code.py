@@ -1,7 +1,7 @@
-"""Code of the user's own: what goes wrong in it while it is run is told in one line, with its place.
+"""Code of the user's own: a mistake in it becomes an error of one line that names the line of code.
 
-A plan's module, its class and its methods are somebody's work in progress; a traceback through this
-package would hide the line that matters. Errors of the project's own code are not caught here.
+A plan's module, its class and its methods are somebody's work in progress, and a traceback through this package would
+hide the line that matters. Errors in the project's own code are not caught here.
 """
 
 import importlib
@@ -28,17 +28,17 @@ RAISED = (
     TypeError,
     ValueError,
 )
-"""What code can raise by a mistake; what is meant for the process (an interrupt, no memory) is not among them."""
+"""What a mistake in code can raise. Not what is meant for the process: an interrupt, no memory."""
 
 _NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
 
 
 @contextmanager
-def told_in_one_line(what: str, error: type[UserError] = PlanError) -> Iterator[None]:
-    """Run the body, and raise what code in it raises as an `error` that begins with `what` and ends with the place.
+def as_user_error(what: str, error: type[UserError] = PlanError) -> Iterator[None]:
+    """Turn what code in the body raises into an `error`: it begins with `what` and ends with the file and line.
 
     Raises:
-        UserError: as it is, if the body raised one; otherwise `error`.
+        UserError: unchanged, if the body raised one; otherwise `error`.
     """
     try:
         yield
@@ -54,26 +54,27 @@ def import_module(module_name: str, what: str, error: type[UserError] = PlanErro
 
     Args:
         module_name: dotted.
-        what: who named it and where, the beginning of a message.
-        error: the class of an error.
+        what: the beginning of the message: who named the module, and where.
+        error: the class to raise.
 
     Raises:
-        UserError: of the class `error`: there is no such module, or it fails; or the module's own, such as a plan
+        UserError: of the class `error` if there is no such module or it fails; or the module's own, such as for a plan
             that is registered twice.
     """
     try:
-        with told_in_one_line(f"{what}: {module_name} can't be imported", error):
+        with as_user_error(f"{what}: {module_name} can't be imported", error):
             return importlib.import_module(module_name)
-    except error as told:
-        if isinstance(told.__cause__, ModuleNotFoundError):
+    except error as failed:
+        if isinstance(failed.__cause__, ModuleNotFoundError):
             raise error(
-                f"{what}: no module named '{told.__cause__.name}'; run in its folder, install its package, or set PYTHONPATH"
-            ) from told.__cause__
+                f"{what}: no module named '{failed.__cause__.name}'; run in its folder, install its package, or set "
+                "PYTHONPATH"
+            ) from failed.__cause__
         raise
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of the user's, or of anybody; a SyntaxError's message has it already."""
+    """Return the innermost line outside torch and this package; a SyntaxError's message names its line itself."""
     if isinstance(error, SyntaxError):
         return ""
     frames = traceback.extract_tb(error.__traceback__)

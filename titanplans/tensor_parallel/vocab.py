@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from titanplans.tensor_parallel.collectives import Border, Stream, shard_size
-from titanplans.tensor_parallel.local import Layout
+from titanplans.tensor_parallel.local_parameters import Layout
+from titanplans.tensor_parallel.stream import Border, Stream, shard_size
 from titanplans.tensor_parallel.styles import Style
 
 

@@ -18,7 +18,7 @@ from titanplans.errors import VerifyError
 from titanplans.parallel import Float8, ParallelError
 from titanplans.parallel.order import convert
 from titanplans.proof.sample import token_ids
-from titanplans.tensor_parallel.user_code import told_in_one_line
+from titanplans.tensor_parallel.user_code import as_user_error
 
 _TOKENS = 16
 """In a sequence, where no image needs more: two to a rank at degree 8."""
@@ -118,7 +118,7 @@ def _made(source: Source, request: Request, ranks: Ranks) -> nn.Module:
         raise VerifyError(
             f"{source.words} is of type {type(source.make).__name__}, not a function that returns an nn.Module"
         )
-    with told_in_one_line(source.words, VerifyError):
+    with as_user_error(source.words, VerifyError):
         model = source.make()
     if not isinstance(model, nn.Module):
         raise VerifyError(

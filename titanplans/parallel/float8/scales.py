@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.parallel.float8.all_gather import is_wrapped
-from titanplans.tensor_parallel.collectives import all_reduce
 from titanplans.tensor_parallel.float8 import float8_linears
+from titanplans.tensor_parallel.stream import all_reduce
 
 
 def seek_scales_together(model: nn.Module, dtype: torch.dtype | None = None) -> None:
