@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans import apply_plan, modeling
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, apply_strategy
-from titanplans.parallel.fsdp.construction import Shards, independent_of_world
+from titanplans.parallel.fsdp.construction import Chunks, independent_of_world
 from titanplans.proof.simulate import fake_ranks
 
 TP = 8
@@ -83,7 +83,7 @@ def test_shards_are_those_of_torch(dim):
     # Sizes that divide, that leave a shorter last shard, and that leave ranks with none.
     for size, number in itertools.product(range(1, 14), range(1, 14)):
         tensor = torch.arange(size * 3).view(size, 3) if dim == 0 else torch.arange(size * 3).view(3, size)
-        ours, torchs = Shards(tensor, number, dim), _chunk_with_empty(tensor, number, dim)
+        ours, torchs = Chunks(tensor, number, dim), _chunk_with_empty(tensor, number, dim)
         assert len(ours) == len(torchs) == number
         assert all(a.shape == b.shape and a.equal(b) for a, b in zip(ours, torchs, strict=True))
 

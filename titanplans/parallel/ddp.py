@@ -23,18 +23,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate import DDP, replicate
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import memory_budget
 from titanplans.parallel.autocast import apply_autocast
 from titanplans.parallel.strategies import DDPConfig
 from titanplans.parallel.strategies.sections import dtype
+from titanplans.torch_private import (
+    DDP,
+    ActivationWrapper,
+    compiled_call,
+    has_static_graph,
+    hide_ddp_from_compiler,
+    is_compiled_whole,
+    replicate,
+    start_ddp,
+    tree_leaves,
+)
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
@@ -79,7 +86,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
             if parameter.requires_grad:
                 parameter.register_hook(partial(torch.mul, other=mesh.size()))
     # Now, not in the first forward: who copies or saves parameters before it sees rank 0's.
-    replicate.state(model).lazy_init()  # pyrefly: ignore[missing-attribute]
+    start_ddp(model)
     if not config.split_compiled_blocks:
         model.register_forward_pre_hook(_hide_from_compiler)
     model.register_forward_hook(_hide_from_compiler, always_call=True)
@@ -99,7 +106,7 @@ def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[
     """
     if not isinstance(model, DDP):
         raise ParallelError(f"{type(model).__name__} is not replicated by DDP: call apply_ddp first")
-    if defer and not last and _reducer(model).static_graph:
+    if defer and not last and has_static_graph(model):
         raise ParallelError(
             "ddp.static_graph = true: torch loses count of gradients that wait for another micro batch; set it to false, or "
             "defer nothing"
@@ -109,11 +116,6 @@ def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-def _reducer(model: DDP) -> DistributedDataParallel:
-    state: Any = replicate.state(model)  # pyrefly: ignore[missing-attribute, bad-argument-type]
-    return state._ddp
 
 
 def refuse_degrees(degrees: Any) -> None:
@@ -182,7 +184,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ParallelError(
             f"{name_of}: all parameters are frozen, so there is no gradient to sum; leave DDP out"
         )
-    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+    if is_compiled_whole(model):
         raise ParallelError(
             f"{name_of}: it is compiled as a whole, and the reducer's hooks must stay outside of a graph; compile its "
             "blocks one by one (titanplans.parallel.compile)"
@@ -191,7 +193,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
     """Refuse a model without what `config` says was done to it: done after, it would not do what it says."""
-    if config.compile.blocks and not any(m._compiled_call_impl is not None for m in model.modules()):
+    if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
         raise ParallelError(
             "ddp with compile.enable = true, and no block of the model is compiled: call apply_compile "
             "before, or set it to false"
@@ -231,4 +233,4 @@ def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
 
 def _hide_from_compiler(*args: Any) -> None:
     """Let the compiler forget which DDP runs: it would cut graphs at its buckets."""
-    DistributedDataParallel._active_ddp_module = None
+    hide_ddp_from_compiler()

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from titanplans.errors import ParallelError
 from titanplans.observe.effect import Effect
@@ -29,6 +28,7 @@ from titanplans.parallel.order import apply_strategy
 from titanplans.parallel.process_group import default_device_type
 from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.strategies import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
+from titanplans.torch_private import group_device_types
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -230,7 +230,7 @@ def _device_type(asked: str | None) -> str:
     """
     if not dist.is_initialized():
         return asked or default_device_type()  # the mesh says what is missing
-    there = [device.type for device in distributed_c10d._get_default_group()._device_types]
+    there = group_device_types()
     if asked is None:
         found = default_device_type()
         return found if found in there else "cpu"

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +29,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import memory_budget
 from titanplans.parallel.strategies import MegatronFSDPConfig
 from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.torch_private import ActivationWrapper, compiled_call
 
 _INSTEAD = "take FSDP2Config"
 _NAMES = {
@@ -230,7 +230,7 @@ def _refuse_model(model: nn.Module, config: MegatronFSDPConfig) -> None:
             raise ParallelError(
                 f"megatron_fsdp: {name} is recomputed, which it is not known to bear; leave that out, or {_INSTEAD}"
             )
-        if module._compiled_call_impl is not None:
+        if compiled_call(module) is not None:
             raise ParallelError(
                 f"megatron_fsdp: {name or 'the model'} is compiled, which it is not known to bear; leave that out, "
                 f"or {_INSTEAD}"

@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.degrees import Degrees
+from titanplans.torch_private import concatenate_meshes, default_timeout, flatten_mesh, set_group_timeout
 
 _COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -134,7 +134,7 @@ class Mesh:
             single = [self._combined.get(name) or self.world_mesh[name] for name in key]
             axes = tuple(name for mesh in single for name in mesh.mesh_dim_names or ())
             sliced = set(axes) <= set(self.degrees.as_sizes())
-            self._meshes[key] = self.world_mesh[axes] if sliced else DeviceMesh._concatenate(single)
+            self._meshes[key] = self.world_mesh[axes] if sliced else concatenate_meshes(single)
         return self._meshes[key]
 
     def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
@@ -152,7 +152,9 @@ class Mesh:
         for name, axes in _COMBINED.items():
             long = tuple(axis for axis in axes if getattr(self, axis) > 1) or ("dp_shard",)
             if long not in made:
-                made[long] = self.world_mesh[long] if len(long) == 1 else self.world_mesh[long]._flatten(name)
+                made[long] = (
+                    self.world_mesh[long] if len(long) == 1 else flatten_mesh(self.world_mesh[long], name)
+                )
                 _copy_timeout(made[long])
             combined[name] = made[long]
         return combined
@@ -196,7 +198,8 @@ def _root(sizes: dict[str, int], device_type: str) -> DeviceMesh:
 
 def _group_of_one() -> dist.ProcessGroup:
     """Return a group of this rank alone, without the world's other ranks making theirs here too."""
-    default = distributed_c10d._get_default_group()
+    default = dist.group.WORLD
+    assert default is not None  # `Mesh` has seen to it
     if default.size() == 1:
         return default
     if default.bound_device_id is None:
@@ -207,8 +210,7 @@ def _group_of_one() -> dist.ProcessGroup:
 
 def _copy_timeout(mesh: DeviceMesh) -> None:
     """Give the groups of `mesh` the default group's timeout: torch gives them its own."""
-    default = distributed_c10d._get_default_group()
-    options = getattr(default._get_backend(torch.device(mesh.device_type)), "options", None)
-    if options is not None:  # the fake group has none: nothing of it can time out
+    timeout = default_timeout(mesh.device_type)
+    if timeout is not None:
         for group in mesh.get_all_groups():
-            distributed_c10d._set_pg_timeout(options._timeout, group)
+            set_group_timeout(timeout, group)

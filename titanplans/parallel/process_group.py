@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from titanplans.errors import ParallelError
+from titanplans.torch_private import abort_process_group
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -96,7 +96,7 @@ def process_group(
     except BaseException:
         with _sigint_deferred():
             if dist.is_initialized():
-                distributed_c10d._abort_process_group()
+                abort_process_group()
         raise
     else:
         with _sigint_deferred():

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint.policies import Contexts, Full, replace
 from titanplans.tensor_parallel.decoder import find_block
+from titanplans.torch_private import ActivationWrapper, checkpointed, tree_leaves, tree_map_only, version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,20 +97,20 @@ class Kept(ActivationWrapper):
         """Call the module, or return what it returned."""
         call, recomputes = _running.calls[-1] if _running.calls else (None, False)
         if call is None:
-            return self._checkpoint_wrapped_module(*args, **kwargs)
+            return checkpointed(self)(*args, **kwargs)
         if recomputes:
             output, versions, state = call.outputs[call.next]
             call.next += 1
             if _versions(output) != versions:
                 raise ParallelError(
-                    f"the output of {type(self._checkpoint_wrapped_module).__name__} was changed in place after the "
+                    f"the output of {type(checkpointed(self)).__name__} was changed in place after the "
                     "forward kept it: recompute the mixer too (mode full), or change a copy"
                 )
             _set_random_state(state)
             return output
         # The checkpoint's hooks would note every tensor saved here and drop it; these hooks hide them from it.
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            output = self._checkpoint_wrapped_module(*args, **kwargs)
+            output = checkpointed(self)(*args, **kwargs)
         state = _random_state(args, kwargs) if self.preserve_rng_state else None
         kept = tree_map_only(torch.Tensor, _detached, output)
         call.outputs.append((kept, _versions(kept), state))
@@ -123,7 +122,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _versions(output: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [version(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

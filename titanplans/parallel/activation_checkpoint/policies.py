@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.blocks import SCOPES, Scope, block_lists
 from titanplans.tensor_parallel.decoder import find_block, find_decoder
+from titanplans.torch_private import ActivationWrapper, checkpoint_wrapper
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What surrounds the forward of one checkpointed call, and what its recomputation."""

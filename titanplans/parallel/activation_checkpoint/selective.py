@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint.policies import Contexts, Full
+from titanplans.torch_private import schema
 
 Matmuls = Literal["all", "every second", "none"]
 
@@ -175,8 +176,8 @@ def _weight_size(op: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call of an attention operator drops something, and so moves the random generator."""
-    schema = getattr(op, "_schema", None)
-    for index, argument in enumerate(schema.arguments if schema is not None else ()):
+    signature = schema(op)
+    for index, argument in enumerate(signature.arguments if signature is not None else ()):
         if argument.name == "dropout_p":
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
     return False

@@ -8,7 +8,6 @@ of which model can be fused is decided without a GPU by `titanplans async-tp`.
 """
 
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import ParallelError
+from titanplans.torch_private import ASYNC_TP_SETTING, enable_symmetric_memory, inductor_config
 
 Unfused = Literal["error", "warn"]
 """What follows where nothing was fused."""
@@ -89,15 +89,10 @@ def enable(model: nn.Module, mesh: Any) -> None:
         model: split by its plan.
         mesh: as for `refuse`.
     """
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
     from titanplans.observe.graph_collectives import install_record
 
-    with warnings.catch_warnings():  # deprecated, and still what async TP needs: pytorch #193027
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(mesh.get_mesh("tp").get_group().group_name)
-    torch._inductor.config._micro_pipeline_tp = True
+    enable_symmetric_memory(mesh.get_mesh("tp").get_group())
+    setattr(inductor_config(), ASYNC_TP_SETTING, True)
     install_record()
     prepare(model)
 

@@ -10,9 +10,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-import torch._functorch.config
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import MemoryBudget, memory_budget
@@ -21,6 +19,17 @@ from titanplans.parallel.blocks import block_lists
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
+from titanplans.torch_private import (
+    ActivationWrapper,
+    backend_function,
+    check_inductor_options,
+    checkpointed,
+    dynamo_config,
+    functorch_config,
+    inductor_option_names,
+    plain_call,
+    set_compiled_call,
+)
 
 COMPONENTS = ("model", "loss", "optimizer")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -59,7 +68,7 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
         async_tp.enable(model, parallel_dims)
     # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
     # is the process's, read when a block first runs.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    dynamo_config().skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # One for all blocks of a budget: blocks with different backends are compiled apart.
     backends: dict[MemoryBudget | None, Any] = {None: options.pop("backend")}
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
@@ -70,7 +79,7 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
             backends[budget] = _budgeted(backends[None], budget)
         one_graph = not holds_fla(block) if fullgraph is None else fullgraph
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
-        inside = block if one_graph or not isinstance(block, ActivationWrapper) else _wrapped(block)
+        inside = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
         if not one_graph and holds_fla(block):
             end_graphs_at_kernels(block)
         _compile_module(inside, name, limit, backend=backends[budget], fullgraph=one_graph, **options)
@@ -129,7 +138,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Any) -> 
 
 def _compile_module(module: nn.Module, what: str, limit: int, **options: Any) -> None:
     """Compile `module` in place, as `module.compile` does."""
-    module._compiled_call_impl = _compile(module._call_impl, what, limit, **options)
+    set_compiled_call(module, _compile(plain_call(module), what, limit, **options))
 
 
 def _compile(fn: F, what: str, limit: int, **options: Any) -> F:
@@ -152,8 +161,8 @@ def compile_options(compile_config: Any) -> dict[str, Any]:
         if value is not None:
             options[name] = value
     backend = options["backend"]
-    if isinstance(backend, str) and backend not in torch._dynamo.list_backends(exclude_tags=()):
-        usual = ", ".join(torch._dynamo.list_backends())
+    if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+        usual = ", ".join(torch.compiler.list_backends())
         raise ParallelError(f"compile.backend = {backend!r}: torch has {usual}, and some for debugging")
     mode = options.get("mode")
     if mode is not None and mode not in MODES:
@@ -166,15 +175,13 @@ def compile_options(compile_config: Any) -> dict[str, Any]:
                 f"compile.{name} is inductor's, and compile.backend = {options['backend']!r}: leave {name} out"
             )
     if "options" in options:
-        unknown = [
-            key for key in options["options"] if key.replace("-", "_") not in torch._inductor.list_options()
-        ]
+        unknown = [key for key in options["options"] if key.replace("-", "_") not in inductor_option_names()]
         if unknown:
             raise ParallelError(
                 f"compile.options has {unknown[0]!r}, which inductor does not know: torch._inductor.list_options() has all"
             )
         try:
-            torch._TorchCompileInductorWrapper(None, options["options"], None)
+            check_inductor_options(options["options"])
         except RuntimeError as error:
             raise ParallelError(f"compile.options: {error}") from error
     return options
@@ -199,18 +206,12 @@ def one_graph_a_block(model: nn.Module) -> bool:
 
 def _budgeted(backend: Any, budget: MemoryBudget) -> Callable[..., Any]:
     """Return `backend` as it compiles under `budget`: the settings hold while it works, and no longer."""
-    from torch._dynamo import lookup_backend
-
     settings = budget.settings()
     # What can't be weighed in a graph of ours is a device mesh, which has no activations.
     settings["unsafe_treat_script_objects_as_zero_size"] = True
 
     def compile_within(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        with torch._functorch.config.patch(settings):
-            return lookup_backend(backend)(graph, example_inputs)
+        with functorch_config().patch(settings):
+            return backend_function(backend)(graph, example_inputs)
 
     return compile_within
-
-
-def _wrapped(block: ActivationWrapper) -> nn.Module:
-    return block._checkpoint_wrapped_module  # pyrefly: ignore[bad-return]

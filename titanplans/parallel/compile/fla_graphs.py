@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanplans.torch_private import dynamo_config, is_disabled
+
 
 def holds_fla(module: nn.Module) -> bool:
     """Whether `module` is, or holds, a module of flash-linear-attention or of a class derived from one."""
@@ -32,7 +34,7 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
         cls = type(module)
         if _of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
             module.__class__ = _out_of_graphs(cls)
-    torch._dynamo.config.nested_graph_breaks = True
+    dynamo_config().nested_graph_breaks = True
 
 
 def _of_fla(cls: type) -> bool:
@@ -42,7 +44,7 @@ def _of_fla(cls: type) -> bool:
 @cache
 def _leads_out(cls: type[nn.Module]) -> bool:
     """Whether the forward of `cls` leads to a function that is out of every graph, by the names that its code mentions."""
-    if _is_out(cls.forward):
+    if is_disabled(cls.forward):
         return False  # as it is
     seen: set[int] = set()
     waiting: list[Any] = [cls.forward]
@@ -51,7 +53,7 @@ def _leads_out(cls: type[nn.Module]) -> bool:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if _is_out(value):
+        if is_disabled(value):
             return True
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
             waiting.append(value.forward)
@@ -63,10 +65,6 @@ def _leads_out(cls: type[nn.Module]) -> bool:
                 if name in function.__globals__
             ]
     return False
-
-
-def _is_out(value: Any) -> bool:
-    return getattr(value, "_torchdynamo_disable", False) is True
 
 
 def _names(code: CodeType) -> Iterator[str]:

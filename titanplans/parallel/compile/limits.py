@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from titanplans.errors import ParallelError
+from titanplans.torch_private import dynamo_config, dynamo_errors
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,12 +31,12 @@ def check_switched_on() -> None:
             "compile.enable = true, but TORCHDYNAMO_DISABLE=1 in the environment switches torch.compile off: unset it, or "
             "set compile.enable to false"
         )
-    if torch._dynamo.config.disable:
+    if dynamo_config().disable:
         raise ParallelError(
             "compile.enable = true, but torch.compile is switched off (TORCH_COMPILE_DISABLE=1 in the environment, or "
             "torch._dynamo.config.disable): unset it, or set compile.enable to false"
         )
-    if torch._dynamo.config.suppress_errors:
+    if dynamo_config().suppress_errors:
         raise ParallelError(
             "compile.enable = true, but what can't be compiled is to run eagerly without an error "
             "(TORCHDYNAMO_SUPPRESS_ERRORS in the environment, or torch._dynamo.config.suppress_errors): unset it"
@@ -99,13 +99,13 @@ def limited(compiled: F, what: str, limit: int) -> F:
         limit: that was given to torch.compile as `recompile_limit`.
     """
     # The setting is the process's: without it torch runs a function eagerly from the limit on.
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    dynamo_config().fail_on_recompile_limit_hit = True
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        except dynamo_errors().FailOnRecompileLimitHit as error:
             raise ParallelError(
                 f"compile: something in {what} was compiled {limit} times, and the next call needs it again, which torch "
                 "would run eagerly: give it fewer different shapes, set compile.dynamic to true (or leave it out), or "

@@ -10,8 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+
+from titanplans.torch_private import (
+    DefaultAllGather,
+    is_float8_gathered,
+    local_tensor,
+    on_state_dict,
+    stored_weight,
+)
 
 
 def gather_in_float8(model: nn.Module) -> None:
@@ -22,19 +29,20 @@ def gather_in_float8(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_Bytes())
-    model._register_state_dict_hook(_unwrap)
+    on_state_dict(model, _unwrap)
 
 
 def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, tensor in state.items():
-        if isinstance(tensor, DTensor) and is_wrapped(tensor):
-            inner: Any = tensor._local_tensor
-            state[name] = DTensor(inner._tensor, tensor._spec, requires_grad=False)
-
-
-def is_wrapped(weight: Any) -> bool:
-    """Whether `weight` is torchao's and sharded: what FSDP2 casts when it gathers; not while it is gathered."""
-    return isinstance(weight, DTensor) and hasattr(weight._local_tensor, "_precomputed_scale")
+        if is_float8_gathered(tensor):
+            state[name] = DTensor.from_local(
+                stored_weight(local_tensor(tensor)),
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
 
 
 class _Bytes(DefaultAllGather):

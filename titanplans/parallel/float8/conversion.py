@@ -19,10 +19,10 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.compile.fla_graphs import holds_fla
-from titanplans.parallel.float8.all_gather import is_wrapped
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears
+from titanplans.torch_private import gains_by_float8, hooks_of, is_float8_gathered
 
 SMALL = "auto_filter_small_kn"
 """A word among the filters, torchtitan's: leave out what torchao's figures say is slower in float8 than in bfloat16."""
@@ -152,13 +152,11 @@ def _filtered(linears: dict[str, Any], recipe: Recipe, filters: Sequence[str]) -
 
 
 def _too_small(linears: dict[str, nn.Linear], recipe: Recipe) -> dict[str, str]:
-    from torchao.float8 import _auto_filter_for_recipe
-
     if recipe == "rowwise_with_gw_hp":
         raise ParallelError(
             f"filter_fqns: torchao has no figures for {SMALL} under {recipe}: name what is small, or take another recipe"
         )
-    gains = _auto_filter_for_recipe(recipe, [])
+    gains = gains_by_float8(recipe)
     return {name: f"{SMALL}: too small to gain" for name, m in linears.items() if not gains(m, name)}
 
 
@@ -173,7 +171,7 @@ def _check_plain(name: str, module: nn.Linear) -> None:
         raise ParallelError(
             f"{name} is a {type(module).__name__}, whose own forward float8 would replace: leave it out by filter_fqns"
         )
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if hooks_of(module):
         raise ParallelError(
             f"{name} has hooks, which the conversion would drop: convert to float8 before plans and hooks"
         )
@@ -307,7 +305,9 @@ def float8_report(model: nn.Module) -> dict[str, Any] | None:
         "converted": list(done.converted),
         "filtered": done.filtered,
         "unfused": list(done.unfused),
-        "fsdp_all_gather": any(is_wrapped(m._parameters["weight"]) for m in float8_linears(model).values()),
+        "fsdp_all_gather": any(
+            is_float8_gathered(m._parameters["weight"]) for m in float8_linears(model).values()
+        ),
         "scales_together": "_float8_scales" in model.__dict__,
         "borders": {
             name: {

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanplans.parallel.float8.all_gather import is_wrapped
 from titanplans.tensor_parallel.float8 import float8_linears
 from titanplans.tensor_parallel.stream import all_reduce
+from titanplans.torch_private import is_float8_gathered, local_tensor, set_gather_scale, stored_weight
 
 
 def seek_scales_together(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -37,7 +37,7 @@ def seek_scales(model: nn.Module) -> None:
 class _Scales:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None):
         self.linears = list(float8_linears(model).values())
-        self.wrapped = any(is_wrapped(linear._parameters["weight"]) for linear in self.linears)
+        self.wrapped = any(is_float8_gathered(linear._parameters["weight"]) for linear in self.linears)
         self.dtype = dtype
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class _Scales:
         by_mesh: dict[DeviceMesh, list[Any]] = {}
         for linear in self.linears:
             weight = linear._parameters["weight"]
-            if is_wrapped(weight) if self.wrapped else isinstance(weight, DTensor):
+            if is_float8_gathered(weight) if self.wrapped else isinstance(weight, DTensor):
                 by_mesh.setdefault(weight.device_mesh, []).append(linear)
         for mesh, linears in by_mesh.items():
             self._seek(mesh, linears)
@@ -55,9 +55,9 @@ class _Scales:
         from torchao.float8.float8_utils import amax_to_scale
 
         weights: list[DTensor] = [linear._parameters["weight"] for linear in linears]
-        stored: list[Any] = [weight._local_tensor for weight in weights]
+        stored: list[Any] = [local_tensor(weight) for weight in weights]
         if self.wrapped:
-            stored = [tensor._tensor for tensor in stored]
+            stored = [stored_weight(tensor) for tensor in stored]
         # A rank may hold no row of a small weight.
         each = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in stored]
         largest = torch.stack(each).to(mesh.device_type)
@@ -70,6 +70,6 @@ class _Scales:
         scales = amax_to_scale(largest, linears[0].config.cast_config_weight.target_dtype)
         for linear, weight, scale in zip(linears, weights, scales, strict=True):
             if self.wrapped:
-                weight._local_tensor._precomputed_scale = scale  # pyrefly: ignore[missing-attribute]
+                set_gather_scale(weight, scale)
             else:
                 linear._weight_scale = scale

@@ -1,43 +1,32 @@
 """`fully_shard` at a cost that does not grow with the number of ranks.
 
-FSDP2 of torch 2.13 does two things for each parameter in proportion to the world, of which a rank needs nothing:
-it lists the shards of all ranks to take its own, and for a parameter that is split over tensor-parallel ranks it
-joins the two meshes into a new one, which keeps a tuple of all ranks (150 kB at 4,096). Here are what makes one
-shard when it is asked for, and one mesh for all parameters. Private names of torch are replaced for the time of a
-`with` block, in this file only; what FSDP2 is told to do is in `fsdp`.
+For each parameter FSDP2 of torch 2.13 chunks the tensor for all ranks, to take one chunk; and for a parameter that is
+split over tensor-parallel ranks it makes a mesh of both dimensions, which holds a tuple of all ranks (150 kB at 4,096).
+Here a chunk is made when it is asked for, and one mesh serves all parameters. docs/benchmarks.md has the figures.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from titanplans.torch_private import replaced_in_fully_shard
 
 
-@contextmanager
-def independent_of_world() -> Iterator[None]:
-    """Let `fully_shard` in the body do the work of one rank; it makes the same shards on equal meshes."""
-    chunk, concatenate = _fsdp_param._chunk_with_empty, DeviceMesh._concatenate
-    joined: dict[tuple[DeviceMesh, ...], DeviceMesh] = {}
-
-    def join(meshes: list[DeviceMesh]) -> DeviceMesh:
-        key = tuple(meshes)
-        if key not in joined:
-            joined[key] = concatenate(meshes)
-        return joined[key]
-
-    _fsdp_param._chunk_with_empty = Shards  # type: ignore[assignment]
-    DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = chunk
-        DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign]
+def independent_of_world() -> AbstractContextManager[None]:
+    """Return the context in which `fully_shard` does the work of one rank; the shards and meshes are equal."""
+    return replaced_in_fully_shard(Chunks, _cached)
 
 
-class Shards(Sequence[torch.Tensor]):
-    """What `torch.chunk(tensor, number, dim)` returns, filled up to `number` with empty tensors, one by one."""
+def _cached(concatenate: Callable[[list[DeviceMesh]], DeviceMesh]) -> Callable[..., DeviceMesh]:
+    once = cache(lambda meshes: concatenate(list(meshes)))
+    return lambda meshes: once(tuple(meshes))
+
+
+class Chunks(Sequence[torch.Tensor]):
+    """What `torch.chunk(tensor, number, dim)` returns, filled up to `number` with empty tensors; made one by one."""
 
     def __init__(self, tensor: torch.Tensor, number: int, dim: int):
         self.tensor, self.number, self.dim = tensor, number, dim
@@ -48,7 +37,7 @@ class Shards(Sequence[torch.Tensor]):
 
     def __getitem__(self, index):  # type: ignore[override]
         if not 0 <= index < self.number:
-            raise IndexError(f"shard {index} of {self.number}")
+            raise IndexError(f"chunk {index} of {self.number}")
         first = index * self.length
         left = self.tensor.shape[self.dim] - first
         if index and left <= 0:

@@ -5,7 +5,7 @@ Both are context managers that leave every flag as the model was sharded with, w
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from titanplans.errors import ParallelError
 from titanplans.parallel.float8.scales import seek_scales
 from titanplans.parallel.fsdp.units import fsdp_module
+from titanplans.torch_private import (
+    drop_waiting_gradients,
+    forget_forwards,
+    fsdp_group,
+    left_in_forward,
+    settle_fsdp_root,
+)
 
 Defer = Literal["all", "replicas", "nothing"]
 
@@ -50,15 +57,12 @@ def accumulate(
     root = _root(model)
     if defer not in ("all", "replicas", "nothing"):
         raise ParallelError(f"defer = {defer!r}: 'all', 'replicas' or 'nothing'")
-    if defer == "replicas" and not any(_group(unit)._is_hsdp for unit in _units(model)):
+    if defer == "replicas" and not _is_replicated(model):
         raise ParallelError(
             "defer = 'replicas', and the model has one copy: give FSDP a 2-D mesh, or defer 'all'"
         )
-    done = _forwards(model)
     root.set_requires_gradient_sync(last or defer != "all")
     root.set_requires_all_reduce(last or defer == "nothing")
-    # With nothing reduced there is nothing to wait for; otherwise only the last backward waits.
-    root.set_is_last_backward(last or defer == "all")
     root.set_reshard_after_backward(last or not keep_gathered)
     try:
         yield
@@ -67,9 +71,7 @@ def accumulate(
         raise
     finally:
         root.set_requires_gradient_sync(True)
-        root.set_is_last_backward(True)
         root.set_reshard_after_backward(True)
-        _forget_forwards(model, done)
 
 
 def forget_gradients(model: nn.Module) -> None:
@@ -81,13 +83,7 @@ def forget_gradients(model: nn.Module) -> None:
         model: a model sharded by FSDP2.
     """
     for unit in _units(model):
-        group = _group(unit)
-        group._partial_reduce_output = None
-        for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-            whole = getattr(param, "_unsharded_param", None)  # there after the first gather
-            if whole is not None:
-                whole.grad = None
+        drop_waiting_gradients(fsdp_group(unit))
     model.zero_grad()
 
 
@@ -108,57 +104,41 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     root = _root(model)
     units = _units(model)
     # FSDP2 has a setter, but it takes no number of ranks, and there is no getter.
-    before = [_group(unit).post_forward_mesh_info for unit in units]
-    done = _forwards(model)
+    before = [fsdp_group(unit).post_forward_mesh_info for unit in units]
     seek_scales(model)  # each forward does so before it gathers; here that is now
     try:
         with torch.no_grad():
             for unit in units:
-                _group(unit).post_forward_mesh_info = None
+                fsdp_group(unit).post_forward_mesh_info = None
                 unit.unshard()
             yield
     finally:
-        if root._get_fsdp_state()._state_ctx.iter_forward_root is not None:
+        if left_in_forward(root):
             root.reset_iter_state()  # a forward was left in the middle
         for unit, info in zip(units, before, strict=True):
             unit.reshard()
-            _group(unit).post_forward_mesh_info = info
-        _forget_forwards(model, done)
+            fsdp_group(unit).post_forward_mesh_info = info
+            forget_forwards(fsdp_group(unit))
 
 
 def _root(model: nn.Module) -> FSDPModule:
-    root: Any = fsdp_module(model, "")
-    state = root._get_fsdp_state()
-    # Settles which unit is the root, and that it is not freed after the forward unless that was asked for.
-    if state._is_root is None:
-        state._lazy_init()
-    if not state._is_root:
+    root = fsdp_module(model, "")
+    # Also settles that the root is not freed after the forward unless that was asked for.
+    if not settle_fsdp_root(root):
         raise ParallelError(
             f"{type(model).__name__} is a part of a sharded model: give the whole one, whose forward gathers it"
         )
     return root
 
 
-def _forwards(model: nn.Module) -> int:
-    """Return how many units' forwards FSDP2 has recorded, for a backward to gather them in reverse."""
-    return len(_group(_units(model)[0]).comm_ctx.post_forward_order)
-
-
-def _forget_forwards(model: nn.Module, kept: int) -> None:
-    """Drop the forwards recorded since: left there, the next backward would go on and gather their last unit."""
-    for group in map(_group, _units(model)):
-        del group.comm_ctx.post_forward_order[kept:]
-        group._post_forward_indices[:] = [i for i in group._post_forward_indices if i < kept]
+def _is_replicated(model: nn.Module) -> bool:
+    return any(fsdp_group(unit).mesh_info.mesh.ndim > 1 for unit in _units(model))
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:
     """Return one module of each unit that has parameters."""
     units = {}
     for module in model.modules():
-        if isinstance(module, FSDPModule) and _group(module) is not None:
-            units.setdefault(id(_group(module)), module)
+        if isinstance(module, FSDPModule) and fsdp_group(module) is not None:
+            units.setdefault(id(fsdp_group(module)), module)
     return list(units.values())
-
-
-def _group(unit: FSDPModule) -> Any:
-    return unit._get_fsdp_state()._fsdp_param_group

@@ -22,6 +22,7 @@ from titanplans.parallel.fsdp.construction import independent_of_world
 from titanplans.parallel.fsdp.policies import Reshard, fsdp_policies, shard_size
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module, split_dtypes
+from titanplans.torch_private import fsdp_group, reshard_to
 
 
 class ShardOptions(TypedDict, total=False):
@@ -187,8 +188,11 @@ def apply_units(
                     offload_policy=offload,
                     reshard_after_forward=True if to_some and shared else reshard,
                 )
-                if to_some:
-                    shared = _share_mesh(fsdp_module(model, part.names[0]), shared)
+                group = fsdp_group(fsdp_module(model, part.names[0]))
+                if to_some and group is not None:
+                    # One smaller mesh for all units: FSDP2 would make two process groups for each.
+                    shared = shared or group.post_forward_mesh_info
+                    reshard_to(group, shared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -196,18 +200,6 @@ def apply_units(
             module.set_force_sum_reduction_for_comms(True)
             if symmetric_memory:
                 module.set_symm_mem_for_comm()
-
-
-def _share_mesh(unit: FSDPModule, shared: Any) -> Any:
-    """Let `unit` reshard to the mesh of the units before it, or return its own: FSDP2 makes two groups a unit."""
-    group: Any = unit._get_fsdp_state()._fsdp_param_group
-    if group is None or shared is None:
-        return shared if group is None else group.post_forward_mesh_info
-    for holder in (group, *group.fsdp_params):
-        holder.post_forward_mesh_info = shared
-    for param in group.fsdp_params:  # made for the unit's own mesh, which has another size
-        param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))
-    return shared
 
 
 def _depth(unit: Unit) -> int:

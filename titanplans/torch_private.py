@@ -1,0 +1,400 @@
+"""Every private name of torch, torchtitan and torchao that titanplans relies on; nothing else touches one.
+
+A private name may go with any release. tests/test_torch_private.py checks, for each name, that it does what titanplans
+needs, and says what breaks without it. A name belongs here only if torch has no public way to the same thing. Methods
+that a subclass of torch's overrides stay with the subclass, and operators (`torch.ops.…`) are reached by their
+qualified names, which graphs and exported programs hold.
+
+torch's compiler takes two seconds to import, so its names are functions that import it when called.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import _assert_async as assert_async
+from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._composable.replicate import DDP, replicate
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_run_for_local_tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_cache
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "DDP",
+    "ActivationWrapper",
+    "DefaultAllGather",
+    "FakeTensor",
+    "LocalTensor",
+    "LocalTensorMode",
+    "OpOverload",
+    "StridedShard",
+    "TorchDispatchMode",
+    "abort_process_group",
+    "assert_async",
+    "checkpoint_wrapper",
+    "clear_sharding_cache",
+    "foreach_mul_",
+    "foreach_norm",
+    "maybe_run_for_local_tensor",
+    "replicate",
+    "resolve_process_group",
+    "set_group_timeout",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+# Tensors, operators and the autograd graph
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often `tensor` has been written to in place."""
+    return tensor._version
+
+
+def schema(operator: Any) -> Any:
+    """Return an operator's schema (`name`, `arguments`); None for a higher-order operator, which has none."""
+    return getattr(operator, "_schema", None)
+
+
+def is_erased(node: torch.fx.Node) -> bool:
+    """Whether a pass has removed `node` from its graph."""
+    return node._erased
+
+
+def sequence_number() -> int:
+    """Return the number that the next autograd node of this thread gets."""
+    return torch.autograd._get_sequence_nr()
+
+
+def running_node() -> Any:
+    """Return the autograd node whose backward runs on this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def number_of_node(node: Any) -> int:
+    """Return the sequence number that an autograd node got when the forward made it."""
+    return node._sequence_nr()
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs on this thread: a backward, or a recomputation in it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return the context in which `__torch_function__` and its modes are off."""
+    return torch._C.DisableTorchFunction()
+
+
+# DTensor, LocalTensor and meshes
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor itself: `to_local` would make a view, which records a gradient."""
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Replace the local tensor of `tensor`."""
+    tensor._local_tensor = local
+
+
+def simulated_ranks(tensor: LocalTensor) -> dict[int, torch.Tensor]:
+    """Return what each simulated rank holds."""
+    return tensor._local_tensors
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return one mesh with the dimensions of several, which are slices of one root mesh."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a 1-D mesh called `name` over the ranks of `mesh`; makes a process group."""
+    return mesh._flatten(name)
+
+
+# Process groups
+
+
+def group_device_types() -> list[str]:
+    """Return the types of device that the default process group has a backend for."""
+    return [device.type for device in dist.distributed_c10d._get_default_group()._device_types]
+
+
+def default_timeout(device_type: str) -> timedelta | None:
+    """Return the default group's timeout; None for a fake group, which has none."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    options = getattr(backend, "options", None)
+    return None if options is None else options._timeout
+
+
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Allow symmetric memory on `group`: deprecated in torch 2.13, and async TP still needs it (pytorch #193027)."""
+    import warnings
+
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+
+
+def pretend_symmetric_memory(group_name: str) -> AbstractContextManager[None]:
+    """Return the context in which inductor takes the group for one with symmetric memory."""
+    from torch.distributed._symmetric_memory import _test_mode
+
+    return _test_mode({group_name})
+
+
+def fake_store() -> dist.Store:
+    """Return the store of a fake process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+# Modules: recomputed, compiled, replicated
+
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""The name under which an ActivationWrapper holds its module."""
+
+
+def checkpointed(wrapper: nn.Module) -> nn.Module:
+    """Return the module inside of an ActivationWrapper."""
+    return getattr(wrapper, CHECKPOINTED)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the compiled function that runs when `module` is called; None if it is not compiled in place."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let `call` run when `module` is called, as `module.compile()` does with what torch.compile returns."""
+    module._compiled_call_impl = call
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """Return what runs when `module` is called and not compiled: its hooks and its forward."""
+    return module._call_impl
+
+
+def on_state_dict(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Let `hook(module, state, prefix, metadata)` change each state dict of `module` before it is returned."""
+    module._register_state_dict_hook(hook)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the forward and backward hooks of `module`."""
+    return [
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    ]
+
+
+def start_ddp(model: DDP) -> None:
+    """Build the reducer of `replicate` now, instead of in the first forward."""
+    replicate.state(model).lazy_init()  # pyrefly: ignore[missing-attribute, bad-argument-type]
+
+
+def has_static_graph(model: DDP) -> bool:
+    """Whether `model` was replicated with a static graph."""
+    return replicate.state(model)._ddp.static_graph  # pyrefly: ignore[missing-attribute, bad-argument-type]
+
+
+def hide_ddp_from_compiler() -> None:
+    """Let dynamo forget which DDP runs: it would cut graphs where buckets end."""
+    DistributedDataParallel._active_ddp_module = None
+
+
+# FSDP2
+
+
+def fsdp_group(module: FSDPModule) -> Any:
+    """Return the FSDPParamGroup of `module`, or None if it manages no parameter."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def settle_fsdp_root(module: FSDPModule) -> bool:
+    """Let FSDP2 settle which modules are in the model whose root is `module`; return whether `module` is a root."""
+    state = module._get_fsdp_state()
+    state._lazy_init()  # nothing if it was done
+    return bool(state._is_root)
+
+
+def left_in_forward(root: FSDPModule) -> bool:
+    """Whether a forward of `root` was left by an exception."""
+    return root._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def forget_forwards(group: Any) -> None:
+    """Drop the forwards that `group` has recorded: the next backward would gather one unit for them."""
+    group.comm_ctx.post_forward_order.clear()
+    group._post_forward_indices.clear()
+
+
+def drop_waiting_gradients(group: Any) -> None:
+    """Drop the gradients that `group` holds outside of `.grad`, for a later micro batch."""
+    group._partial_reduce_output = None
+    for param in group.fsdp_params:
+        param.unsharded_accumulated_grad = None
+        whole = getattr(param, "_unsharded_param", None)  # there after the first gather
+        if whole is not None:
+            whole.grad = None
+
+
+def reshard_to(group: Any, mesh_info: Any) -> None:
+    """Let the parameters of `group` reshard after the forward to a mesh that another group has made."""
+    for holder in (group, *group.fsdp_params):
+        holder.post_forward_mesh_info = mesh_info
+    for param in group.fsdp_params:  # its sizes are those of the group's own mesh
+        param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))
+
+
+@contextmanager
+def replaced_in_fully_shard(
+    chunk: Callable[[torch.Tensor, int, int], Sequence[torch.Tensor]],
+    cached: Callable[[Callable[..., DeviceMesh]], Callable[..., DeviceMesh]],
+) -> Iterator[None]:
+    """Let `fully_shard` chunk parameters by `chunk`, and concatenate meshes by `cached(its own way)`, in the body."""
+    before = _fsdp_param._chunk_with_empty, DeviceMesh._concatenate
+    _fsdp_param._chunk_with_empty = chunk  # type: ignore[assignment]
+    DeviceMesh._concatenate = staticmethod(cached(before[1]))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = before[0]
+        DeviceMesh._concatenate = staticmethod(before[1])  # type: ignore[method-assign]
+
+
+# torch.compile
+
+
+def dynamo_config() -> Any:
+    """Return dynamo's settings, which are the process's."""
+    import torch._dynamo.config
+
+    return torch._dynamo.config
+
+
+def functorch_config() -> Any:
+    """Return AOTAutograd's settings, which are the process's."""
+    import torch._functorch.config
+
+    return torch._functorch.config
+
+
+def inductor_config() -> Any:
+    """Return inductor's settings, which are the process's."""
+    import torch._inductor.config
+
+    return torch._inductor.config
+
+
+ASYNC_TP_SETTING = "_micro_pipeline_tp"
+"""Inductor's setting that switches async tensor parallelism on."""
+
+
+def compiler_counters() -> Any:
+    """Return what dynamo and inductor count: graphs, graph breaks by reason, cache hits."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def dynamo_errors() -> ModuleType:
+    """Return dynamo's exceptions."""
+    import torch._dynamo.exc
+
+    return torch._dynamo.exc
+
+
+def is_compiled_whole(model: nn.Module) -> bool:
+    """Whether `model` is what `torch.compile(module)` returns, or was compiled in place."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(model, OptimizedModule) or compiled_call(model) is not None
+
+
+def backend_function(backend: Any) -> Callable[..., Any]:
+    """Return the function of a torch.compile backend that may be given by name."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(backend)
+
+
+def is_disabled(value: Any) -> bool:
+    """Whether `value` is a function that `torch.compiler.disable` keeps out of every graph."""
+    return getattr(value, "_torchdynamo_disable", False) is True
+
+
+def enabled_function(value: Any) -> Any:
+    """Return the function that `torch.compiler.disable` wrapped; None if `value` is not its result."""
+    return getattr(value, "_torchdynamo_orig_callable", None)
+
+
+def inductor_option_names() -> list[str]:
+    """Return the names of inductor's options."""
+    return torch._inductor.list_options()
+
+
+def check_inductor_options(options: dict[str, Any]) -> None:
+    """Raise torch's RuntimeError if a value is not of its option's type."""
+    torch._TorchCompileInductorWrapper(None, options, None)  # pyrefly: ignore[bad-argument-type]
+
+
+# torchao
+
+
+def gains_by_float8(recipe: str) -> Callable[[nn.Module, str], bool]:
+    """Return torchao's filter: whether a Linear is large enough to gain by float8, by torchao's figures."""
+    from torchao.float8 import _auto_filter_for_recipe
+
+    return _auto_filter_for_recipe(recipe, [])
+
+
+def is_float8_gathered(weight: Any) -> bool:
+    """Whether `weight` is sharded and torchao casts it when FSDP2 gathers it."""
+    return isinstance(weight, DTensor) and hasattr(weight._local_tensor, "_precomputed_scale")
+
+
+def stored_weight(local: Any) -> torch.Tensor:
+    """Return the high-precision tensor inside of the local tensor of a weight that is gathered in float8."""
+    return local._tensor
+
+
+def set_gather_scale(weight: Any, scale: torch.Tensor) -> None:
+    """Give the scale with which a weight is cast when it is gathered in float8."""
+    weight._local_tensor._precomputed_scale = scale
+
+
+def float8_data(tensor: Any) -> torch.Tensor:
+    """Return the float8 numbers of torchao's Float8TrainingTensor."""
+    return tensor._data
+
+
+def float8_scale(tensor: Any) -> torch.Tensor:
+    """Return the scale of torchao's Float8TrainingTensor."""
+    return tensor._scale
