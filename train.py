@@ -1,4 +1,4 @@
-"""Train a language model from a TOML job.
+"""Train a language model from a TOML job; the same as `titanplans train`.
 
     python train.py configs/gla_debug.toml                              # CPU or GPUs of this machine
     python train.py configs/gla_debug.toml --training.steps 50          # the command line overrides
@@ -9,7 +9,7 @@
 
 import sys
 
-from titanplans.training.main import main
+from titanplans.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["train", *sys.argv[1:]]))

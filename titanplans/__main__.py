@@ -1,8 +1,6 @@
-"""`titanplans`, also `python -m titanplans`: see `titanplans.cli.main`."""
-
-import sys
+"""`python -m titanplans`, the same as `titanplans`: see `titanplans.cli.main`."""
 
 from titanplans.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(run())
+    run()

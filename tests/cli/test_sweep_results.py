@@ -87,58 +87,47 @@ def test_figures_of_a_run(tmp_path):
     validation = {"step": 6, "validation_metrics/loss": 3.5, "validation_metrics/memory/peak_rss(GiB)": 0.7}
     write_rows(tmp_path / "metrics.jsonl", [*rows_of([1, 2, 4, 5, 6]), validation])
     (tmp_path / "parallelism.json").write_text('{"step": {"collectives": 0, "bytes": 7}}')
-    found, missing = read_figures(tmp_path, skip_steps=2)
+    found = read_figures(tmp_path, skip_steps=2)
     assert (found["loss_first"], found["loss_last"], found["loss_validation"]) == (7.0, 2.0, 3.5)
     assert found["tokens_per_second"] == 500.0, "of 400, 500, 600: the interval 3-4 begins after step 2"
     assert found["peak_memory_gib"] == 0.7
     assert (found["collectives_per_step"], found["bytes_per_step"]) == (0, 7), "none is a count, too"
-    assert missing == {}
 
 
 def test_peak_memory_is_the_largest_ranks(tmp_path):
     for rank, memory in enumerate([0.5, 0.6, 0.4]):
         write_rows(tmp_path / f"rank_{rank}" / "metrics.jsonl", rows_of([1, 2], memory))
-    found, _ = read_figures(tmp_path, skip_steps=1)
+    found = read_figures(tmp_path, skip_steps=1)
     assert found["peak_memory_gib"] == 0.6
     assert memory_ranks(tmp_path) == "the largest of 3 ranks"
 
 
 def test_a_figure_that_is_not_there_has_a_reason_and_is_no_0(tmp_path):
-    found, missing = read_figures(tmp_path, skip_steps=1)
-    assert set(found) == set(missing) == {figure.name for figure in FIGURES}
-    assert set(found.values()) == {None}
+    found = read_figures(tmp_path, skip_steps=1)
+    assert set(found) == {figure.name for figure in FIGURES}
+    assert set(found.values()) == {"the run wrote no metrics.jsonl", "the run wrote no parallelism.json"}
 
     write_rows(tmp_path / "metrics.jsonl", [*rows_of([1]), {"step": 2, "loss_metrics/global_avg_loss": None}])
     (tmp_path / "parallelism.json").write_text(
         '{"step": {"collectives": null, "bytes": null, "reason": "so"}}'
     )
-    found, missing = read_figures(tmp_path, skip_steps=5)
-    assert missing["loss_last"] == "not finite"
-    assert missing["loss_validation"] == "validation.enable = false"
-    assert missing["tokens_per_second"] == "no interval was logged that begins after step 5"
-    assert missing["collectives_per_step"] == missing["bytes_per_step"] == "so"
+    found = read_figures(tmp_path, skip_steps=5)
+    assert found["loss_last"] == "not finite"
+    assert found["loss_validation"] == "validation.enable = false"
+    assert found["tokens_per_second"] == "no interval was logged that begins after step 5"
+    assert found["collectives_per_step"] == found["bytes_per_step"] == "so"
 
 
 # ---------------------------------------------------------------- why a cell did not finish
 
 
-TRACEBACK = """\
+FAILED = """\
 12:00:00  step 1  loss 8.3
 rank 1: Traceback (most recent call last):
   File "a.py", line 1, in f
-    g()
 KeyError: 'inner'
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "a.py", line 2, in f
-    raise RuntimeError("outer")
-RuntimeError: outer
-rank 0: Traceback (most recent call last):
-  File "b.py", line 1, in g
-RuntimeError: a peer is gone
-error: rank 1 (pid 7) failed, see its traceback above; the other ranks were stopped
+rank 0: RuntimeError: a peer is gone
+error: rank 1 (pid 7) failed: KeyError: 'inner'; the other ranks were stopped
 """
 
 
@@ -146,7 +135,7 @@ error: rank 1 (pid 7) failed, see its traceback above; the other ranks were stop
     ("text", "status", "line"),
     [
         ("12:00:00  step 1\nerror: steps = 0: at least 1\n", 2, "steps = 0: at least 1"),
-        (TRACEBACK, 1, "RuntimeError: outer"),
+        (FAILED, 1, "rank 1 (pid 7) failed: KeyError: 'inner'; the other ranks were stopped"),
         ("error: rank 1 (pid 7) was killed by SIGKILL\n", 1, "rank 1 (pid 7) was killed by SIGKILL"),
         ("working\n", -9, "killed by SIGKILL"),
         ("Segmentation fault\n\n", 139, "Segmentation fault"),
@@ -217,9 +206,8 @@ def some_rows(spec):
     first, second, third = make_cells(spec)
     done, refused = new_record(first), new_record(second)
     done.state, done.exit_status, done.seconds = "finished", 0, 3.5
-    done.figures = dict.fromkeys((figure.name for figure in FIGURES), None)
-    done.figures |= {"loss_last": 6.123456789, "tokens_per_second": 12345.6, "bytes_per_step": 2_500_000}
-    done.missing = {"collectives_per_step": "the run wrote no parallelism.json"}
+    done.figures = {"loss_last": 6.123456789, "tokens_per_second": 12345.6, "bytes_per_step": 2_500_000}
+    done.figures |= {"collectives_per_step": "the run wrote no parallelism.json"}
     refused.state, refused.exit_status, refused.line = "refused", 2, "a | b"
     return [table.Row(first, done), table.Row(second, refused), table.Row(third, None)]
 

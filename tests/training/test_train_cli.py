@@ -186,6 +186,34 @@ class GranitePlan(TPPlan):
     assert "no plan is registered for GraniteForCausalLM" in err
 
 
+def test_the_rank_that_failed_first_is_told_with_its_traceback_and_the_others_in_a_line(folder):
+    (folder / "breaks.py").write_text(
+        """
+import os
+from titanplans.training import trainer
+
+def forward_backward_step(self, **batch):
+    if os.environ["RANK"] == "1" and self.step == 2:
+        raise KeyError("first\\nsecond line")
+    return super(trainer.Trainer, self).forward_backward_step(**batch)
+
+if "RANK" in os.environ:  # in the process of a rank
+    trainer.Trainer.forward_backward_step = forward_backward_step
+"""
+    )
+    options = ("--experimental.custom_import", "breaks", "--checkpoint.no-enable")
+    status, _, err = run(folder, "job.toml", *options, PYTHONPATH=str(folder))
+    assert status == 1
+    assert err.count("Traceback (most recent call last):") == 1
+    *_, other, last = err.splitlines()
+    assert err.startswith("rank 1: Traceback")
+    assert re.match(r"rank 0 (failed: \w+Error: |was stopped by SIGTERM)", other), other
+    assert re.fullmatch(
+        r"error: rank 1 \(pid \d+\) failed: KeyError: 'first\\nsecond line'; the other ranks were stopped",
+        last,
+    )
+
+
 def test_ddp_and_steps_that_are_left_out(folder):
     """A learning rate that no weight survives: from the second step on the loss is finite, and no gradient is."""
     toml = JOB.replace(

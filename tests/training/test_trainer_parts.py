@@ -1,7 +1,7 @@
 """The parts around the trainer that can be looked at alone: device, log line, what is said at the end."""
 
+import json
 import logging
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ import torch
 from titanplans.errors import UserError
 from titanplans.parallel.process_group import available_cores
 from titanplans.training.device import HostDevice, peak_resident_bytes, pick_device_type, prepare_device
-from titanplans.training.logs import _worth_showing
-from titanplans.training.outcome import fail, refuse
+from titanplans.training.exit_status import fail, refuse
+from titanplans.training.logs import _NO_NEWS, _worth_showing
 
 prepare_device()  # before torchtitan, which the next line imports
 
@@ -80,13 +80,33 @@ def test_peak_is_known_only_for_devices_of_the_table(name, peak, monkeypatch):
 
 
 def test_log_keeps_what_is_news():
-    def shown(name, level, message):
-        return _worth_showing(logging.LogRecord(name, level, "", 0, message, (), None))
+    def shown(name, level, module="trainer", function="train"):
+        record = logging.LogRecord(name, level, f"{module}.py", 0, "words", (), None, function)
+        return _worth_showing(record)
 
-    assert shown("root", logging.INFO, "Training starts at step 1")
-    assert shown("datasets", logging.WARNING, "something is wrong")
-    assert not shown("datasets", logging.INFO, "chatter")
-    assert not shown("root", logging.WARNING, "Peak flops undefined for: Sparkler 9000, fallback to A100")
+    assert shown("root", logging.INFO), "torchtitan's progress"
+    assert shown("titanplans.training.step", logging.INFO)
+    assert shown("datasets", logging.WARNING)
+    assert not shown("datasets", logging.INFO)
+    assert not shown("root", logging.INFO, "utils", "collect")
+    assert not shown("torchao", logging.WARNING)
+    for name in ("root", "datasets", "torchao", "titanplans.training.step"):
+        assert shown(name, logging.ERROR, "utils", "collect")
+
+
+def test_what_is_no_news_is_what_torchtitan_logs():
+    """The functions that are named are torchtitan's, and each logs."""
+    import inspect
+
+    import torchtitan.distributed.parallel_dims
+    import torchtitan.distributed.utils
+    import torchtitan.tools.utils
+
+    modules = (torchtitan.distributed.utils, torchtitan.tools.utils, torchtitan.distributed.parallel_dims)
+    sources = {(module.__name__.rpartition(".")[2], module): inspect.getsource(module) for module in modules}
+    for name, function in _NO_NEWS:
+        texts = [text for (file, _), text in sources.items() if file == name]
+        assert any(f"def {function}(" in text for text in texts), (name, function)
 
 
 def test_refusal_is_one_line(capsys):
@@ -94,12 +114,25 @@ def test_refusal_is_one_line(capsys):
     assert capsys.readouterr().err == "error: [training] steps = 0: at least 1\n"
 
 
-def test_failure_has_its_traceback_and_a_lost_peer_has_none(capsys, monkeypatch):
-    monkeypatch.setattr("titanplans.training.outcome.time.sleep", lambda seconds: None)
-    monkeypatch.delitem(os.environ, "TORCHELASTIC_ERROR_FILE", raising=False)
-    with pytest.raises(ZeroDivisionError) as caught:
-        _ = 1 / 0
-    assert fail(caught.value, rank=3) == 1
-    assert capsys.readouterr().err.startswith("rank 3: Traceback (most recent call last):")
-    assert fail(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1"), rank=0) == 1
-    assert capsys.readouterr().err == "rank 0: lost another rank (Connection closed by peer)\n"
+def failing(rank: int) -> int:
+    try:
+        return 1 // 0
+    except ZeroDivisionError as error:
+        return fail(error, rank)
+
+
+def test_failure_of_a_process_of_its_own_has_its_traceback_and_ends_in_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert failing(rank=3) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("rank 3: Traceback (most recent call last):")
+    assert told.endswith("\nerror: rank 3 failed: ZeroDivisionError: division by zero\n")
+
+
+def test_failure_is_left_to_who_started_the_rank(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert failing(rank=3) == 1
+    assert capsys.readouterr().err == ""
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ZeroDivisionError: division by zero"
+    assert "return 1 // 0" in message["extraInfo"]["py_callstack"]

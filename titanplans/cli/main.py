@@ -7,18 +7,43 @@
     titanplans async-tp gla --tp 2                        # which collectives async TP would fuse
     titanplans sweep configs/experiments/tp_variants.toml # a grid of jobs, and a table of them
 
-Each command's own options: `titanplans COMMAND --help`.
+Each command's own options: `titanplans COMMAND --help`. Exit status: 0 done, 1 failed or proved wrong, 2 it can't be
+done as written (one line says why), 128 + N stopped by signal N.
 """
 
+import difflib
 import os
 import sys
+from typing import NoReturn
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep")
 
 
-def run() -> int:
-    """Do what this process's arguments say; return the exit status, or leave at once with it."""
-    command, *rest = sys.argv[1:] or ["--help"]
+def run() -> NoReturn:
+    """Do what this process was started for, and end it with the exit status."""
+    argv = sys.argv[1:]
+    proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
+    # These two are read when torch and Triton are imported.
+    if "--process-group" in argv:
+        # Triton's dot products round float32 to TF32 otherwise, 10 bits of 23.
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    elif proves and argv[0] != "async-tp":  # which captures what the compiler makes
+        # Simulated ranks run eagerly. What a library compiles at import time would only import the compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    status = main(argv)
+    if proves:
+        from titanplans.training.exit_status import exit_now
+
+        exit_now(status)  # Python's clean-up of the model libraries takes a second
+    sys.exit(status)
+
+
+def main(argv: list[str]) -> int:
+    """Do what `argv`, without the program's name, says; return the exit status.
+
+    Nothing above a command's own module is imported, so that `--help` and a misspelled word need no torch.
+    """
+    command, *rest = argv or ["--help"]
     if command in ("-h", "--help"):
         print(__doc__)
         return 0
@@ -30,19 +55,11 @@ def run() -> int:
         from titanplans.cli.sweep.main import main as sweep
 
         return sweep(rest)
-    if command not in COMMANDS:
-        print(f"error: {command}: no such command; there are {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    # Both are read when the libraries are imported.
-    if "--process-group" in rest:
-        # Triton's dot products round float32 to TF32 otherwise, 10 bits of 23.
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    elif command != "async-tp":  # which captures what the compiler makes
-        # Simulated ranks run eagerly. What a library compiles at import time would only import the compiler.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if command in COMMANDS:
+        from titanplans.cli.verify.main import main as verify
 
-    from titanplans.cli.verify.main import main as verify
-    from titanplans.training.outcome import exit_now
-
-    exit_now(verify([command, *rest]))  # Python's clean-up of these libraries takes a second
-    return 0
+        return verify(argv)
+    meant = difflib.get_close_matches(command, COMMANDS, 1)
+    remedy = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(COMMANDS)}"
+    print(f"error: {command}: no such command; {remedy}", file=sys.stderr)
+    return 2

@@ -9,6 +9,7 @@ Everything that adapts torchtitan to a CPU lives here, with one repair that ever
 kernels the models use does not: see `titanplans.modeling.kernels`.
 """
 
+import math
 import os
 import platform
 import resource
@@ -108,6 +109,7 @@ def _use_host_device() -> None:
 
         titan_utils.device_type = "cpu"
         titan_utils.device_module = HostDevice()  # pyrefly: ignore[bad-assignment]  a module in all but type
+        titan_utils.get_peak_flops = lambda device_name: math.nan  # which else is an A100's, with a warning
     elif not isinstance(sys.modules["torchtitan.tools.utils"].device_module, HostDevice):
         raise RuntimeError(
             "torchtitan was imported before prepare_device(): its modules have chosen "

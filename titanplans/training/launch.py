@@ -1,29 +1,34 @@
-"""Start the ranks of a job on this machine: what `python train.py` does where torchrun did not.
+"""Start the ranks of a job on this machine: what `titanplans train` does where torchrun did not.
 
-One process a rank, each with the environment that torchrun would give it. When one fails the others
-are stopped, and one line says which one it was. Several machines are torchrun's business; what a rank
-does is `titanplans.training.rank`'s.
+One process a rank, each with the environment that torchrun would give it. When one fails the others are stopped, and
+what went wrong is told: the rank that failed first with its traceback, the others in a line each. Several machines are
+torchrun's business; what a rank does is `titanplans.training.rank`'s.
 """
 
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import multiprocessing
 from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
 
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.training.device import pick_device_type
+from titanplans.training.exit_status import one_line
 from titanplans.training.rank import run_rank
 from titanplans.training.signals import Stopped
 
 # How long the other ranks may take to end by themselves, and then again after SIGTERM; then SIGKILL.
 _GRACE_SECONDS = 2.0
-_FAILED = "failed, see its traceback above"
 
 
 def local_ranks(job: JobConfig) -> int:
@@ -58,33 +63,47 @@ def launch(job: JobConfig, ranks: int) -> int:
     """
     # The store lives here, so that it outlives every rank and its port is known before they start.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.start_processes(
-        _run, args=(job, ranks, store.port), nprocs=ranks, join=False, start_method="spawn"
-    )
-    assert context is not None
-    try:
-        while not context.join(grace_period=_GRACE_SECONDS):
-            pass
-    except Stopped:
-        _stop(context)
-        raise
-    except ProcessExitedException as failure:
-        if failure.exit_code == 2:  # a UserError, which the rank has told
-            return 2
-        how, rank, pid = _how(failure), failure.error_index, failure.error_pid
-    except ProcessRaisedException as failure:
-        print(failure, file=sys.stderr)
-        how, rank, pid = _FAILED, failure.error_index, failure.error_pid
-    else:
-        return 0
-    line = f"error: rank {rank} (pid {pid}) {how}; the other ranks were stopped"
+    with tempfile.TemporaryDirectory(prefix="titanplans-") as folder:
+        context = multiprocessing.start_processes(
+            _run, args=(job, ranks, store.port, folder), nprocs=ranks, join=False, start_method="spawn"
+        )
+        assert context is not None
+        processes: list[BaseProcess] = context.processes
+        try:
+            if not any(_wait_for_all_or_a_failure(processes)):
+                return 0
+            _join(processes, _GRACE_SECONDS)
+        except Stopped:
+            _stop(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
+            raise
+        first, *others = _failures(processes, Path(folder))
+        _stop(processes, _GRACE_SECONDS)
+    if first.status == 2:  # a UserError, which the rank has told
+        return 2
+    if first.traceback:
+        print(f"rank {first.rank}: {first.traceback}", file=sys.stderr, end="")
+    for failure in others:
+        print(f"rank {failure.rank} {failure.told}", file=sys.stderr)
+    line = f"error: rank {first.rank} (pid {processes[first.rank].pid}) {first.told}; the other ranks were stopped"
     if job.checkpoint.enable:
         line += ". Finished checkpoints are complete: the same command resumes from the newest"
     print(line, file=sys.stderr)
     return 1
 
 
-def _run(local_rank: int, job: JobConfig, ranks: int, port: int) -> None:
+class _Failure(NamedTuple):
+    """How a rank ended that was not stopped from here."""
+
+    rank: int
+    status: int
+    """The process's: negative, the signal that killed it."""
+    time: float
+    """When it left its exception, in seconds; 0: it left none."""
+    told: str
+    traceback: str
+
+
+def _run(local_rank: int, job: JobConfig, ranks: int, port: int, folder: str) -> None:
     """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     os.environ.update(
         RANK=str(local_rank),
@@ -95,26 +114,65 @@ def _run(local_rank: int, job: JobConfig, ranks: int, port: int) -> None:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_ERROR_FILE=str(_error_file(Path(folder), local_rank)),
     )
     sys.exit(run_rank(job))
 
 
-def _how(failure: ProcessExitedException) -> str:
-    if failure.exit_code == -signal.SIGKILL:
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.json"
+
+
+def _wait_for_all_or_a_failure(processes: list[BaseProcess]) -> list[int | None]:
+    """Wait until one has failed or all have ended; return the exit codes."""
+    while True:
+        codes = [process.exitcode for process in processes]
+        if any(codes) or None not in codes:
+            return codes
+        connection.wait([process.sentinel for process in processes if process.exitcode is None])
+
+
+def _failures(processes: list[BaseProcess], folder: Path) -> list[_Failure]:
+    """Return how each rank ended that has failed by itself, the one where it began first.
+
+    A rank that was killed, or that refused, leaves no exception; those of others come of its absence.
+    """
+    found = []
+    for rank, process in enumerate(processes):
+        status, file = process.exitcode, _error_file(folder, rank)
+        if not status:
+            continue
+        if not file.exists():
+            found.append(_Failure(rank, status, 0.0, _how(status), ""))
+            continue
+        left = json.loads(file.read_text())["message"]
+        told = f"failed: {one_line(left['message'])}"
+        found.append(_Failure(rank, status, file.stat().st_mtime, told, left["extraInfo"]["py_callstack"]))
+    return sorted(found, key=lambda failure: failure.time)
+
+
+def _how(status: int) -> str:
+    if status == -signal.SIGKILL:
         return "was killed by SIGKILL (by the system, if memory ran out)"
-    if failure.exit_code < 0:
-        return f"was killed by {failure.signal_name}"
-    if failure.exit_code > 128:
-        return f"was stopped by {signal.Signals(failure.exit_code - 128).name}"
-    return _FAILED
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    if status > 128:
+        return f"was stopped by {signal.Signals(status - 128).name}"
+    return f"ended with exit status {status}"
 
 
-def _stop(context: ProcessContext) -> None:
-    for process in context.processes:
+def _stop(processes: list[BaseProcess], seconds: float) -> None:
+    """End them by SIGTERM, or after some seconds by SIGKILL."""
+    for process in processes:
         process.terminate()
-    deadline = time.monotonic() + 3 * _GRACE_SECONDS
-    for process in context.processes:
+    _join(processes, seconds)
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _join(processes: list[BaseProcess], seconds: float) -> None:
+    """Give them so many seconds, together, to end by themselves."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()

@@ -14,8 +14,8 @@ import os
 
 from titanplans.config import load_job
 from titanplans.errors import UserError
+from titanplans.training.exit_status import refuse
 from titanplans.training.logs import init_logging
-from titanplans.training.outcome import refuse
 from titanplans.training.signals import Stopped, stop_on_signals
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -9,8 +9,8 @@ import sys
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.training.device import prepare_device
+from titanplans.training.exit_status import exit_now, fail, refuse
 from titanplans.training.logs import init_logging
-from titanplans.training.outcome import exit_now, fail, refuse
 from titanplans.training.signals import Stopped, stop_on_signals
 
 
@@ -48,9 +48,7 @@ def _train(job: JobConfig, rank: int) -> None:
     from titanplans.training.trainer import Trainer
 
     kernels.install(device_type)
-    import_custom(
-        job
-    )  # in a process that `titanplans.training.launch` started, nothing has registered its plans yet
+    import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
     trainer = Trainer(trainer_config(job))
     try:
         trainer.train()

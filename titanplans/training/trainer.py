@@ -6,7 +6,8 @@ What is communicated when, the gradient's norm and which steps are left out are 
 optimiser step, checkpoints and validation are torchtitan's.
 """
 
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +122,8 @@ class Trainer(torchtitan.trainer.Trainer):
             with clipping(lambda parameters, norm: self.skipped.clip(parameters, norm, self.step)):
                 super().train_step(data_iterator)
         except RuntimeError as error:
-            # The step is over by then, and left out: torchtitan ends a run so when it is about to log it.
-            if not (self.skipped.last and str(error).startswith("Loss is not finite")):
+            # torchtitan's train_step itself raises for a loss that is not finite, once the step is over. It was left out.
+            if not (self.skipped.last and _raised_in(error, torchtitan.trainer.Trainer.train_step)):
                 raise
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
@@ -188,6 +189,12 @@ class Validator(torchtitan.components.validate.Validator):
         whole = gradient_sync.unsharded(lm) if self.config.unshard else nullcontext()
         with self.metrics_processor.paused(), whole:
             super().validate(model_parts, step)
+
+
+def _raised_in(error: RuntimeError, function: Callable[..., Any]) -> bool:
+    """Whether a `raise` of this very function made the error, and nothing that it calls."""
+    *_, (innermost, _line) = traceback.walk_tb(error.__traceback__)
+    return type(error) is RuntimeError and innermost.f_code is function.__code__
 
 
 def get_rng_state() -> dict[str, torch.Tensor]:

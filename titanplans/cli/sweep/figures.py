@@ -1,7 +1,4 @@
-"""What a finished cell measured: read from its metrics.jsonl and parallelism.json, never from what it printed.
-
-A figure that is not there is None, and `missing` says why: it is not a 0.
-"""
+"""What a finished cell measured: read from its metrics.jsonl and parallelism.json, never from what it printed."""
 
 import json
 import statistics
@@ -15,7 +12,11 @@ _LOSS = "loss_metrics/global_avg_loss"
 _VALIDATION_LOSS = "validation_metrics/loss"
 _TOKENS = "throughput/all_devices(tps)"
 # What an accelerator's allocator reserved, or on a CPU the resident set; of validations, too.
-_MEMORY = ("memory/max_reserved(GiB)", "memory/peak_rss(GiB)")
+_MEMORY = [
+    prefix + name
+    for prefix in ("", "validation_metrics/")
+    for name in ("memory/max_reserved(GiB)", "memory/peak_rss(GiB)")
+]
 
 
 class Figure(NamedTuple):
@@ -38,58 +39,19 @@ FIGURES = (
 )
 """bytes_per_step is in bytes, and shown in MB (10^6)."""
 
-_Found = dict[str, float | int | None]
+Figures = dict[str, float | int | str]
+"""By name: the number, or a text that says why there is none. Never 0 for what is not known."""
 
 
-def read_figures(folder: Path, skip_steps: int) -> tuple[_Found, dict[str, str]]:
-    """Return the figures of a run that ended with status 0, and why those are missing that are None.
+def read_figures(folder: Path, skip_steps: int) -> Figures:
+    """Return the figures of a run that ended with status 0.
 
     Args:
         folder: its dump_folder.
         skip_steps: tokens/s is the median over the logged intervals that begin after this step.
     """
-    found: _Found = dict.fromkeys((figure.name for figure in FIGURES), None)
-    missing: dict[str, str] = {}
-    _from_metrics(folder, skip_steps, found, missing)
-    _from_parallelism(folder / PARALLELISM, found, missing)
-    return found, missing
-
-
-def _from_metrics(folder: Path, skip_steps: int, found: _Found, missing: dict[str, str]) -> None:
-    ranks = _metrics_files(folder)
-    if not ranks:
-        for figure in FIGURES[:5]:
-            missing[figure.name] = f"the run wrote no {FILE_NAME}"
-        return
-    of_ranks = [read_rows(path) for path in ranks]
-    rows = of_ranks[0]
-    steps = [row for row in rows if _LOSS in row]
-    validations = [row for row in rows if _VALIDATION_LOSS in row]
-    for name, wanted, key, index in (
-        ("loss_first", steps, _LOSS, 0),
-        ("loss_last", steps, _LOSS, -1),
-        ("loss_validation", validations, _VALIDATION_LOSS, -1),
-    ):
-        found[name] = wanted[index][key] if wanted else None
-        if found[name] is None:
-            none = "validation.enable = false" if wanted is validations else "no step was logged"
-            missing[name] = "not finite" if wanted else none
-
-    speeds = [
-        row[_TOKENS]
-        for before, row in zip([{"step": 0}, *steps], steps, strict=False)
-        if before["step"] >= skip_steps
-    ]
-    if speeds:
-        found["tokens_per_second"] = statistics.median(speeds)
-    else:
-        missing["tokens_per_second"] = f"no interval was logged that begins after step {skip_steps}"
-
-    peaks = [peak for rows in of_ranks for row in rows for peak in _peaks(row)]
-    if peaks:
-        found["peak_memory_gib"] = max(peaks)
-    else:
-        missing["peak_memory_gib"] = "the run logged none"
+    ranks = [read_rows(path) for path in _metrics_files(folder)]
+    return _from_metrics(ranks, skip_steps) | _from_parallelism(folder / PARALLELISM)
 
 
 def memory_ranks(folder: Path) -> str:
@@ -100,26 +62,41 @@ def memory_ranks(folder: Path) -> str:
 
 def _metrics_files(folder: Path) -> list[Path]:
     """Return the files of the ranks that wrote one, rank 0's first."""
-    ranks = sorted(
-        folder.glob(f"rank_*/{FILE_NAME}"), key=lambda path: int(path.parent.name.removeprefix("rank_"))
-    )
     alone = folder / FILE_NAME
-    return [alone] if alone.is_file() else ranks
+    if alone.is_file():
+        return [alone]
+    return sorted(folder.glob(f"rank_*/{FILE_NAME}"), key=lambda path: int(path.parent.name[len("rank_") :]))
 
 
-def _peaks(row: dict[str, Any]) -> list[float]:
-    prefixes = ("", "validation_metrics/")
-    values = [row.get(prefix + key) for prefix in prefixes for key in _MEMORY]
-    return [value for value in values if value is not None]
+def _from_metrics(ranks: list[list[dict[str, Any]]], skip_steps: int) -> Figures:
+    if not ranks:
+        return dict.fromkeys((figure.name for figure in FIGURES[:5]), f"the run wrote no {FILE_NAME}")
+    steps = [row for row in ranks[0] if _LOSS in row]
+    validations = [row for row in ranks[0] if _VALIDATION_LOSS in row]
+    begins = [0, *(row["step"] for row in steps)]
+    speeds = [row[_TOKENS] for begin, row in zip(begins, steps, strict=False) if begin >= skip_steps]
+    peaks = [row[key] for rows in ranks for row in rows for key in _MEMORY if row.get(key) is not None]
+    return {
+        "loss_first": _loss(steps[:1], _LOSS, "no step was logged"),
+        "loss_last": _loss(steps[-1:], _LOSS, "no step was logged"),
+        "loss_validation": _loss(validations[-1:], _VALIDATION_LOSS, "validation.enable = false"),
+        "tokens_per_second": statistics.median(speeds)
+        if speeds
+        else f"no interval was logged that begins after step {skip_steps}",
+        "peak_memory_gib": max(peaks) if peaks else "the run logged none",
+    }
 
 
-def _from_parallelism(path: Path, found: _Found, missing: dict[str, str]) -> None:
-    names = {"collectives_per_step": "collectives", "bytes_per_step": "bytes"}
+def _loss(rows: list[dict[str, Any]], key: str, none: str) -> float | str:
+    if not rows:
+        return none
+    return "not finite" if rows[0][key] is None else rows[0][key]
+
+
+def _from_parallelism(path: Path) -> Figures:
+    found = {"collectives_per_step": "collectives", "bytes_per_step": "bytes"}
     if not path.is_file():
-        missing |= dict.fromkeys(names, f"the run wrote no {PARALLELISM}")
-        return
+        return dict.fromkeys(found, f"the run wrote no {PARALLELISM}")
     step = json.loads(path.read_text(encoding="utf-8")).get("step") or {}
-    for name, key in names.items():
-        found[name] = step.get(key)
-        if found[name] is None:
-            missing[name] = step.get("reason") or f"{PARALLELISM} has no step.{key}"
+    why = step.get("reason") or f"{PARALLELISM} does not say"
+    return {name: why if step.get(key) is None else step[key] for name, key in found.items()}

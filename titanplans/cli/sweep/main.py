@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import NoReturn
 
-from titanplans.cli.sweep import plot, table
+from titanplans.cli.sweep import table
 from titanplans.cli.sweep.cells import Cell, make_cells, refusal, select
 from titanplans.cli.sweep.figures import FIGURES, read_figures
 from titanplans.cli.sweep.process import LOG, only_sweep, run_cell
@@ -116,25 +116,24 @@ def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, l
             # All of them at once: if this sweep is killed, no table mixes its figures with those of before.
             shutil.rmtree(cell.folder)
             records[cell.name] = None
-    rows = [_row(cell, records[cell.name]) for cell in cells]
+    rows = {cell.name: _row(cell, records[cell.name]) for cell in cells}
     for cell in chosen:
-        number, record = cells.index(cell), records[cell.name]
+        tell = _teller(cell, cells)
+        record = records[cell.name]
         if record is not None and record.state == "finished":
             if record.timing_skip_steps != spec.header.timing_skip_steps:
                 _measure(spec, cell, record)
-            _tell(rows, number, "finished before")
+            tell("finished before")
             continue
         record = new_record(cell)
-        signum = _run_one(spec, cell, record, lock, lambda text, number=number: _tell(rows, number, text))
-        rows[number] = table.Row(cell, record)
-        _write_tables(spec, rows)
+        signum = _run_one(spec, cell, record, lock, tell)
+        rows[cell.name] = table.Row(cell, record)
+        tables = _write_tables(spec, list(rows.values()))
         if signum is not None:
-            print(f"stopped; {_tables_told(spec)}; the same command goes on", flush=True)
+            print(f"stopped; {tables}; the same command goes on", flush=True)
             raise Stopped(signum)
-    _write_tables(spec, rows)
-    print(_tables_told(spec))
-    states = [rows[cells.index(cell)].state for cell in chosen]
-    return 1 if "failed" in states or "timed out" in states else 0
+    print(_write_tables(spec, list(rows.values())))
+    return 1 if any(rows[cell.name].state in ("failed", "timed out") for cell in chosen) else 0
 
 
 def _refuse_changed(spec: Spec, chosen: list[Cell], records: dict[str, Record | None]) -> None:
@@ -178,42 +177,33 @@ def _run_one(spec: Spec, cell: Cell, record: Record, lock: int, tell: Tell) -> i
     if ended.state == "finished":
         _measure(spec, cell, record)
     write_record(cell, record)
-    told = ended.line or _measured(record)
+    row = table.Row(cell, record)
+    shown = [f"{figure.title} {row.shown(figure)}" for figure in FIGURES if row.shown(figure)]
+    told = ended.line or ", ".join(shown)
     tell(f"{ended.state} after {ended.seconds:.0f} s{': ' if told else ''}{told}")
     return ended.signum
 
 
 def _measure(spec: Spec, cell: Cell, record: Record) -> None:
     record.timing_skip_steps = spec.header.timing_skip_steps
-    record.figures, record.missing = read_figures(cell.folder, record.timing_skip_steps)
+    record.figures = read_figures(cell.folder, record.timing_skip_steps)
     write_record(cell, record)
 
 
-def _measured(record: Record) -> str:
-    shown = [
-        f"{figure.title} {record.figures[figure.name]:{figure.format}}"
-        for figure in FIGURES
-        if figure.name in ("loss_first", "loss_last", "tokens_per_second")
-        and record.figures[figure.name] is not None
-    ]
-    return ", ".join(shown)
+def _teller(cell: Cell, cells: list[Cell]) -> Tell:
+    place = f"[{cells.index(cell) + 1}/{len(cells)}] {cell.name}"
+    return lambda text: print(f"{place}: {text}", flush=True)
 
 
-def _tell(rows: list[table.Row], number: int, text: str) -> None:
-    print(f"[{number + 1}/{len(rows)}] {rows[number].cell.name}: {text}", flush=True)
+def _write_tables(spec: Spec, rows: list[table.Row]) -> str:
+    """Write the three of them, each whole or not at all; return their names."""
+    from titanplans.cli.sweep import plot  # Pillow
 
-
-def _write_tables(spec: Spec, rows: list[table.Row]) -> None:
-    """Write the three of them, each whole or not at all."""
-    for name, write in (
-        (table.CSV, lambda path: path.write_text(table.csv_table(rows), encoding="utf-8")),
-        (table.MARKDOWN, lambda path: path.write_text(table.markdown_table(spec, rows), encoding="utf-8")),
-        (table.PLOT, lambda path: plot.draw(spec.path, rows, path)),
-    ):
-        temporary = spec.folder / f"part-{name}"
-        write(temporary)
-        temporary.replace(spec.folder / name)
-
-
-def _tables_told(spec: Spec) -> str:
-    return ", ".join(str(spec.folder / name) for name in (table.CSV, table.MARKDOWN, table.PLOT))
+    paths = [spec.folder / name for name in (table.CSV, table.MARKDOWN, table.PLOT)]
+    parts = [path.with_name(f"part-{path.name}") for path in paths]
+    parts[0].write_text(table.csv_table(rows), encoding="utf-8")
+    parts[1].write_text(table.markdown_table(spec, rows), encoding="utf-8")
+    plot.draw(spec.path, rows, parts[2])
+    for part, path in zip(parts, paths, strict=True):
+        part.replace(path)
+    return ", ".join(map(str, paths))

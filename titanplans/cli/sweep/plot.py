@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from titanplans.cli.sweep.figures import FIGURES, Figure
-from titanplans.cli.sweep.table import Row, number
+from titanplans.cli.sweep.table import Row
 
 PANELS = ("loss_last", "tokens_per_second", "peak_memory_gib", "bytes_per_step")
 
@@ -22,7 +22,7 @@ _COLOURS = ("#4c72b0", "#55a868", "#dd8452", "#8172b3")
 def draw(title: str, rows: list[Row], path: Path) -> None:
     """Write the picture as PNG; figures that no cell has get no panel."""
     by_name = {figure.name: figure for figure in FIGURES}
-    panels = [by_name[name] for name in PANELS if any(_value(row, name) is not None for row in rows)]
+    panels = [by_name[name] for name in PANELS if any(row.figure(name) is not None for row in rows)]
     font, large = ImageFont.load_default(_TEXT), ImageFont.load_default(_TITLE)
     names = max(int(font.getlength(row.cell.name)) for row in rows)
     left = _MARGIN + names + _GAP
@@ -56,9 +56,9 @@ def _panel(
     pen.text((x, top - 2 * _TEXT - 14), figure.title, _INK, font)
     pen.text((x, top - _TEXT - 10), figure.unit, _PALE, font)
     pen.line([(x, top), (x, top + len(rows) * _ROW)], _AXIS, 2)
-    largest = max(value for row in rows if (value := _value(row, figure.name)) is not None)
+    largest = max(value for row in rows if (value := row.figure(figure.name)) is not None)
     for line, row in enumerate(rows):
-        value = _value(row, figure.name)
+        value = row.figure(figure.name)
         if row.state != "finished":
             continue
         middle = top + line * _ROW + _ROW // 2
@@ -67,8 +67,4 @@ def _panel(
             continue
         length = round(_PANEL * value / largest) if largest > 0 else 0
         pen.rectangle([(x, middle - _BAR // 2), (x + length, middle + _BAR // 2)], colour)
-        pen.text((x + length + 8, middle), number(row, figure), _INK, font, anchor="lm")
-
-
-def _value(row: Row, name: str) -> float | int | None:
-    return None if row.record is None else row.record.figures.get(name)
+        pen.text((x + length + 8, middle), row.shown(figure), _INK, font, anchor="lm")

@@ -6,7 +6,6 @@ What it writes to the screen goes into `log.txt` of its folder. What it measured
 import contextlib
 import fcntl
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,18 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-import training
-
 from titanplans.cli.sweep.record import State
 from titanplans.errors import UserError
 from titanplans.training.signals import Stopped, stop_on_signals
 
 LOG = "log.txt"
-_TRAIN = Path(training.__file__).parents[1] / "train.py"
+TRAIN = [sys.executable, "-m", "titanplans", "train"]
+"""What a cell's arguments are appended to."""
+
 # A job ends within some 10 s of a signal (titanplans.training.launch, titanplans.training.signals); then it is killed.
 _SECONDS_TO_STOP = 20.0
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 
 
 class Ended(NamedTuple):
@@ -70,10 +67,10 @@ def only_sweep(folder: Path) -> Iterator[int]:
 
 
 def run_cell(arguments: list[str], folder: Path, lock: int, time_limit: float | None) -> Ended:
-    """Run `train.py` with these arguments, and wait until all its processes have ended.
+    """Run `titanplans train` with these arguments, and wait until all its processes have ended.
 
     Args:
-        arguments: the command line after `train.py`.
+        arguments: the command line after `titanplans train`.
         folder: where log.txt is appended to.
         lock: descriptor that the process inherits.
         time_limit: seconds; None for none.
@@ -85,7 +82,7 @@ def run_cell(arguments: list[str], folder: Path, lock: int, time_limit: float | 
             with stop_on_signals(), _stop_on_hangup():
                 # A session of its own: Ctrl-C on the terminal reaches the sweep, and the job once, through it.
                 process = subprocess.Popen(
-                    [sys.executable, str(_TRAIN), *arguments],
+                    [*TRAIN, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -112,24 +109,17 @@ def run_cell(arguments: list[str], folder: Path, lock: int, time_limit: float | 
 
 
 def error_line(text: str, status: int) -> str:
-    """Return the line of a log that says why a job ended: its refusal, or the exception of the rank that failed first.
+    """Return why a job ended, in a line: what killed it, or its own last line that begins with "error: ".
 
     Args:
         text: what the job wrote to stdout and stderr.
         status: its exit status; negative: the signal that killed it.
     """
-    lines = text.splitlines()
-    told = [line for line in lines if line.startswith("error: ")]
-    if status == 2 and told:
-        return told[-1].removeprefix("error: ")
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
-    raised = _first_exception(lines)
-    if raised is not None:
-        return raised
-    if told:
-        return told[-1].removeprefix("error: ")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (told or lines or ["no output"])[-1]
 
 
 def _write_holder(lock: int, job: str) -> None:
@@ -138,22 +128,8 @@ def _write_holder(lock: int, job: str) -> None:
     os.write(lock, f"sweep {os.getpid()}{job}".encode())
 
 
-def _first_exception(lines: list[str]) -> str | None:
-    """Return the line below the first traceback; of exceptions that led to others, the last."""
-    found, chained = None, False
-    numbered = iter(lines)
-    for line in numbered:
-        if line.startswith(_CHAINED):
-            chained = True
-        elif _TRACEBACK in line and (found is None or chained):
-            # The frames, which are indented, and then what was raised.
-            found = next((below for below in numbered if re.match(r"\S", below)), found)
-            chained = False
-    return found
-
-
 def _stop(process: subprocess.Popen, signum: int) -> int:
-    """Send the signal, which train.py hands on to its ranks; kill all of them if that does not end it."""
+    """Send the signal, which the job hands on to its ranks; kill all of them if that does not end it."""
     try:
         process.send_signal(signum)
         process.wait(timeout=_SECONDS_TO_STOP)

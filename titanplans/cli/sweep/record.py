@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanplans.cli.sweep.cells import Cell, values_of
+from titanplans.cli.sweep.figures import Figures
 from titanplans.config import ConfigError
 from titanplans.config.schema import keys
 from titanplans.config.values import show
 from titanplans.errors import UserError
-from titanplans.training.launch import local_ranks
 
 State = Literal["running", "finished", "refused", "failed", "timed out", "stopped"]
 """finished: exit status 0. refused: 2, or the job contradicts itself. timed out: stopped at the time limit. stopped:
@@ -48,23 +48,21 @@ class Record:
     seconds: float | None = None
     """From the start of the process to its end."""
 
-    figures: dict[str, float | int | None] = field(default_factory=dict)
-    """See `titanplans.cli.sweep.figures`; of finished cells only."""
+    figures: Figures = field(default_factory=dict)
+    """Of finished cells only."""
 
     timing_skip_steps: int | None = None
     """With which the figures were read."""
 
-    missing: dict[str, str] = field(default_factory=dict)
-    """Why a figure is not there, by its name."""
-
 
 def new_record(cell: Cell) -> Record:
     """Return the record of a cell that is about to run."""
+    job = None if cell.job is None else values_of(cell.job)
     return Record(
         cell=cell.name,
         command=cell.command,
-        settings=cell.settings,
-        job=None if cell.job is None else values_of(cell.job),
+        settings=json.loads(json.dumps(cell.settings)),
+        job=job,
         ranks=_ranks(cell),
         inputs=_inputs(cell),
     )
@@ -102,36 +100,32 @@ def read_record(cell: Cell) -> Record | None:
 
 def changes(cell: Cell, record: Record) -> list[str]:
     """Say in what the cell of the file differs from the one that was run: "training.steps = 10, now 12"."""
-    if record.job is None or cell.job is None:
-        if record.job is None and cell.job is None and record.settings == cell.settings:
-            return []
-        return ["its settings contradicted each other, or do now"]
-    now, told = values_of(cell.job), []
-    for key in sorted(now.keys() | record.job.keys()):
+    now = new_record(cell)
+    if record.job is None or now.job is None:
+        same = record.job == now.job and record.settings == now.settings
+        return [] if same else ["its settings contradicted each other, or do now"]
+    told = []
+    for key in sorted(now.job.keys() | record.job.keys()):
         # A key that only one of the releases has stands for its default.
         default = keys()[key].default if key in keys() else None
-        before, after = record.job.get(key, default), now.get(key, default)
+        before, after = record.job.get(key, default), now.job.get(key, default)
         if before != after:
             told.append(f"{key} = {_shown(before)}, now {_shown(after)}")
-    told += [f"the file of {key} has other content" for key in _changed_inputs(record.inputs, _inputs(cell))]
-    return told
+    both = now.inputs.keys() & record.inputs.keys()
+    return told + [
+        f"the file of {key} has other content" for key in both if now.inputs[key] != record.inputs[key]
+    ]
 
 
 def _ranks(cell: Cell) -> int | None:
     if cell.job is None:
         return None
+    from titanplans.training.launch import local_ranks  # torch's count of GPUs
+
     try:
         return local_ranks(cell.job)
-    except UserError:  # which train.py will say
+    except UserError:  # which the run will say
         return None
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else show(value)
-
-
-def _changed_inputs(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    return [key for key in after if key in before and after[key] != before[key]]
 
 
 def _inputs(cell: Cell) -> dict[str, str]:
@@ -139,3 +133,7 @@ def _inputs(cell: Cell) -> dict[str, str]:
     if path is None or not Path(path).is_file():
         return {}
     return {"model.config": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else show(value)

@@ -1,20 +1,21 @@
-"""The sweep file, read strictly: over which job, what all cells have, and what varies.
+"""The sweep file, read strictly: over which job, and the settings of each cell.
 
-Keys are a job's, checked here one by one, so that a mistake is told before anything runs. Whether settings go
+Keys are a job's and are checked here one by one, so that a mistake is told before anything runs. Whether settings go
 together is asked cell by cell (`titanplans.cli.sweep.cells`).
 """
 
+import difflib
+import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from titanplans.config.refused import REFUSED
-from titanplans.config.renamed import RENAMED
 from titanplans.config.schema import keys
 from titanplans.config.toml import read_toml
-from titanplans.config.translate import PENDING, flatten, nearest, read_tables, unknown
+from titanplans.config.translate import Layer, flatten, read_tables
 from titanplans.config.values import NaturalInt, PositiveFloat, from_toml, show
 from titanplans.errors import ConfigError
 
@@ -25,6 +26,9 @@ OWNED = {
 """Keys that the sweep itself gives to each cell, and why."""
 
 _PARTS = ("sweep", "set", "grid", "axis", "cells")
+
+Settings = dict[str, Any]
+"""Values of their keys' types, by today's dotted key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +51,14 @@ class Header:
     """Steps at the start of a cell that don't count for tokens/s."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """One dimension of the grid: lists of values, as long as each other, that vary together."""
-
-    lists: dict[str, list[Any]]
-    """By dotted key."""
-
-    names: list[str] | None = None
-    """What a cell's name says for each point; None: its keys and values."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spec:
-    """A sweep file. Settings are by dotted key, under today's names, and of the key's type."""
+    """A sweep file."""
 
     path: str
     header: Header
-    fixed: dict[str, Any]
-    """[set]: what every cell has, over the base job."""
-
-    axes: list[Axis]
-    """[grid], each of whose keys is an axis, and [[axis]]; the cells are their product."""
-
-    named: dict[str, dict[str, Any]]
-    """[[cells]], by name."""
+    cells: dict[str, Settings]
+    """What each cell has over the base job, by its name: [set], then its own. The grid's cells come first."""
 
     @property
     def folder(self) -> Path:
@@ -83,7 +70,8 @@ def read_spec(path: str) -> Spec:
     """Read a sweep file.
 
     Raises:
-        ConfigError: it can't be read, its base job can't, or it has an unknown key, a value of another type, or no cell.
+        ConfigError: it can't be read, its base job can't, it has an unknown key, a value of another type, or no cell, or
+            two cells have one name.
     """
     document = read_toml(Path(path), "sweep file")
     for part in document:
@@ -93,78 +81,93 @@ def read_spec(path: str) -> Spec:
     read_tables(read_toml(Path(header.base)), header.base)  # a mistake in it would be every cell's
     where = f"{path}: [set]"
     fixed = _settings(_table(document.get("set", {}), where), where)
-    spec = Spec(
-        path=path, header=header, fixed=fixed, axes=_axes(document, path), named=_named(document, path)
-    )
-    _check_axes(spec)
-    return spec
+    axes = [*_grid(document, path), *_axes(document, path)]
+    _check_axes(path, fixed, axes)
+    cells: dict[str, Settings] = {}
+    for name, own in [*_product(axes), *_named(document, path)]:
+        if name in cells:
+            raise ConfigError(
+                f'{path}: two cells are named "{name}"; give one another name: [[axis]] names, or [[cells]] name'
+            )
+        cells[name] = fixed | own
+    if not cells:
+        raise ConfigError(
+            f"{path}: no cell: give [grid] or [[axis]] lists of values, or [[cells]] with a name and its settings"
+        )
+    return Spec(path, header, cells)
+
+
+# A point of an axis is what its cells are named for it, and their settings.
+_Point = tuple[str, Settings]
 
 
 def _unknown_part(part: str) -> str:
-    if part in {key.split(".")[0] for key in keys()}:
+    if part in {key.partition(".")[0] for key in keys()}:
         return f"[{part}] is a job's section, and stands under [set.{part}] or [grid.{part}] here"
-    meant = nearest(part, {name: name for name in _PARTS})
-    return f"no part {part}; " + (f"did you mean {meant}?" if meant else f"there are {', '.join(_PARTS)}")
+    return f"no part {part}; {_there(part, _PARTS)}"
+
+
+def _there(name: str, candidates: Iterable[str]) -> str:
+    candidates = list(candidates)
+    close = difflib.get_close_matches(name, candidates, 1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(candidates)}"
 
 
 def _header(table: dict[str, Any], where: str) -> Header:
     hints = get_type_hints(Header, include_extras=True)
-    names = {item.name: item.name for item in fields(Header)}
-    values = {}
-    for key, raw in table.items():
-        if key not in names:
-            meant = nearest(key, names)
-            there = f"did you mean {meant}?" if meant else f"there are {', '.join(names)}"
-            raise ConfigError(f"{where} {key}: no such key; {there}")
-        values[key] = from_toml(raw, hints[key], f"{where} {key}")
-    if "base" not in values:
+    for key in table:
+        if key not in hints:
+            raise ConfigError(
+                f"{where} {key}: no such key; {_there(key, (item.name for item in fields(Header)))}"
+            )
+    if "base" not in table:
         raise ConfigError(
             f'{where} base is missing: the job that is varied, as base = "configs/gla_debug.toml"'
         )
-    return Header(**values)
+    return Header(**{key: from_toml(raw, hints[key], f"{where} {key}") for key, raw in table.items()})
 
 
-def _settings(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return single values by today's key."""
-    settings: dict[str, Any] = {}
-    for written, raw in flatten(table, "", where):
-        key = _key(written, f"{where} {written}")
-        if key in settings:
-            raise ConfigError(f"{where} {written}: {key} is given twice; keep one")
-        settings[key] = _value(key, raw, f"{where} {written}")
-    return settings
+def _settings(table: dict[str, Any], where: str) -> Settings:
+    layer, written = Layer(), set()
+    for key, raw in flatten(table, "", where):
+        if key in written:
+            raise ConfigError(f"{where} {key}: is given twice; keep one")
+        written.add(key)
+        layer.add(key, raw, _value, f"{where} {key}")
+    for key in layer.pending:
+        raise ConfigError(
+            f"{where} {key}: means something only beside other keys; leave it to the base job, or use today's names"
+        )
+    for key in OWNED:
+        if key in layer.values:
+            raise ConfigError(f"{where} {key}: {OWNED[key]}; leave it out")
+    return layer.values
 
 
-def _lists(table: dict[str, Any], where: str) -> dict[str, list[Any]]:
-    """Return lists of values by today's key."""
-    lists: dict[str, list[Any]] = {}
-    for written, raw in flatten(table, "", where):
-        key = _key(written, f"{where} {written}")
-        if key in lists:
-            raise ConfigError(f"{where} {written}: {key} is given twice; keep one")
-        if not isinstance(raw, list):
-            raise ConfigError(
-                f"{where} {written} = {show(raw)}: expected a list of values; for one value, [set] is the place"
-            )
-        if not raw:
-            raise ConfigError(
-                f"{where} {written} = []: no value, so no cell; give at least one, or leave it out"
-            )
-        lists[key] = [_value(key, value, f"{where} {written}") for value in raw]
-    return lists
+def _value(raw: Any, hint: Any, where: str) -> Any:
+    """Read a value; "none" unsets a key that may be unset, as on the command line."""
+    if isinstance(raw, str) and raw.lower() == "none" and NoneType in get_args(hint):
+        return None
+    return from_toml(raw, hint, where)
 
 
-def _axes(document: dict[str, Any], path: str) -> list[Axis]:
+def _grid(document: dict[str, Any], path: str) -> list[list[_Point]]:
+    """Return an axis for each key of [grid]."""
     where = f"{path}: [grid]"
-    lists = _lists(_table(document.get("grid", {}), where), where)
-    axes = [Axis(lists={key: values}) for key, values in lists.items()]
+    columns = _columns(_table(document.get("grid", {}), where), where)
+    return [[(_name(settings), settings) for settings in column] for column in columns.values()]
+
+
+def _axes(document: dict[str, Any], path: str) -> list[list[_Point]]:
+    """Return the axis of each [[axis]], whose keys vary together."""
+    axes = []
     for number, table in enumerate(_tables(document, "axis", path), 1):
         where = f"{path}: [[axis]] {number},"
-        lists = _lists({key: value for key, value in table.items() if key != "names"}, where)
-        if not lists:
+        columns = _columns({key: value for key, value in table.items() if key != "names"}, where)
+        if not columns:
             raise ConfigError(f"{where} no key varies; give it a job's keys with lists of values")
-        names = from_toml(table["names"], list[str], f"{where} names") if "names" in table else None
-        lengths = {key: len(values) for key, values in lists.items()} | (
+        names = from_toml(table["names"], list[str], f"{where} names") if "names" in table else []
+        lengths = {key: len(column) for key, column in columns.items()} | (
             {"names": len(names)} if names else {}
         )
         if len(set(lengths.values())) > 1:
@@ -172,63 +175,71 @@ def _axes(document: dict[str, Any], path: str) -> list[Axis]:
             raise ConfigError(
                 f"{where} lists of different lengths don't vary together: {told}; make them equal"
             )
-        axes.append(Axis(lists=lists, names=names or None))
+        points = [
+            {key: value for settings in point for key, value in settings.items()}
+            for point in zip(*columns.values(), strict=True)
+        ]
+        axes.append(list(zip(names or map(_name, points), points, strict=True)))
     return axes
 
 
-def _named(document: dict[str, Any], path: str) -> dict[str, dict[str, Any]]:
-    named: dict[str, dict[str, Any]] = {}
-    for number, table in enumerate(_tables(document, "cells", path), 1):
-        where = f"{path}: [[cells]] {number},"
-        if "name" not in table:
-            raise ConfigError(f'{where} name is missing; give it one, as name = "compiled"')
-        name = from_toml(table["name"], str, f"{where} name")
-        if name in named:
+def _columns(table: dict[str, Any], where: str) -> dict[str, list[Settings]]:
+    """Return the values of each key, each as the settings that it stands for."""
+    columns: dict[str, list[Settings]] = {}
+    for key, raw in flatten(table, "", where):
+        if not isinstance(raw, list):
             raise ConfigError(
-                f'{where} name = "{name}" is given twice; names are folders, so give it another'
+                f"{where} {key} = {show(raw)}: expected a list of values; for one value, [set] is the place"
             )
-        named[name] = _settings(
-            {key: value for key, value in table.items() if key != "name"}, f"{path}: cell {name},"
-        )
-    return named
+        if not raw:
+            raise ConfigError(f"{where} {key} = []: no value, so no cell; give at least one, or leave it out")
+        columns[key] = [_settings({key: value}, where) for value in raw]
+    return columns
 
 
-def _check_axes(spec: Spec) -> None:
-    if not spec.axes and not spec.named:
-        raise ConfigError(
-            f"{spec.path}: no cell: give [grid] or [[axis]] lists of values, or [[cells]] with a name and its settings"
-        )
-    seen = {key: "[set]" for key in spec.fixed}
-    for axis in spec.axes:
-        for key in axis.lists:
-            if key in seen:
-                raise ConfigError(
-                    f"{spec.path}: {key} varies, and {seen[key]} gives it, too; leave it out of one of them"
-                )
-        seen |= dict.fromkeys(axis.lists, "another axis")
+def _check_axes(path: str, fixed: Settings, axes: list[list[_Point]]) -> None:
+    seen = dict.fromkeys(fixed, "[set]")
+    for axis in axes:
+        own = {key for _, settings in axis for key in settings}
+        for key in sorted(own & seen.keys()):
+            raise ConfigError(
+                f"{path}: {key} varies, and {seen[key]} gives it, too; leave it out of one of them"
+            )
+        seen |= dict.fromkeys(own, "another axis")
 
 
-def _key(written: str, where: str) -> str:
-    today = RENAMED[written].to if written in RENAMED else written
-    if today in OWNED:
-        raise ConfigError(f"{where}: {OWNED[today]}; leave it out")
-    if today in PENDING:
-        raise ConfigError(
-            f"{where}: is read beside other keys of flame's only; give training.seq_len or dataset"
-        )
-    if today not in keys() and today not in REFUSED:
-        raise ConfigError(f"{where}: {unknown(written)}")
-    return today
+def _product(axes: list[list[_Point]]) -> Iterable[_Point]:
+    """Yield the cells of the grid, the last axis varying fastest."""
+    for points in itertools.product(*axes) if axes else ():
+        settings = {key: value for _, point in points for key, value in point.items()}
+        yield ",".join(name for name, _ in points), settings
 
 
-def _value(key: str, raw: Any, where: str) -> Any:
-    """Return `raw` as a value of the key's type; "none" unsets a key that may be unset, as on the command line."""
-    if key not in keys():
-        return raw  # refused by name, which is the cell's result and not the file's mistake
-    hint = keys()[key].hint
-    if isinstance(raw, str) and raw.lower() == "none" and NoneType in get_args(hint):
-        return None
-    return from_toml(raw, hint, where)
+def _named(document: dict[str, Any], path: str) -> Iterable[_Point]:
+    for number, table in enumerate(_tables(document, "cells", path), 1):
+        if "name" not in table:
+            raise ConfigError(
+                f'{path}: [[cells]] {number}, name is missing; give it one, as name = "compiled"'
+            )
+        name = from_toml(table["name"], str, f"{path}: [[cells]] {number}, name")
+        own = {key: value for key, value in table.items() if key != "name"}
+        yield name, _settings(own, f"{path}: cell {name},")
+
+
+def _name(settings: Settings) -> str:
+    """Name a point after its keys and values."""
+    return ",".join(f"{_short(key)}={_word(value)}" for key, value in settings.items())
+
+
+def _short(dotted: str) -> str:
+    """Return a key without its section, where no other section has one of that name."""
+    last = dotted.rpartition(".")[2]
+    return last if [key.name for key in keys().values()].count(last) == 1 else dotted
+
+
+def _word(value: Any) -> str:
+    text = "none" if value is None else show(value)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ an empty cell, and the reason stands below the table (in the CSV, beside it).
 
 import csv
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,61 +36,59 @@ class Row(NamedTuple):
             return "outdated" if self.outdated else "not run"
         return "interrupted" if self.record.state == "running" else self.record.state
 
+    def figure(self, name: str) -> float | int | None:
+        """Return a figure, None where there is none."""
+        value = None if self.record is None else self.record.figures.get(name)
+        return None if isinstance(value, str) else value
+
+    def shown(self, figure: Figure) -> str:
+        """Return a figure as it is shown; empty where there is none."""
+        value = self.figure(figure.name)
+        if value is None:
+            return ""
+        return format(value / 1e6 if figure.name == "bytes_per_step" else value, figure.format)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why a figure is not there, by its name."""
+        figures = {} if self.record is None else self.record.figures
+        return {name: value for name, value in figures.items() if isinstance(value, str)}
+
 
 def csv_table(rows: list[Row]) -> str:
     """Return the table with every figure in full, and what varies as columns of their own."""
     varied = varying_keys([row.cell for row in rows])
+    names = [figure.name for figure in FIGURES]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        [
-            "cell",
-            "state",
-            "ranks",
-            *varied,
-            *(figure.name for figure in FIGURES),
-            "seconds",
-            "exit_status",
-            "reason",
-        ]
-    )
+    writer.writerow(["cell", "state", "ranks", *varied, *names, "seconds", "exit_status", "reason"])
     for row in rows:
-        record = row.record
-        figures = {} if record is None else record.figures
-        numbers = ["" if figures.get(f.name) is None else figures[f.name] for f in FIGURES]
-        ranks, *ended = [""] * 4
-        if record is not None:
-            told = (record.ranks, record.seconds, record.exit_status, _why(record))
-            ranks, *ended = ["" if value is None else value for value in told]
-        writer.writerow(
-            [row.cell.name, row.state, ranks, *(_setting(row.cell, key) for key in varied), *numbers, *ended]
-        )
+        ranks = seconds = status = why = None
+        if row.record is not None:
+            ranks, seconds, status = row.record.ranks, row.record.seconds, row.record.exit_status
+            why = row.record.line or "; ".join(f"{name}: {reason}" for name, reason in row.reasons.items())
+        settings = [_setting(row.cell, key) for key in varied]
+        figures = map(row.figure, names)
+        writer.writerow([row.cell.name, row.state, ranks, *settings, *figures, seconds, status, why])
     return out.getvalue()
 
 
 def markdown_table(spec: Spec, rows: list[Row]) -> str:
     """Return a page: what was run, the table, and below it what is missing and why."""
-    header = ["cell", "ranks", *(_title(figure) for figure in FIGURES)]
+    titles = [f"{figure.title}, {figure.unit}".rstrip(", ") for figure in FIGURES]
     lines = [f"# {Path(spec.path).stem}", ""]
     if spec.header.description:
         lines += [spec.header.description, ""]
-    lines += [_told(spec, rows), "", _line(header), _line(["---", *["---:"] * (1 + len(FIGURES))])]
+    lines += [_summary(spec, rows), "", _line(["cell", "ranks", *titles])]
+    lines.append(_line(["---", *["---:"] * (1 + len(FIGURES))]))
     for row in rows:
-        cells = [number(row, figure) for figure in FIGURES]
+        figures = [row.shown(figure) for figure in FIGURES]
         if row.state != "finished":
-            cells[0] = row.state
+            figures[0] = row.state
         ranks = "" if row.record is None or row.record.ranks is None else str(row.record.ranks)
-        lines.append(_line([row.cell.name, ranks, *cells]))
-    notes = _notes(rows)
-    return "\n".join(lines + ([""] if notes else []) + [f"- {note}" for note in notes]) + "\n"
-
-
-def number(row: Row, figure: Figure) -> str:
-    """Return a figure as it is shown; empty where there is none."""
-    value = None if row.record is None else row.record.figures.get(figure.name)
-    if value is None:
-        return ""
-    return format(value / 1e6 if figure.name == "bytes_per_step" else value, figure.format)
+        lines.append(_line([row.cell.name, ranks, *figures]))
+    notes = [f"- {note}" for note in _notes(rows)]
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
 def varying_keys(cells: list[Cell]) -> list[str]:
@@ -119,7 +118,7 @@ def _data(row: Row) -> dict[str, str]:
     assert job is not None
     assert record is not None
     assert record.ranks is not None
-    t, parallel = job.training, job.parallelism
+    t, p = job.training, job.parallelism
     found: dict[str, Any] = {
         "debug.seed": job.debug.seed,
         "model.hf_assets_path": job.model.hf_assets_path,
@@ -133,25 +132,19 @@ def _data(row: Row) -> dict[str, str]:
         "training.text_column": t.text_column,
         # Each has its own part of the data; a degree of -1 depends on the machine.
         "data-parallel ranks": record.ranks
-        // (
-            parallel.tensor_parallel_degree
-            * parallel.context_parallel_degree
-            * parallel.pipeline_parallel_degree
-        ),
+        // (p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree),
     }
     return {key: "unset" if value is None else show(value) for key, value in found.items()}
 
 
-def _told(spec: Spec, rows: list[Row]) -> str:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.state] = counts.get(row.state, 0) + 1
+def _summary(spec: Spec, rows: list[Row]) -> str:
+    states = Counter(row.state for row in rows)
     finished = [row for row in rows if row.state == "finished"]
     ranks = memory_ranks(finished[0].cell.folder) if finished else "rank 0"
-    skip = spec.header.timing_skip_steps
     return (
-        f"`{spec.path}` over `{spec.header.base}`: {', '.join(f'{n} {state}' for state, n in counts.items())}. "
-        f"tokens/s: of all ranks, the median over the logged intervals that begin after step {skip}. "
+        f"`{spec.path}` over `{spec.header.base}`: {', '.join(f'{n} {state}' for state, n in states.items())}. "
+        "tokens/s: of all ranks, the median over the logged intervals that begin after step "
+        f"{spec.header.timing_skip_steps}. "
         f"Peak memory: {ranks}, what the allocator reserved, or on a CPU the process's resident set. "
         "A step's collectives, and what one rank receives by them, as the run counted them."
     )
@@ -159,6 +152,7 @@ def _told(spec: Spec, rows: list[Row]) -> str:
 
 def _notes(rows: list[Row]) -> list[str]:
     notes = []
+    reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.outdated:
             notes.append(f"`{row.cell.name}` outdated: what was run had other settings")
@@ -166,24 +160,13 @@ def _notes(rows: list[Row]) -> list[str]:
             status = "" if row.record.exit_status is None else f" (exit status {row.record.exit_status})"
             line = f": {row.record.line}" if row.record.line else ""
             notes.append(f"`{row.cell.name}` {row.state}{status}{line}")
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        for name, reason in {} if row.record is None else row.record.missing.items():
+        for name, reason in row.reasons.items():
             title = next(figure.title for figure in FIGURES if figure.name == name)
-            reasons.setdefault(f"no {title}: {reason}", []).append(row.cell.name)
-    for told, names in reasons.items():
-        whose = (
-            "all that finished"
-            if len(names) == sum(row.state == "finished" for row in rows)
-            else _code(names)
-        )
-        notes.append(f"{whose}: {told}")
+            reasons.setdefault(f"no {title}: {reason}", []).append(f"`{row.cell.name}`")
+    finished = sum(row.state == "finished" for row in rows)
+    for reason, names in reasons.items():
+        notes.append(f"{'all that finished' if len(names) == finished else ', '.join(names)}: {reason}")
     return notes + different_data(rows)
-
-
-def _why(record: Record) -> str | None:
-    missing = [f"{name}: {reason}" for name, reason in record.missing.items()]
-    return "; ".join([record.line] if record.line else missing) or None
 
 
 def _setting(cell: Cell, key: str) -> str:
@@ -194,13 +177,5 @@ def _setting(cell: Cell, key: str) -> str:
     return "none" if value is None else value if isinstance(value, str) else show(value)
 
 
-def _title(figure: Figure) -> str:
-    return f"{figure.title}, {figure.unit}" if figure.unit else figure.title
-
-
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _code(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

@@ -16,8 +16,8 @@ from contextlib import redirect_stdout
 
 from titanplans.cli.verify.arguments import Request, parse
 from titanplans.errors import UserError
+from titanplans.training.exit_status import refuse
 from titanplans.training.logs import init_logging
-from titanplans.training.outcome import refuse
 from titanplans.training.signals import Stopped, stop_on_signals
 
 

@@ -1,6 +1,7 @@
-"""How a process tells how it ended: a refusal in one line, a failure with its traceback.
+"""How a process ends: a refusal in one line, a failure with its traceback, and the exit status of each.
 
-On one rank or many, each thing is told once, and by the rank that knows it first.
+Where several ranks fail, all but one fail because another is gone. Which one was first is known to who started them
+(`titanplans.training.launch`, or torchrun): a rank leaves its exception in the file that TORCHELASTIC_ERROR_FILE names.
 """
 
 import os
@@ -10,14 +11,6 @@ import traceback
 from typing import NoReturn
 
 from titanplans.errors import UserError
-
-# What gloo and NCCL say on a rank whose peer is gone, as opposed to one where something went wrong.
-_PEER_IS_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-)
 
 
 def refuse(error: UserError, rank: int) -> int:
@@ -30,20 +23,24 @@ def refuse(error: UserError, rank: int) -> int:
 
 
 def fail(error: Exception, rank: int) -> int:
-    """Print what went wrong on this rank, with its traceback, and return 1."""
-    gone = [text for text in _PEER_IS_GONE if text in str(error)]
-    if gone:
-        print(f"rank {rank}: lost another rank ({gone[0]})", file=sys.stderr, flush=True)
-        time.sleep(1.0)  # so that the launcher sees the other one's end first, and names it
-        return 1
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for torchrun's report
+    """Tell what went wrong on this rank, with its traceback, and return 1. Call it where `error` is handled.
+
+    A rank that was started by torchrun or by `titanplans.training.launch` leaves the telling to them.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
         # Not at the top: a mistake in a TOML file is told without waiting for torch to be imported.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-    text = "".join(traceback.format_exception(error))
-    print(f"rank {rank}: {text}", file=sys.stderr, end="", flush=True)
+    else:
+        print(f"rank {rank}: {''.join(traceback.format_exception(error))}", file=sys.stderr, end="")
+        print(f"error: rank {rank} failed: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
     return 1
+
+
+def one_line(text: str) -> str:
+    """Return the first line of a message, which libraries continue with advice and stack frames."""
+    return text.strip().partition("\n")[0]
 
 
 def exit_now(status: int) -> NoReturn:
