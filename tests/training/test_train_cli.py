@@ -1,6 +1,7 @@
 """`python train.py` as a user meets it: exit statuses, what is on the screen, and a rank that dies."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from titanplans.cli.main import main
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 CONFIG = {
@@ -131,6 +134,28 @@ def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folde
     assert "Traceback" not in (folder / "stderr").read_text()
 
 
+@pytest.fixture
+def told(folder, monkeypatch, capsys):
+    """Return a function that runs `titanplans train` in this process, for a job that does not start."""
+    monkeypatch.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def told(*options: str) -> tuple[int, str, str]:
+        try:
+            status = main(["train", *options])
+        except SystemExit as ended:
+            status = ended.code
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    yield told
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -138,8 +163,8 @@ def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folde
         (["job.toml", "--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree = 3"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(folder, options, named):
-    status, stdout, stderr = run(folder, *options)
+def test_bad_input_is_one_line_and_status_2(told, options, named):
+    status, stdout, stderr = told(*options)
     assert status == 2
     assert stderr.startswith("error: ")
     assert named in stderr
@@ -147,22 +172,23 @@ def test_bad_input_is_one_line_and_status_2(folder, options, named):
     assert "step" not in stdout
 
 
-def test_print_config_starts_nothing(folder):
-    status, stdout, stderr = run(folder, "job.toml", "--print-config")
+def test_print_config_starts_nothing(folder, told):
+    status, stdout, stderr = told("job.toml", "--print-config")
     assert (status, stderr) == (0, "")
     assert "tensor_parallel_degree = 2" in stdout
     assert not (folder / "out").exists()
 
 
-def test_rank_of_torchrun_checks_against_its_world(folder):
-    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    status, _, stderr = run(folder, "job.toml", **torchrun)
+def test_rank_of_torchrun_checks_against_its_world(told, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    status, _, stderr = told("job.toml")
     assert status == 2
     assert "tensor_parallel_degree = 2" in stderr
     assert stderr.count("\n") == 1
 
 
-def test_a_plan_of_the_users_own_reaches_every_rank(folder):
+def test_a_plan_of_the_users_own_reaches_every_rank(folder, told):
     (folder / "my_plans.py").write_text(
         """
 from titanplans import TPPlan, register_plan
@@ -181,7 +207,7 @@ class GranitePlan(TPPlan):
     status, out, err = run(folder, "job.toml", *options, PYTHONPATH=str(folder))
     assert status == 0, err
     assert len(LOSS.findall(out)) == 2
-    status, out, err = run(folder, "job.toml", *options[2:])
+    status, out, err = told("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
     assert "no plan is registered for GraniteForCausalLM" in err
 

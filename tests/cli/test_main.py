@@ -1,0 +1,73 @@
+"""The one command: its words, and that what needs no model answers without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanplans.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_TORCH = """
+import sys
+from titanplans.cli.main import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as ended:
+    status = ended.code
+heavy = {"torch", "numpy", "transformers", "torchtitan", "datasets", "PIL"} & sys.modules.keys()
+assert not heavy, heavy
+sys.exit(status)
+"""
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("", 0, "titanplans verify gla"),
+        ("--help", 0, "titanplans COMMAND --help"),
+        ("train --help", 0, "--training.steps"),
+        ("verify --help", 0, "--process-group"),
+        ("list --help", 0, "list"),
+        ("async-tp --help", 0, "--tp"),
+        ("sweep --help", 0, "--dry-run"),
+        ("train configs/gla_debug.toml --print-config", 0, "tensor_parallel_degree = 2"),
+        ("trian configs/gla_debug.toml", 2, "error: trian: no such command; did you mean train?"),
+        ("export", 2, "error: export: no such command; there are train, verify, list, async-tp, sweep"),
+        ("train", 2, "error: no job file given"),
+        ("train configs/gla_debgu.toml", 2, "error: configs/gla_debgu.toml: no such job file"),
+        ("train configs/gla_debug.toml --training.stepz=3", 2, "did you mean training.steps?"),
+        ("train configs/gla_debug.toml --lr_scheduler.total_steps=3", 2, "ends before training.steps"),
+        ("verify gla --lyers 2", 2, "error: unrecognized arguments: --lyers 2"),
+        ("async-tp gla --tp 1", 2, "is not a list of degrees above 1"),
+        ("sweep configs/experiments/none.toml", 2, "no such sweep file"),
+        ("sweep configs/experiments/tp_variants.toml --only tp9", 2, "error: --only tp9"),
+    ],
+)
+def test_words_are_read_before_torch_is_imported(words, status, told):
+    ended, out, err = run(sys.executable, "-c", WITHOUT_TORCH, *words.split())
+    assert ended == status, err
+    assert told in (out if status == 0 else err)
+    if status == 2:
+        assert (out, err.count("\n")) == ("", 1)
+
+
+def test_every_command_is_on_the_page(capsys):
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"    titanplans {command}" in page for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "words", [("configs/gla_debug.toml", "--print-config"), ("configs/gla_debug.toml", "--training.stepz=3")]
+)
+def test_train_py_and_the_command_are_one(words):
+    doors = [("train.py",), ("-m", "titanplans", "train")]
+    by_file, by_module = (run(sys.executable, *door, *words) for door in doors)
+    assert by_file == by_module

@@ -1,0 +1,120 @@
+"""What is built and installed is the whole project, and works beside folders of the same names."""
+
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomli
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("titanplans", "plans", "models", "pyproject.toml", "README.md", "LICENSE")
+BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+MY_PLANS = """
+from titanplans import TPPlan, register_plan
+
+@register_plan("qwen3")
+class MyPlan(TPPlan):
+    def attn_plan(self, attn):
+        return {
+            **self.attn_input(),
+            "q_proj": self.colwise(), "k_proj": self.colwise(), "v_proj": self.colwise(),
+            "o_proj": self.rowwise(),
+        }
+"""
+MY_MODELS = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def build():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+"""
+
+
+def packages() -> dict[str, Path]:
+    """Return every package by its name, with its folder."""
+    found = {}
+    for top, name in (
+        (ROOT / "titanplans", "titanplans"),
+        *((ROOT / n, f"titanplans.{n}") for n in ("plans", "models")),
+    ):
+        for file in top.rglob("__init__.py"):
+            found[".".join([name, *file.parent.relative_to(top).parts])] = file.parent
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """The wheel and the source distribution, built in a copy: building writes beside the sources."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in SOURCES:
+        (copy / name).parent.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-r", ROOT / name, copy / name], check=True)
+    subprocess.run([sys.executable, "-c", BUILD], cwd=copy, check=True, capture_output=True)
+    (wheel,), (sdist,) = (copy / "dist").glob("*.whl"), (copy / "dist").glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_every_package_is_listed():
+    listed = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(packages())
+
+
+def test_wheel_and_source_hold_every_file(built):
+    wheel, sdist = built
+    with zipfile.ZipFile(wheel) as file:
+        installed = set(file.namelist())
+    with tarfile.open(sdist) as file:
+        released = {name.partition("/")[2] for name in file.getnames()}
+    for package, folder in packages().items():
+        files = [*folder.glob("*.py"), *folder.glob("*.toml"), *folder.glob("tokenizer/*.json")]
+        for file in files:
+            path = file.relative_to(folder).as_posix()
+            assert f"{package.replace('.', '/')}/{path}" in installed
+            assert file.relative_to(ROOT).as_posix() in released
+    assert not [name for name in installed if name.startswith(("plans/", "models/", "tests/"))]
+
+
+@pytest.fixture(scope="module")
+def python(built, tmp_path_factory) -> Path:
+    """The Python of an environment that has the wheel, and what it depends on."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    # A .pth file adds these folders, but not what their own .pth files add: an editable install is left out.
+    dependencies = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "dependencies.pth").write_text("\n".join(dependencies))
+    return folder / "bin" / "python"
+
+
+def test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_its_own(python, tmp_path):
+    for name in ("plans", "models", "training", "parallel"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(
+            "raise SystemExit('a package of somebody else was imported')"
+        )
+    (tmp_path / "my_plans.py").write_text(MY_PLANS)
+    (tmp_path / "my_models.py").write_text(MY_MODELS)
+    words = ["verify", "my_plans:MyPlan", "--model", "my_models:build", "--tp", "2", "--loss-parallel"]
+    done = subprocess.run(
+        [python, "-m", "titanplans", *words, "--sequence-parallel"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MyPlan" in done.stdout
+    where = subprocess.run(
+        [python, "-c", "import titanplans, titanplans.plans; print(titanplans.plans.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(where.stdout.strip()).is_relative_to(python.parents[1])
