@@ -75,7 +75,7 @@ def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen:
 def run(folder: Path, *options: str, **environment: str) -> tuple[int, str, str]:
     process = start(folder, *options, **environment)
     try:
-        status = process.wait(timeout=120)
+        status = process.wait(timeout=300)
     finally:
         process.kill()
     return status, (folder / "stdout").read_text(), (folder / "stderr").read_text()
@@ -86,7 +86,7 @@ def losses(folder: Path) -> dict[int, str]:
 
 
 def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while max(losses(folder), default=0) < step:
         assert process.poll() is None, (folder / "stderr").read_text()
         assert time.monotonic() < deadline, (folder / "stdout").read_text()
