@@ -4,11 +4,12 @@ Combinations of options are in test_combinations.py.
 """
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
+import equal
 import pytest
 import torch
-import worlds
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,6 @@ SMALL = dict(
     hidden_size=64, num_heads=4, num_hidden_layers=4, vocab_size=96, intermediate_size=48, use_cache=False
 )
 ODD = dict(vocab_size=97, intermediate_size=45, num_kv_heads=1)
-BATCH, LENGTH = 4, 32
 
 CASES = {
     "tp 2 x fsdp 2": dict(tp=2),
@@ -46,6 +46,9 @@ def build(kind="transformer", tied=False):
         return qwen3()
     from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
 
+    from titanplans.modeling import kernels
+
+    kernels.install("cpu")
     config, model = {
         "odd": (TransformerConfig, TransformerForCausalLM),
         "transformer": (TransformerConfig, TransformerForCausalLM),
@@ -69,39 +72,9 @@ def qwen3():
     )
 
 
-def logits_of(model, tokens):
-    return model(input_ids=tokens, use_cache=False).logits
-
-
-def loss_of(logits, tokens):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum") / (
-        BATCH * LENGTH
-    )
-
-
-def step(model):
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    # SGD: AdamW's first step is the gradient's sign, which hides a wrong length and magnifies a rounding.
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def reference(kind="transformer", tied=False):
-    model = build(kind, tied)
-    tokens = all_tokens(kind)
-    loss = loss_of(logits_of(model, tokens), tokens)
-    loss.backward()
-    norm = step(model)
-    return loss.item(), norm.item(), {name: p.detach() for name, p in model.named_parameters()}
-
-
-def all_tokens(kind):
-    length = LENGTH - 1 if kind in ("odd", "qwen3") else LENGTH
-    return torch.randint(0, 32, (BATCH, length), generator=torch.Generator().manual_seed(1))
-
-
-def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default", kind="transformer", tied=False,
-                  loss_parallel=True, sequence_parallel=True, dtype="float32"):  # fmt: skip
+def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", loss_parallel=True,
+          sequence_parallel=True, dtype="float32"):  # fmt: skip
+    """Return the model as `parallelize` splits it, with torch's own loss, norm and clipping."""
     import torch.distributed as dist
     from torch.distributed.tensor.parallel import loss_parallel as on_shards
     from torchtitan.distributed import ParallelDims
@@ -110,7 +83,6 @@ def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default",
     from titanplans.parallel import EveryNthLayer, parallelize
 
     dims = ParallelDims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
-    model = build(kind, tied)
     checkpointing = {
         None: None,
         "full": FullAC.Config(),
@@ -135,73 +107,43 @@ def parallel_step(*, tp, replicate=1, ac=None, compile=False, reshard="default",
         ac_config=checkpointing[ac],
         dump_folder="",
         loss_parallel=loss_parallel,
-        plan=TinyPlan if kind == "tiny" else None,
+        plan=TinyPlan if isinstance(model, Tiny) else None,
     )
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert [equal.plain(name) for name, _ in model.named_parameters()] == names
+    layers = len(block_list(model))
+    assert sum(m._compiled_call_impl is not None for m in model.modules()) == (layers if compile else 0)
+    sharded = loss_parallel and tp > 1
+
+    def loss(logits, labels):
+        assert isinstance(logits, DTensor) == sharded
+        return equal.summed_cross_entropy(logits, labels)
+
     batch = dims.get_optional_mesh("batch")
-    part, parts = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
-    tokens = all_tokens(kind).chunk(parts)[part]
-    logits = logits_of(model, tokens)
-    assert isinstance(logits, DTensor) == (loss_parallel and tp > 1)
-    with on_shards() if isinstance(logits, DTensor) else contextlib.nullcontext():
-        loss = loss_of(logits, tokens)
-        loss.backward()
-    loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach().clone()
-    if batch:
-        dist.all_reduce(loss, group=batch.get_group())
-    norm = step(model)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    weights = {
-        name.replace("_checkpoint_wrapped_module.", ""): p.full_tensor()
-        for name, p in model.named_parameters()
-    }
-    assert list(weights) == names
-    compiled = sum(m._compiled_call_impl is not None for m in model.modules())
-    return loss.item(), norm.item(), weights, compiled
+    context = on_shards if sharded else contextlib.nullcontext
+    return equal.Parallel(model, batch and batch.get_group(), loss, context)
 
 
-def all_cases(rank):
-    from titanplans.modeling import kernels
-    from titanplans.training.device import prepare_device
+def block_list(model):
+    return model.layers if isinstance(model, Tiny) else model.model.layers
 
-    prepare_device()
-    kernels.install("cpu")
-    return {name: parallel_step(**case) for name, case in CASES.items()}
+
+def case(options):
+    options = dict(options)
+    kind, tied = options.pop("kind", "transformer"), options.pop("tied", False)
+    return equal.Case(
+        functools.partial(build, kind, tied),
+        functools.partial(split, **options),
+        length=31 if kind in ("odd", "qwen3") else 32,
+        tolerance=equal.BFLOAT16 if options.get("dtype") == "bfloat16" else equal.FLOAT32,
+    )
 
 
 @pytest.fixture(scope="module")
-def results():
-    return worlds.run(all_cases, 4)
-
-
-@pytest.fixture(scope="module")
-def references():
-    from titanplans.modeling import kernels
-
-    kernels.install("cpu")
-    return {
-        key: reference(*key)
-        for key in {(case.get("kind", "transformer"), case.get("tied", False)) for case in CASES.values()}
-    }
+def differences():
+    return equal.equals_one_process({name: case(options) for name, options in CASES.items()}, ranks=4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_equals_single_process(name, results, references):
-    case = CASES[name]
-    expected_loss, expected_norm, expected = references[
-        case.get("kind", "transformer"), case.get("tied", False)
-    ]
-    loss, norm, weights, compiled = results[name]
-    if case.get("dtype") == "bfloat16":
-        # 8 bits of mantissa: a product is off by up to 2^-9, a step of four layers by a few of these.
-        assert loss == pytest.approx(expected_loss, rel=1e-2)
-        assert norm == pytest.approx(expected_norm, rel=3e-2)
-        return
-    # float32, sums of a few hundred terms in another order: some tens of epsilons (1.2e-7).
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert norm == pytest.approx(expected_norm, rel=1e-5)
-    for key, value in expected.items():
-        torch.testing.assert_close(
-            weights[key], value, rtol=1e-4, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}"
-        )
-    layers = 2 if case.get("kind") in ("tiny", "qwen3") else SMALL["num_hidden_layers"]
-    assert compiled == (layers if case.get("compile") else 0)
+def test_step_equals_single_process(name, differences):
+    assert name not in differences, differences[name]
