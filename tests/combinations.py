@@ -173,7 +173,7 @@ def run_one(combination):
 def parallelise(combination, model):
     """Return the model as the combination splits it on this rank."""
     from titanplans.parallel import apply_strategy, cross_entropy, total_norm
-    from titanplans.parallel.gradients import align_gradients
+    from titanplans.tensor_parallel.gradients import align_gradients
 
     config, degrees = strategy(combination)
     mesh = mesh_once(degrees)

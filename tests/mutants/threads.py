@@ -12,22 +12,19 @@ operators of torch's loss parallelism) is never seen half done.
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
     _uninstall_threaded_pg,
     ret_work,
 )
-
-from titanplans.proof import step
 
 T = TypeVar("T")
 Signature = tuple[Any, ...]
@@ -194,12 +191,9 @@ def _threaded() -> Iterator[None]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     excepthook = sys.excepthook  # torch puts its own before it with each process group
-    step.loss_parallel = nullcontext  # torch's switch is one for the process: here it is on for all ranks
     try:
-        with loss_parallel():
-            yield
+        yield
     finally:
-        step.loss_parallel = loss_parallel
         sys.excepthook = excepthook
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

@@ -16,8 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.parallel.degrees import Degrees
-from titanplans.parallel.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
 from titanplans.parallel.mesh import Mesh
+from titanplans.tensor_parallel.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 MODELS = {

@@ -19,7 +19,7 @@ from titanplans.parallel import (
     process_group,
     read_strategy,
 )
-from titanplans.parallel.loss import cross_entropy
+from titanplans.tensor_parallel.loss import cross_entropy
 
 STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 6
 CASES = {

@@ -14,8 +14,6 @@ from titanplans.parallel.degrees import Degrees
 from titanplans.parallel.float8 import Conversion, convert_to_float8
 from titanplans.parallel.fsdp.conditions import shard_model
 from titanplans.parallel.fsdp.gradient_sync import unsharded
-from titanplans.parallel.gradients import clip_gradients, skip_nonfinite, total_norm
-from titanplans.parallel.loss import count_tokens, cross_entropy
 from titanplans.parallel.manager import ParallelManager
 from titanplans.parallel.mesh import Mesh
 from titanplans.parallel.order import apply_strategy
@@ -33,6 +31,8 @@ from titanplans.parallel.strategies import (
     read_strategy,
     write_strategy,
 )
+from titanplans.tensor_parallel.gradients import clip_gradients, skip_nonfinite, total_norm
+from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
 
 __all__ = [
     "ActivationCheckpointing",

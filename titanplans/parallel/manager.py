@@ -18,16 +18,17 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.observe.effect import Effect
-from titanplans.parallel import ddp, gradients, interplay, megatron_fsdp
+from titanplans.parallel import ddp, interplay, megatron_fsdp
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
 from titanplans.parallel.degrees import Degrees, refuse_unsupported
 from titanplans.parallel.fsdp import gradient_sync
-from titanplans.parallel.loss import count_tokens, cross_entropy
 from titanplans.parallel.mesh import Mesh
 from titanplans.parallel.order import apply_strategy
 from titanplans.parallel.process_group import default_device_type
 from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.strategies import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
+from titanplans.tensor_parallel import gradients
+from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
 from titanplans.torch_private import group_device_types
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -11,6 +11,7 @@ from titanplans.proof.reference import Reference
 from titanplans.proof.report import Check
 from titanplans.proof.tolerance import difference, largest
 from titanplans.proof.world import World, wholes
+from titanplans.tensor_parallel.gradients import align_gradients
 
 
 class Comparison(NamedTuple):
@@ -65,7 +66,7 @@ def compare(model: nn.Module, reference: Reference, world: World) -> Comparison:
     with torch.no_grad():
         see("loss", loss, reference.loss, reference.loss_unit, "")
         see("logits", logits.detach(), reference.logits, reference.logits_unit, "")
-        step.reduce_gradients(model)
+        align_gradients(model.parameters())
         missing, unexpected = [], []
         for name, param in model.named_parameters():
             expected = reference.gradients.get(name)

@@ -20,6 +20,7 @@ from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Finding, Localisation, Place, epsilons
 from titanplans.proof.tolerance import difference
 from titanplans.proof.world import World, wholes
+from titanplans.tensor_parallel.gradients import align_gradients
 from titanplans.tensor_parallel.styles import Style
 
 BESIDE = 2
@@ -109,7 +110,7 @@ class _Search:
         """Return, from the loss back, the gradient of each module's output and then of its own parameters."""
         before = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         held = {n: None if _sharded(grad) else self.world.every(grad) for n, grad in before.items()}
-        step.reduce_gradients(self.model)
+        align_gradients(self.model.parameters())
         left = {n: p.grad for n, p in self.model.named_parameters() if n in self.reference.gradients}
         places: list[_Seen] = []
         for key in reversed(self.whole.order):

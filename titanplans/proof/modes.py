@@ -2,8 +2,8 @@
 
 `Widen`: a model that computes a norm or a softmax in float32, whatever its inputs are, would hide
 everything below 1e-7; during a proof its float32 means the dtype of the proof.
-`einsum_by_rank`: torch.einsum asks for sizes in a way in which LocalTensorMode can't answer where
-they differ between the ranks.
+`by_rank`: some functions ask for sizes in a way in which LocalTensorMode can't answer where they differ
+between the ranks.
 `exact_float8`: torchao emulates float8 products in float32, which would hide the same.
 """
 
@@ -17,6 +17,7 @@ from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_ten
 from torch.overrides import TorchFunctionMode
 
 from titanplans.errors import PlanError
+from titanplans.tensor_parallel import gradients
 from titanplans.tensor_parallel.float8 import float8_linears
 
 
@@ -39,22 +40,24 @@ class Widen(TorchFunctionMode):
 
 
 @contextmanager
-def einsum_by_rank() -> Iterator[None]:
-    """Run torch.einsum rank by rank on simulated shards of different sizes, where no gradient is asked for.
+def by_rank() -> Iterator[None]:
+    """Run rank by rank what asks for sizes in which simulated shards may differ.
 
-    That is in the backward of fused kernels, which no function mode reaches: so the name is replaced.
+    That is torch.einsum where no gradient is asked for, in the backward of fused kernels, and the norm of a rank's
+    gradients. No function mode reaches either, so the names are replaced.
     """
-    original, by_rank = torch.einsum, maybe_run_for_local_tensor(torch.einsum)
+    einsum, power = torch.einsum, gradients.local_power
+    einsum_of_each = maybe_run_for_local_tensor(einsum)
 
-    def einsum(*args: Any, **kwargs: Any) -> Any:
+    def einsum_by_rank(*args: Any, **kwargs: Any) -> Any:
         uneven = not torch.is_grad_enabled() and any(map(_uneven, args))
-        return (by_rank if uneven else original)(*args, **kwargs)
+        return (einsum_of_each if uneven else einsum)(*args, **kwargs)
 
-    torch.einsum = einsum
+    torch.einsum, gradients.local_power = einsum_by_rank, maybe_run_for_local_tensor(power)
     try:
         yield
     finally:
-        torch.einsum = original
+        torch.einsum, gradients.local_power = einsum, power
 
 
 def _uneven(operand: Any) -> bool:

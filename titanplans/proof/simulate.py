@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans.errors import PlanError
-from titanplans.proof.modes import einsum_by_rank
+from titanplans.proof.modes import by_rank
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     Raises:
         PlanError: this process is a rank already.
     """
-    with _fake_group(number), LocalTensorMode(number), einsum_by_rank():
+    with _fake_group(number), LocalTensorMode(number), by_rank():
         yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
 
 

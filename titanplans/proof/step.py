@@ -1,16 +1,18 @@
-"""One training step as a trainer takes it, of a whole model or of a split one: the same functions for both."""
+"""One training step of a whole model or of a split one: the same functions for both.
+
+Loss, gradient norm and the sum of Partial gradients are those of training (`titanplans.tensor_parallel`).
+"""
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from titanplans.proof.modes import Widen
+from titanplans.tensor_parallel.gradients import total_norm
+from titanplans.tensor_parallel.loss import cross_entropy
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What a model raises that does not run here, or is split wrongly: no driver, shapes that don't match, a parameter
@@ -33,51 +35,25 @@ def forward(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     return output["logits"] if isinstance(output, Mapping) else output[0]
 
 
-def backward(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of `logits` [..., vocabulary], a scalar, after its backward.
+Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Of logits [..., vocabulary], a DTensor where they are sharded, and labels [...]: the sum over tokens, divided by
+how many there are; a plain scalar."""
 
-    Of logits that are sharded over the vocabulary by torch's `loss_parallel`: three all-reduces of
-    one number a token.
+
+def backward(logits: torch.Tensor, labels: torch.Tensor, loss: Loss = cross_entropy) -> torch.Tensor:
+    """Return the mean loss of `logits` [..., vocabulary], a plain scalar, after its backward.
+
+    Where the loss asks for float32, it is given the dtype of the logits.
     """
-    sharded = isinstance(logits, DTensor) and any(p.is_shard(logits.ndim - 1) for p in logits.placements)
-    if isinstance(logits, DTensor) and not sharded:
-        logits = logits.full_tensor()
-    with _sharded_loss(sharded):
-        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
-        loss.backward()
-    return loss.detach()
-
-
-@contextmanager
-def _sharded_loss(sharded: bool) -> Iterator[None]:
-    if not sharded:
-        yield
-        return
-    # torch's context manager has no try/finally: an exception that passes through it leaves its
-    # operators on, for every cross entropy to come. So it is never told of one.
-    context = loss_parallel()
-    context.__enter__()
-    try:
-        yield
-    finally:
-        context.__exit__(None, None, None)
-
-
-def reduce_gradients(model: nn.Module) -> None:
-    """Lay each gradient out as its parameter: a Partial one, of a replicated parameter, is summed.
-
-    So does FSDP2 before it shards them. AdamW alone would sum a Partial gradient too, three times
-    over: once where it enters the first moment, and twice where it is squared into the second.
-    """
-    for param in model.parameters():
-        if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-            param.grad = param.grad.redistribute(placements=param.placements)
+    with Widen(logits.dtype):
+        value = loss(logits, labels, labels.numel())
+    value.backward()
+    return value.detach()
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Return the 2-norm of all gradients, as torchtitan's clipping computes it; a plain scalar."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Return the 2-norm of all gradients; Partial ones are summed over the ranks in `.grad` first."""
+    return total_norm(model.parameters())
 
 
 def adamw_step(model: nn.Module) -> torch.optim.AdamW:

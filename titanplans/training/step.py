@@ -1,6 +1,6 @@
 """The end of a training step, between the last backward and the optimizer: the gradient's norm, and steps left out.
 
-torchtitan's `train_step` has no hook there. The norm itself is `titanplans.parallel.gradients`' work.
+torchtitan's `train_step` has no hook there. The norm itself is `titanplans.tensor_parallel.gradients`' work.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torchtitan.distributed import utils as dist_utils
 
-from titanplans.parallel.gradients import clip_gradients, skip_nonfinite
+from titanplans.tensor_parallel.gradients import clip_gradients, skip_nonfinite
 
 Clip = Callable[[list[torch.Tensor], float], torch.Tensor]
 

@@ -58,7 +58,7 @@ def total_norm(
         if param.grad is not None:
             local.append(_local(param.grad))
     powers = torch.stack(
-        [_zero(device), *(_local_power(local, norm_type, device) for local in members.values())]
+        [_zero(device), *(local_power(local, norm_type, device) for local in members.values())]
     )
     for group in dict.fromkeys(group for groups in members for group in groups):
         rows = [row for row, groups in enumerate(members, start=1) if group in groups]
@@ -194,7 +194,7 @@ def _zero(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _local_power(local: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def local_power(local: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the sum of |g|^p over all elements on this rank, or their maximum for p = inf; float64."""
     norms = [_zero(device).reshape(1)]
     for (kind, dtype), grads in _alike(local).items():

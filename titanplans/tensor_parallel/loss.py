@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
+from titanplans.tensor_parallel.collectives import shard_size
 
 IGNORED = -100
 """The label of a token that does not count: torch's default."""
@@ -38,8 +39,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: int | torc
             f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}: one label for each "
             "position, the next token's"
         )
-    group: Any = None
-    first, vocabulary = 0, logits.shape[-1]
+    shard: tuple[Any, ...] | None = None
+    vocabulary = logits.shape[-1]
     if isinstance(logits, DTensor):
         placement, mesh = logits.placements[0], logits.device_mesh
         if mesh.ndim != 1 or not (placement.is_replicate() or placement.is_shard(logits.ndim - 1)):
@@ -47,17 +48,19 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: int | torc
                 f"logits with placements {logits.placements}: whole, or sharded over the vocabulary of a 1-D mesh"
             )
         if placement.is_shard():
-            group = mesh.get_group()
-            first = min(vocabulary, mesh.get_local_rank() * -(-vocabulary // mesh.size()))
+            size = shard_size(vocabulary, mesh.size())
+            # By `narrow`, not by arithmetic on the rank: it also differs between ranks that one process simulates.
+            firsts = torch.arange(mesh.size(), device=labels.device) * size
+            shard = firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, mesh.get_group()
         logits = logits.to_local()
     flat = logits.flatten(0, -2)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    if group is None:
+    if shard is None:
         total = torch.nn.functional.cross_entropy(
             flat, labels.reshape(-1), reduction="sum", ignore_index=IGNORED
         )
     else:
-        total = cast(torch.Tensor, _Sharded.apply(flat, labels.reshape(-1), first, vocabulary, group))
+        total = cast(torch.Tensor, _Sharded.apply(flat, labels.reshape(-1), *shard))
     return total / tokens
 
 
@@ -75,11 +78,20 @@ def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 
 
 class _Sharded(torch.autograd.Function):
-    """The sum of cross entropies of logits [tokens, share of the vocabulary], of which this rank's begin at `first`."""
+    """The sum of cross entropies of logits [tokens, share of the vocabulary], of which this rank's begin at `first` [1].
+
+    A share has `size` columns, on the last ranks fewer.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, vocabulary: int, group: Any
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        first: torch.Tensor,
+        size: int,
+        vocabulary: int,
+        group: Any,
     ) -> torch.Tensor:
         width = logits.shape[-1]
         # A rank may hold none of the vocabulary.
@@ -90,7 +102,8 @@ class _Sharded(torch.autograd.Function):
         torch._assert_async(
             (~counts | ((labels >= 0) & (labels < vocabulary))).all(), "a label outside of the vocabulary"
         )
-        mine = counts & (labels >= first) & (labels < first + width)
+        # Counted labels are below `vocabulary`: that the last shares have fewer columns needs no test.
+        mine = counts & (labels >= first) & (labels < first + size)
         index = torch.where(mine, labels - first, 0)[:, None]
         own = (
             torch.where(mine, logits.gather(-1, index)[:, 0], 0) if width else logits.new_zeros(labels.shape)
@@ -106,4 +119,4 @@ class _Sharded(torch.autograd.Function):
         gradient = probabilities
         if gradient.shape[-1]:
             gradient = gradient.scatter_add(-1, index, -mine[:, None].to(gradient.dtype))
-        return gradient * (grad * counts[:, None]), None, None, None, None
+        return gradient * (grad * counts[:, None]), None, None, None, None, None
