@@ -2,18 +2,20 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from mutants import threads
 from mutants.corpus import Mutant
 from titanplans import PlanError, check_plan
+from titanplans.proof import simulate as simulated
+from titanplans.proof import threads
 from titanplans.proof.case import prove_cases
 from titanplans.proof.report import CaseResult
-from titanplans.proof.world import World, simulated
+from titanplans.proof.world import Run, World
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
 
 
 def simulate(mutant: Mutant) -> Verdict:
-    """Prove a mutant as `verify` does by default: over simulated ranks."""
-    return _verdict(mutant, partial(simulated, mutant.options.degree, torch.device("cpu")))
+    """Prove a mutant over simulated ranks."""
+    return _verdict(mutant, partial(simulated.run, mutant.options.degree, CPU))
 
 
 def _refused(mutant: Mutant) -> str | None:
@@ -72,16 +74,17 @@ def _refused(mutant: Mutant) -> str | None:
 
 
 def _over_threads(degree: int, mutants: list[Mutant]) -> list[Verdict]:
-    return threads.run(
-        degree, lambda world: [_verdict(mutant, partial(nullcontext, world)) for mutant in mutants]
-    )
+    def prove(world: World) -> list[Verdict]:
+        return [_verdict(mutant, lambda work: work(world)) for mutant in mutants]
+
+    return threads.run(degree, CPU, prove)
 
 
-def _verdict(mutant: Mutant, world: "partial[nullcontext[World]] | partial") -> Verdict:
+def _verdict(mutant: Mutant, run: Run) -> Verdict:
     reference = mutant.architecture.reference()
     try:
         (case,) = prove_cases(
-            reference, mutant.plan, [mutant.options], world, find=True, tell=lambda words: None
+            reference, mutant.plan, [mutant.options], run, find=True, tell=lambda words: None
         )
     except PlanError as error:
         return Verdict(mutant, str(error), None)

@@ -5,19 +5,17 @@ as the right module in place.py, what may survive in equivalent.py.
 """
 
 from collections import Counter
-from contextlib import nullcontext
 
 import pytest
-import torch
-from mutants import threads
 from mutants.architectures import ARCHITECTURES
 from mutants.corpus import mutants
 from mutants.equivalent import EQUIVALENT, equivalence
 from mutants.place import named, right
-from mutants.prove import simulate, verdicts
+from mutants.prove import CPU, simulate, verdicts
 from mutants.tally import TALLY
 
 from titanplans import TPOptions, registered_plans
+from titanplans.proof import threads
 from titanplans.proof.case import prove_cases
 
 LEAST = {
@@ -82,7 +80,7 @@ def test_the_plans_themselves_are_right_over_threads(degree):
                 architecture.reference(),
                 None,
                 [TPOptions(degree, True, sequence_parallel) for sequence_parallel in (True, False)],
-                lambda: nullcontext(world),
+                lambda work: work(world),
                 find=True,
                 tell=lambda words: None,
             )
@@ -90,7 +88,7 @@ def test_the_plans_themselves_are_right_over_threads(degree):
 
     for architecture in ARCHITECTURES:
         architecture.reference()  # made here, not by every rank
-    wrong = [(name, case.worst) for name, case in threads.run(degree, work) if not case.passed]
+    wrong = [(name, case.worst) for name, case in threads.run(degree, CPU, work) if not case.passed]
     assert not wrong
 
 
@@ -104,7 +102,7 @@ SAMPLE = (
 
 
 def test_threads_and_simulated_ranks_agree():
-    """The corpus is proved over threads, because they are quicker; `verify` simulates. The verdicts are the same."""
+    """The corpus is proved over threads; simulated ranks give the same verdicts at the same places."""
     llama = next(architecture for architecture in ARCHITECTURES if architecture.name == "llama")
     chosen = [
         next(m for m in mutants(llama) if m.operator == operator and m.key.endswith(key))
@@ -119,14 +117,3 @@ def test_threads_and_simulated_ranks_agree():
             assert {c.what for c in simulated.case.checks if not c.passed} == {
                 c.what for c in threaded.case.checks if not c.passed
             }
-
-
-def test_ranks_that_call_different_collectives_are_told_so():
-    """Else a fault that breaks one rank alone would hang the tests."""
-
-    def work(world):
-        local = torch.zeros(1 + world.rank)
-        return world.every(local) if world.rank else world.agreed(local)
-
-    with pytest.raises(threads.Apart, match="different kinds or shapes"):
-        threads.run(2, work)

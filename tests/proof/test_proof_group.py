@@ -11,11 +11,11 @@ from titanplans.proof import verify
 
 def prove(rank):
     torch.manual_seed(rank)  # what model_fn draws differs between ranks; the proof has to share it
-    right = verify(Tiny, TinyPlan, process_group=True, seq_len=13)
+    right = verify(Tiny, TinyPlan, ranks="process_group", seq_len=13)
     wrong = verify(
         Tiny,
         attn(q_norm=lambda p: Unsummed()),
-        process_group=True,
+        ranks="process_group",
         loss_parallel=True,
         sequence_parallel=True,
     )
@@ -29,7 +29,7 @@ def prove(rank):
     everyone = [None] * 2
     torch.distributed.all_gather_object(everyone, reports)
     try:
-        verify(Tiny, TinyPlan, process_group=True, degrees=[4])
+        verify(Tiny, TinyPlan, ranks="process_group", degrees=[4])
     except PlanError as error:
         refusal = str(error)
     return everyone, refusal, wrong.table()

@@ -85,7 +85,7 @@ def test_weights_depend_on_seed_and_name_only():
 def test_the_table():
     def case(degree, error, localisation=None):
         checks = (Check("loss", 0.5, 700.0), Check("gradients", error, 700.0, "layers.0.norm.weight"))
-        return CaseResult(degree, True, False, checks, localisation=localisation)
+        return CaseResult(degree, True, False, checks, localisation=localisation, ranks="threads")
 
     finding = Finding(
         "backward",
@@ -99,7 +99,7 @@ def test_the_table():
     )  # fmt: skip
     assert not report.passed
     assert report.table() == "\n".join([
-        "Model, Plan, float64",
+        "Model, Plan, float64, ranks: threads",
         "",
         "tp  loss     sequence  loss  logits  gradients  replicas  norm  AdamW  verdict  worst",
         " 2  sharded  whole      0.5       -        3.0         -     -      -  right    gradients layers.0.norm.weight",

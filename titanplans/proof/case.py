@@ -3,7 +3,6 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ from titanplans.proof.localise import localise
 from titanplans.proof.record import Recorder, gradient_key
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Check, Localisation
-from titanplans.proof.world import World
+from titanplans.proof.world import Run, World, agreed
 from titanplans.tensor_parallel.apply import apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
 from titanplans.tensor_parallel.plan import Plan, TPOptions
@@ -28,7 +27,7 @@ def prove_cases(
     reference: Reference,
     plan: PlanSource,
     cases: Sequence[TPOptions],
-    start_world: Callable[[], AbstractContextManager[World]],
+    run: Run,
     *,
     find: bool,
     tell: Callable[[str], None],
@@ -39,31 +38,40 @@ def prove_cases(
         reference: the whole model.
         plan: as in `apply_plan`.
         cases: the options.
-        start_world: a context with as many ranks as the degree.
+        run: runs a function on every rank of a world that has as many as the degree.
         find: run cases that fail again to say where.
         tell: called with a few words before each step.
 
     Raises:
         PlanError: strict application refuses the plan, or the model can't be simulated.
     """
-    results = []
-    with start_world() as world:
+
+    def prove(world: World) -> list[CaseResult]:
+        results = []
         for options in cases:
-            tell(words(options))
+            if world.first:
+                tell(words(options))
             start = time.perf_counter()
-            result = world.agreed(
-                _prove(partial(_split, reference.pristine, plan, options, world), reference, options, world)
-            )
+            result = agreed(world, _prove(reference, plan, options, world))
             results.append(replace(result, seconds=time.perf_counter() - start))
+        return results
+
+    results = run(prove)
     wrong = [i for i, r in enumerate(results) if not r.passed and r.checks[0].where != _SPLITTING]
     if wrong and find:
-        reference.recorded()  # outside the world: the whole model's tensors are not one per rank
-        with start_world() as world:
+        reference.recorded()  # outside of the world: the whole model's tensors are not one per rank
+
+        def search(world: World) -> list[Localisation]:
+            found = []
             for i in wrong:
-                tell(f"{words(cases[i])}: wrong, but where")
+                if world.first:
+                    tell(f"{words(cases[i])}: wrong, but where")
                 model, styles = _split(reference.pristine, plan, cases[i], world)
-                found = localise(model, styles, reference, world, results[i])
-                results[i] = replace(results[i], localisation=world.agreed(found))
+                found.append(localise(model, styles, reference, world, results[i]))
+            return found
+
+        for i, localisation in zip(wrong, run(search), strict=True):
+            results[i] = replace(results[i], localisation=localisation)
     return results
 
 
@@ -87,34 +95,52 @@ def _split(pristine: nn.Module, plan: PlanSource, options: TPOptions, world: Wor
     return model, applied.styles
 
 
-def _prove(
-    split: Callable[[], tuple[nn.Module, Plan]], reference: Reference, options: TPOptions, world: World
-) -> CaseResult:
+def _prove(reference: Reference, plan: PlanSource, options: TPOptions, world: World) -> CaseResult:
     case = partial(CaseResult, options.degree, options.loss_parallel, options.sequence_parallel)
+
+    def split() -> nn.Module:
+        return _split(reference.pristine, plan, options, world)[0]
+
     try:
-        return case(*compare(split()[0], reference, world))
+        return case(*world.together(lambda: compare(split(), reference, world)))
     except PlanError:
         raise
     except step.FAILURES as error:
-        _refuse_unsimulated(error, reference.pristine)
-        where = _failing_part(split, reference)
+        where = _failing_part(split, reference, world)
         found = Localisation((), (f"does not run, {where}: {step.first_line(error)}",))
         return case((Check("runs", float("inf"), 0.0, where),), localisation=found)
 
 
-def _failing_part(split: Callable[[], tuple[nn.Module, Plan]], reference: Reference) -> str:
-    """Run a split model that failed once more, and return where it does."""
-    record = None
+class _Failed(Exception):
+    """A step that failed: its message says where."""
+
+
+def _failing_part(split: Callable[[], nn.Module], reference: Reference, world: World) -> str:
+    """Run a split model that failed once more, and return where it does, on the rank that failed."""
+
+    def run() -> None:
+        try:
+            model = split()
+        except step.FAILURES as error:
+            raise _Failed(_SPLITTING) from error
+        record = Recorder(model)
+        try:
+            with record:
+                reference.run_step(model)
+        except step.FAILURES as error:
+            raise _Failed(_last(record)) from error
+
     try:
-        record = Recorder(split()[0])
-        with record:
-            step.backward(step.forward(record.model, reference.inputs), reference.labels)
+        world.together(run)
+    except _Failed as failed:
+        return str(failed)
     except step.FAILURES:
-        pass
-    else:
-        return "after the backward"
-    if record is None:
-        return _SPLITTING
+        return "where the ranks call different collectives"
+    return "after the backward"
+
+
+def _last(record: Recorder) -> str:
+    """Return where a recorded step broke off."""
     if record.running:
         last = record.running[-1]
         inside = bool(record.order) and (not last or record.order[-1].startswith(f"{last}."))
@@ -122,11 +148,3 @@ def _failing_part(split: Callable[[], tuple[nn.Module, Plan]], reference: Refere
         return f"in {last or 'the model'}{after}"
     came_back = [key for key in record.order if gradient_key(key) in record.tensors]
     return f"in the backward of {came_back[0]}" if came_back else "in the loss"
-
-
-def _refuse_unsimulated(error: Exception, model: nn.Module) -> None:
-    if "data pointer" in str(error):
-        raise PlanError(
-            f"{type(model).__name__} runs a kernel that reads memory addresses, which simulated ranks have not: prove it "
-            "under torchrun, one process a rank (process_group=True, or --process-group)"
-        ) from error

@@ -39,7 +39,9 @@ class _Worst:
 def compare(model: nn.Module, reference: Reference, world: World) -> Comparison:
     """Take one step with the split `model` and compare it with the `reference`'s."""
     tolerance = reference.tolerance
-    worst = {w: _Worst(w, tolerance) for w in ("loss", "logits", "gradients", "norm", "AdamW")}
+    other_losses = [f"{name} loss" for name in reference.losses] if world.ranked else []
+    kinds = ["loss", *other_losses, "logits", "gradients", "replicas", "norm", "AdamW"]
+    worst = {kind: _Worst(kind, tolerance) for kind in kinds}
     worst["replicas"] = replicas = _Worst("replicas", 0.0 if world.exact else tolerance)
     worst["tied"] = tied = _Worst("tied", 0.0)
 
@@ -47,8 +49,9 @@ def compare(model: nn.Module, reference: Reference, world: World) -> Comparison:
         what: str, tensor: torch.Tensor, expected: torch.Tensor, unit: float | torch.Tensor, where: str
     ) -> None:
         values = wholes(tensor, world)
-        worst[what].see(max(in_units(value, expected, unit) for value in values), where)
-        _see_replicas(replicas, values, where or what)
+        if world.first:
+            worst[what].see(max(in_units(value, expected, unit) for value in values), where)
+            _see_replicas(replicas, values, where or what)
 
     def see_tied(when: str) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -61,11 +64,14 @@ def compare(model: nn.Module, reference: Reference, world: World) -> Comparison:
         if _replicated(param):
             _see_replicas(replicas, world.every(param.detach()), name)
 
-    logits = step.forward(model, reference.inputs)
-    loss = step.backward(logits, reference.labels)
+    logits, loss = reference.run_step(model)
+    # These read off their process group which shard of the vocabulary is theirs.
+    others = reference.other_losses(logits) if world.ranked else {}
     with torch.no_grad():
         see("loss", loss, reference.loss, reference.loss_unit, "")
-        see("logits", logits.detach(), reference.logits, reference.logits_unit, "")
+        see("logits", logits, reference.logits, reference.logits_unit, "")
+        for key, value in others.items():
+            see(f"{key[0]} loss", value, reference.others[key], reference.other_units[key], key[1])
         align_gradients(model.parameters())
         missing, unexpected = [], []
         for name, param in model.named_parameters():
@@ -83,7 +89,7 @@ def compare(model: nn.Module, reference: Reference, world: World) -> Comparison:
                 see("AdamW", param.detach(), reference.weights[name], reference.weight_units[name], name)
     see_tied("after AdamW")
 
-    kinds = ["loss", "logits", "gradients", "replicas", "norm", "AdamW"] + ["tied"] * bool(reference.tied)
+    kinds += ["tied"] * bool(reference.tied)
     return Comparison(tuple(worst[kind].check() for kind in kinds), tuple(missing), tuple(unexpected))
 
 

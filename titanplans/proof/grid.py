@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ from titanplans.proof.modes import exact_float8
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import Refusal, Report
 from titanplans.proof.sample import moved, randomise, token_ids
+from titanplans.proof.step import Loss
 from titanplans.proof.tolerance import check_dtype
-from titanplans.proof.world import group_degree, grouped, simulated
+from titanplans.proof.world import choose, group_degree, runner
 from titanplans.tensor_parallel.apply import check_plan
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.plan import TPOptions
@@ -39,7 +41,8 @@ def verify(
     batch_size: int = 2,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-    process_group: bool = False,
+    losses: Mapping[str, Loss] | None = None,
+    ranks: str | None = None,
     localise: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
@@ -54,11 +57,11 @@ def verify(
     ones, of zeros or ones, can't hide a wrong path; it runs in training mode.
 
     Args:
-        model_fn: makes the model, with real weights, on the CPU (with `process_group` on the
+        model_fn: makes the model, with real weights, on the CPU (over a process group on the
             device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
-        degrees: which to prove; None for those of 2, 4 and 8 that the model allows, or with
-            `process_group` its size.
+        degrees: which to prove; None for those of 2, 4 and 8 that the model allows, or over a
+            process group its size.
         loss_parallel: True or False; None for both.
         sequence_parallel: likewise.
         sequence_dim: the dimension of the hidden states that is the sequence.
@@ -67,8 +70,12 @@ def verify(
         batch_size: sequences, if `inputs` is None.
         dtype: of weights and activations: float64 or float32.
         seed: of weights, tokens and labels.
-        process_group: prove over the default process group, one rank a process, instead of
-            simulating all ranks here; every rank calls this and gets the same report.
+        losses: further ones, by name, each a function of logits, labels and the number of labels. Ours
+            (`titanplans.parallel.cross_entropy`) goes backward through the model; of these the value and the
+            gradient at the logits are compared, but over simulated ranks, which they could not tell apart.
+        ranks: "threads" or "simulated", all in this process; "process_group": one rank in each process
+            of the default one, each of which calls this and gets the same report; None for threads or
+            simulated ranks, whichever fits each degree (titanplans/proof/world.py says when).
         localise: run failing cases again to find where they go wrong first.
         progress: called with a few words before each step.
 
@@ -78,8 +85,8 @@ def verify(
     """
     check_dtype(dtype)
     tell = progress or (lambda words: None)
-    named = degrees is not None or process_group
-    if process_group:
+    named = degrees is not None or ranks == "process_group"
+    if ranks == "process_group":
         degrees = [group_degree(degrees)]
     degrees = DEGREES if degrees is None else tuple(degrees)
     if not degrees or min(degrees) < 2:
@@ -104,14 +111,16 @@ def verify(
         # A plan is code: what it does to a module must not be done to the one that it is compared with.
         accepted, refused = _checked(_without_values(model), plan, grid, named)
         randomise(model, seed)
-        if process_group:
+        if ranks == "process_group":
             _share(model)
         tell("the whole model")
-        reference = Reference(model, moved(inputs, device, dtype), seed)
+        reference = Reference(model, moved(inputs, device, dtype), seed, losses)
         cases = []
         for degree, group in itertools.groupby(accepted, key=lambda options: options.degree):
-            world = partial(grouped if process_group else simulated, degree, device)
-            cases += prove_cases(reference, plan, list(group), world, find=localise, tell=tell)
+            chosen = choose(ranks, degree, model)
+            run = partial(runner(chosen), degree, device)
+            proved = prove_cases(reference, plan, list(group), run, find=localise, tell=tell)
+            cases += [replace(case, ranks=chosen) for case in proved]
     plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
     subject = f"{type(model).__name__}, {plan_name}"
     return Report(subject, str(dtype).removeprefix("torch."), tuple(cases), tuple(refused))

@@ -19,7 +19,7 @@ from titanplans.proof.record import Recorder, gradient_key, module_name
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Finding, Localisation, Place, epsilons
 from titanplans.proof.tolerance import difference
-from titanplans.proof.world import World, wholes
+from titanplans.proof.world import World, agreed, wholes
 from titanplans.tensor_parallel.gradients import align_gradients
 from titanplans.tensor_parallel.styles import Style
 
@@ -60,9 +60,9 @@ def localise(
     """
     search = _Search(model, styles, reference, world)
     with torch.no_grad():
-        finding = search.first_off("forward", search.outputs())
+        finding = agreed(world, search.first_off("forward", search.outputs()))
         if finding is None and not search.broke:
-            finding = search.first_off("backward", search.gradients())
+            finding = agreed(world, search.first_off("backward", search.gradients()))
     notes = list(_notes(case))
     if finding is None and not notes:
         notes = [
@@ -96,11 +96,14 @@ class _Search:
         self.whole, self.units = reference.recorded()
         self.broke = False
         """It did not run to its end; what was recorded until then counts."""
+        self.split = Recorder(model)
         try:
-            with Recorder(model) as self.split:
-                step.backward(step.forward(model, reference.inputs), reference.labels)
+            with self.split:
+                world.together(lambda: reference.run_step(model))
         except step.FAILURES:
             self.broke = True
+        # Where a rank broke off, it has recorded less than the others.
+        self.common = set.intersection(*world.everyone(set(self.split.tensors)))
 
     def outputs(self) -> list[_Seen]:
         """Return each module's output, in the order in which they finished."""
@@ -120,16 +123,20 @@ class _Search:
                 if (gradient := left.pop(name)) is not None:
                     expected, unit = self.reference.gradients[name], self.reference.units[name]
                     values = wholes(gradient, self.world)
+                    if not self.world.first:
+                        continue
                     error = max(difference(value, expected) for value in values) / unit
                     places.append(_Seen(Place(name, error), values, held[name], expected, unit))
         return places
 
     def _output(self, key: str, label: str) -> _Seen | None:
         """Return the place of a recorded tensor; None if it was not recorded, or can't be put together."""
-        if key not in self.split.tensors or key not in self.units:
+        if key not in self.common or key not in self.units:
             return None
         tensor, expected, unit = self.split.tensors[key], self.whole.tensors[key], self.units[key]
-        held = wholes(tensor, self.world) if isinstance(tensor, DTensor) else self.world.every(tensor)
+        held = wholes(tensor, self.world)
+        if not self.world.first:
+            return None
         fit = best_fit(held, expected, sums=_may_be_partial(module_name(key), self.styles))
         if fit is None:
             return None

@@ -24,13 +24,20 @@ class Reference:
         pristine: the model, on its device, in its dtype, randomised, that has never run and never will.
         inputs: keyword arguments of its forward.
         seed: of labels and perturbations.
+        losses: further ones than ours, by name; compared where they leave the model, at its logits.
 
     Raises:
         PlanError: it does not run here, or its own rounding hides what a wrong plan would do.
     """
 
-    def __init__(self, pristine: nn.Module, inputs: Mapping[str, Any], seed: int):
-        self.pristine, self.inputs, self.seed = pristine, inputs, seed
+    def __init__(
+        self,
+        pristine: nn.Module,
+        inputs: Mapping[str, Any],
+        seed: int,
+        losses: Mapping[str, step.Loss] | None = None,
+    ):
+        self.pristine, self.inputs, self.seed, self.losses = pristine, inputs, seed, losses or {}
         model = copy.deepcopy(pristine)
         start = {name: param.detach().clone() for name, param in model.named_parameters()}
         self.tied = tied_parameters(model)
@@ -39,6 +46,7 @@ class Reference:
             self.labels = labels_for(logits, seed)
             self.loss = step.backward(logits, self.labels)
         self.logits = logits.detach()
+        self.others = self.other_losses(self.logits)
         self.gradients = _gradients(model)
         self.norm = step.gradient_norm(model)
         self.tolerance = tolerance.depth(model, self.logits)
@@ -59,13 +67,16 @@ class Reference:
         eps = torch.finfo(self.loss.dtype).eps
         units = {name: eps * largest(gradient) for name, gradient in self.gradients.items()}
         loss, logits, norm = (eps * largest(t) for t in (self.loss, self.logits, self.norm))
+        self.other_units = {key: eps * largest(value) or eps for key, value in self.others.items()}
         for draw in range(tolerance.DRAWS):
             tolerance.perturb(model, start, self.seed + draw)
             model.zero_grad()
-            moved_logits = step.forward(model, self.inputs)
-            moved_loss = step.backward(moved_logits, self.labels)
+            moved_logits, moved_loss = self.run_step(model)
             loss = max(loss, difference(moved_loss, self.loss))
-            logits = max(logits, difference(moved_logits.detach(), self.logits))
+            logits = max(logits, difference(moved_logits, self.logits))
+            for key, value in self.other_losses(moved_logits).items():
+                moved_by = difference(value, self.others[key])
+                self.other_units[key] = max(self.other_units[key], moved_by)
             norm = max(norm, difference(step.gradient_norm(model), self.norm))
             moved = _gradients(model)
             units = {
@@ -75,6 +86,13 @@ class Reference:
         scale = eps * max(map(largest, self.gradients.values()), default=1.0)
         self.units = {name: unit or scale for name, unit in units.items()}
         self.loss_unit, self.logits_unit, self.norm_unit = loss or eps, logits or eps, norm or eps
+
+    def other_losses(self, logits: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
+        """Return value and gradient of each further loss, by its name and by "" or "its gradient"."""
+        found = {}
+        for name, loss in self.losses.items():
+            found[name, ""], found[name, "its gradient"] = step.at_logits(logits, self.labels, loss)
+        return found
 
     def _refuse_undecidable(self) -> None:
         """Refuse a model of which a tolerance would accept a wrong gradient."""
@@ -102,6 +120,11 @@ class Reference:
                     "other randomness to 0, or prove a smaller model"
                 )
 
+    def run_step(self, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step of `model`, this one or a split one, to the end of its backward; return logits and loss."""
+        logits = step.forward(model, self.inputs)
+        return logits.detach(), step.backward(logits, self.labels)
+
     def recorded(self) -> tuple[Recorder, dict[str, float]]:
         """Return what every module gives in a run, and the unit of each; runs the model at the first call."""
         if self._recorded is None:
@@ -120,7 +143,7 @@ class Reference:
         if seed is not None:
             tolerance.perturb(model, dict(self.pristine.named_parameters()), seed)
         with Recorder(model) as record:
-            step.backward(step.forward(model, self.inputs), self.labels)
+            self.run_step(model)
         return record
 
 
@@ -136,5 +159,5 @@ def _runs_here(model: nn.Module) -> Iterator[None]:
         device = next(model.parameters()).device.type
         raise PlanError(
             f"{type(model).__name__}, unsplit, does not run on {device}: {step.first_line(error)}; if its kernels need a "
-            "GPU, prove it there under torchrun (process_group=True, or --process-group)"
+            "GPU, prove it there under torchrun (ranks='process_group', or --process-group)"
         ) from error

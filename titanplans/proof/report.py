@@ -95,6 +95,8 @@ class CaseResult:
 
     localisation: Localisation | None = None
     seconds: float = 0.0
+    ranks: str = ""
+    """threads, simulated or process_group."""
 
     @property
     def passed(self) -> bool:
@@ -131,6 +133,11 @@ class Report:
     dtype: str
     cases: tuple[CaseResult, ...]
     refused: tuple[Refusal, ...] = ()
+
+    @property
+    def ranks(self) -> str:
+        """The ranks over which it was proved: threads, simulated or process_group; both where degrees differ."""
+        return " and ".join(dict.fromkeys(case.ranks for case in self.cases))
 
     @property
     def passed(self) -> bool:

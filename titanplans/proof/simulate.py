@@ -1,11 +1,12 @@
-"""Many ranks in one process: a mesh of simulated ranks, and what each of them holds.
+"""Simulated ranks: one thread that runs every operation once for each rank, and collectives on the tensors of all.
 
-`torch.distributed._local_tensor.LocalTensorMode` runs every operation once for each rank, and
-collectives on the tensors of all. Its rough edges are kept inside this file.
+By `torch.distributed._local_tensor.LocalTensorMode`, whose rough edges are kept inside this file. A plan can't ask
+which rank it is: `dist.get_rank()` is 0, and `mesh.get_local_rank()` equals no number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,40 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanplans.errors import PlanError
 from titanplans.proof.modes import by_rank
 
+T = TypeVar("T")
+
+
+class Simulated:
+    """The world (titanplans/proof/world.py) of all simulated ranks."""
+
+    exact = first = True
+    ranked = False
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+
+    def settle(self, model: nn.Module) -> None:
+        own_copies(model, self.mesh.size())
+
+    def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return each_rank(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self.mesh.size())
+
+    def everyone(self, value: T) -> list[T]:
+        return [value]
+
+    def together(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+def run(degree: int, device: torch.device, work: Callable[[Simulated], T]) -> T:
+    """Return what `work` returns over `degree` simulated ranks.
+
+    Raises:
+        PlanError: this process is a rank already; the model runs a kernel that can't be simulated.
+    """
+    with ranks(degree, device.type) as mesh:
+        return work(Simulated(mesh))
+
 
 @contextmanager
 def ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
@@ -30,8 +65,25 @@ def ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     Raises:
         PlanError: this process is a rank already.
     """
-    with _fake_group(number), LocalTensorMode(number), by_rank():
+    with _fake_group(number), LocalTensorMode(number), by_rank(), _addresses_refused():
         yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
+
+
+@contextmanager
+def _addresses_refused() -> Iterator[None]:
+    """Refuse kernels that read memory addresses, which a tensor of many ranks does not have."""
+
+    def data_ptr(self: LocalTensor, *_: Any) -> NoReturn:
+        raise PlanError(
+            "the model runs a kernel that reads memory addresses, which simulated tensors don't have: take threads "
+            '(ranks="threads", --ranks threads), or one process a rank under torchrun (--process-group)'
+        )
+
+    LocalTensor.data_ptr = data_ptr  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del LocalTensor.data_ptr
 
 
 @contextmanager
@@ -49,11 +101,7 @@ def fake_ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _fake_group(number: int) -> Iterator[None]:
-    if dist.is_initialized():
-        raise PlanError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, so it can't simulate "
-            "ranks: call verify(process_group=True), or destroy the process group first"
-        )
+    refuse_a_rank()
     dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
     try:
         # DTensor remembers shardings by mesh, and takes a mesh of the same shape for the same one,
@@ -63,6 +111,19 @@ def _fake_group(number: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
+
+
+def refuse_a_rank() -> None:
+    """Refuse a process that is a rank itself.
+
+    Raises:
+        PlanError: the default process group exists.
+    """
+    if dist.is_initialized():
+        raise PlanError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, so it can't hold other ranks: "
+            'call verify(ranks="process_group"), or destroy the process group first'
+        )
 
 
 def each_rank(tensor: torch.Tensor, number: int) -> list[torch.Tensor]:

@@ -51,6 +51,14 @@ def backward(logits: torch.Tensor, labels: torch.Tensor, loss: Loss = cross_entr
     return value.detach()
 
 
+def at_logits(logits: torch.Tensor, labels: torch.Tensor, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss of `logits` and its gradient with respect to them, laid out as they are."""
+    leaf = logits.detach().requires_grad_()
+    value = backward(leaf, labels, loss)
+    assert leaf.grad is not None
+    return value, leaf.grad
+
+
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Return the 2-norm of all gradients; Partial ones are summed over the ranks in `.grad` first."""
     return total_norm(model.parameters())

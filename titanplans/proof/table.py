@@ -1,28 +1,29 @@
 """A report as text: one row a case, and beneath what is wrong with the failing ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from titanplans.proof.report import CaseResult, Localisation, Report, epsilons
 
 CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
-HEAD = ("tp", "loss", "sequence", *CHECKS, "verdict", "worst")
 
 
 def table(report: Report) -> str:
     """Return `report` as text, its numbers in epsilons."""
-    rows = [_row(case) for case in report.cases]
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
+    checks = (*CHECKS, *(what for what in found if what.endswith(" loss")))
+    head = ("tp", "loss", "sequence", *checks, "verdict", "worst")
+    rows = [head, *(_row(case, checks) for case in report.cases)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{report.subject}, {report.dtype}",
+        f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
         "",
-        _line(HEAD, widths),
         *(_line(row, widths) for row in rows),
         "",
     ]
     return "\n".join([*lines, *_failures(report), *_refusals(report), *_legend(report)])
 
 
-def _row(case: CaseResult) -> tuple[str, ...]:
+def _row(case: CaseResult, checks: Sequence[str]) -> tuple[str, ...]:
     errors = {check.what: epsilons(check.error) for check in case.checks}
     if case.missing:
         errors["gradients"] = "missing"
@@ -30,14 +31,14 @@ def _row(case: CaseResult) -> tuple[str, ...]:
         str(case.degree),
         "sharded" if case.loss_parallel else "whole",
         "sharded" if case.sequence_parallel else "whole",
-        *(errors.get(what, "-") for what in CHECKS),
+        *(errors.get(what, "-") for what in checks),
         "right" if case.passed else "WRONG",
         case.worst,
     )
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    numbers = range(3, 3 + len(CHECKS))
+    numbers = range(3, len(cells) - 2)
     return "  ".join(
         cell.rjust(width) if i in numbers or i == 0 else cell.ljust(width)
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))

@@ -1,8 +1,17 @@
-"""Where the ranks of a proof are: in this process, simulated, or in a process group. One interface for both."""
+"""The ranks of a proof: one interface for the three places where they can be, and which is chosen.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol, TypeVar
+    threads          titanplans/proof/threads.py: each rank a thread of this process
+    simulated        titanplans/proof/simulate.py: every operation done once for each rank, in one thread
+    process_group    here: one rank in each process of the default process group, over gloo or NCCL
+
+Where nothing is said, threads are taken for a degree up to 16 of a model on a CPU whose copies, one a rank, take up
+to 1 GiB together, and simulated ranks otherwise. Threads are several times as fast for small models, where simulated
+ranks spend their time on dispatch, and they are real: a plan may ask which rank it is. Each thread begins with a
+whole model, though, which simulated ranks share, and there the arithmetic of large ones costs the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,17 +19,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from titanplans.errors import PlanError
-from titanplans.proof.simulate import each_rank, own_copies, ranks
+from titanplans.errors import PlanError, either
+from titanplans.proof import simulate, threads
 
 T = TypeVar("T")
 
+RANKS = ("threads", "simulated", "process_group")
+MOST_THREADS = 16
+MOST_COPIES = 2**30
+"""Bytes of parameters that all threads together begin with."""
+
 
 class World(Protocol):
-    """The ranks over which one case is split."""
+    """The ranks over which cases are split, as one of them sees them; simulated ranks are all seen as one."""
 
     mesh: DeviceMesh
     """1-D, "tp"."""
+
+    first: bool
+    """Whether this is the first rank, which compares for all."""
+
+    ranked: bool
+    """Code may ask which rank it is."""
 
     exact: bool
     """Equal work gives equal bits on every rank."""
@@ -30,30 +50,23 @@ class World(Protocol):
         ...
 
     def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the local tensor of every rank, in rank order, as plain tensors."""
+        """Return the local tensor of every rank, in rank order, as plain tensors to be read."""
         ...
 
-    def agreed(self, value: T) -> T:
-        """Return the first rank's `value` on every rank."""
+    def everyone(self, value: T) -> list[T]:
+        """Return the `value` of every rank, in rank order; of simulated ranks, the one that all have."""
+        ...
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns on this rank; what it raises on one rank is raised on all.
+
+        Over a process group an error stays on its rank, and the others wait until their timeout.
+        """
         ...
 
 
-class Simulated:
-    """All ranks in this process."""
-
-    exact = True
-
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
-
-    def settle(self, model: nn.Module) -> None:
-        own_copies(model, self.mesh.size())
-
-    def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return each_rank(_local(tensor), self.mesh.size())
-
-    def agreed(self, value: T) -> T:
-        return value
+Run = Callable[[Callable[[World], Any]], Any]
+"""Runs a function on every rank of a world, and returns what it returns on the first."""
 
 
 class Group:
@@ -61,17 +74,18 @@ class Group:
 
     # Kernels that sum with atomic operations give each rank bits of its own.
     exact = False
+    ranked = True
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
+        self.first = dist.get_rank() == 0
 
     def settle(self, model: nn.Module) -> None:
         """Nothing to do: each process has its own memory."""
 
     def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        local = _local(tensor).contiguous()
-        shapes: list[torch.Size] = [local.shape] * self.mesh.size()
-        dist.all_gather_object(shapes, local.shape)
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
+        shapes = self.everyone(local.shape)
         # Ranks may hold shards of different sizes; the collective wants one.
         flat = local.new_zeros(max(shape.numel() for shape in shapes))
         flat[: local.numel()] = local.flatten()
@@ -79,38 +93,58 @@ class Group:
         dist.all_gather(gathered, flat)
         return [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
 
-    def agreed(self, value: T) -> T:
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+    def everyone(self, value: T) -> list[T]:
+        values = [value] * self.mesh.size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        return work()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def run_group(degree: int, device: torch.device, work: Callable[[World], T]) -> T:
+    """Run `work` on this rank of the default process group, which has `degree`; return what it returns on the first."""
+    world = Group(init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",)))
+    return agreed(world, work(world))
+
+
+def agreed(world: World, value: T) -> T:
+    """Return the first rank's `value` on every rank."""
+    return world.everyone(value)[0]
 
 
 def wholes(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """Return `tensor` whole, as plain tensors: each rank's replica, or the one that its shards make."""
-    if isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements):
-        return [_first(tensor.full_tensor())]  # gathered or summed: every rank has the same
-    return world.every(tensor)
+    """Return `tensor` whole, as plain tensors to be read: each rank's replica, or the one that its shards make."""
+    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+    if isinstance(tensor, DTensor) and placement is not None and placement.is_partial():
+        tensor = tensor.full_tensor()
+    held = world.every(tensor)
+    return [torch.cat(held, placement.dim)] if placement is not None and placement.is_shard() else held
 
 
-def _first(tensor: torch.Tensor) -> torch.Tensor:
-    return each_rank(tensor, 1)[0]
+def choose(ranks: str | None, degree: int, model: nn.Module) -> str:
+    """Return which ranks prove `degree` of `model`: those that are asked for, or else as this module says.
+
+    Raises:
+        PlanError: there are no such ranks, or threads can't prove this.
+    """
+    device = next(model.parameters()).device
+    if ranks not in (None, *RANKS):
+        raise PlanError(f"ranks = {ranks!r}: {either(RANKS)}, or None for what fits")
+    if ranks == "threads" and device.type != "cpu":
+        raise PlanError(
+            f"ranks = 'threads' on {device}: threads meet on a CPU; take simulated ranks, or a process group"
+        )
+    if ranks is not None:
+        return ranks
+    copies = degree * sum(p.numel() * p.element_size() for p in model.parameters())
+    fits = device.type == "cpu" and degree <= MOST_THREADS and copies <= MOST_COPIES
+    return "threads" if fits else "simulated"
 
 
-@contextmanager
-def simulated(degree: int, device: torch.device) -> Iterator[World]:
-    """Give a world of `degree` simulated ranks."""
-    with ranks(degree, device.type) as mesh:
-        yield Simulated(mesh)
-
-
-@contextmanager
-def grouped(degree: int, device: torch.device) -> Iterator[World]:
-    """Give the world of the default process group, which has `degree` ranks."""
-    yield Group(init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",)))
+def runner(ranks: str) -> Callable[[int, torch.device, Callable[[Any], Any]], Any]:
+    """Return what runs a function on every rank, by the name of the ranks."""
+    return {"threads": threads.run, "simulated": simulate.run, "process_group": run_group}[ranks]
 
 
 def group_degree(degrees: Sequence[int] | None) -> int:
@@ -121,12 +155,12 @@ def group_degree(degrees: Sequence[int] | None) -> int:
     """
     if not dist.is_initialized():
         raise PlanError(
-            "process_group=True, but there is no process group: start under torchrun, or simulate"
+            "ranks = 'process_group', but there is no process group: start under torchrun, or leave ranks out"
         )
     size = dist.get_world_size()
     if degrees is not None and tuple(degrees) != (size,):
         raise PlanError(
             f"degrees = {', '.join(map(str, degrees))}, but the process group has {size} ranks and proves degree "
-            f"{size} only: start as many processes as the degree, or simulate"
+            f"{size} only: start as many processes as the degree, or leave ranks out"
         )
     return size

@@ -1,0 +1,220 @@
+"""The ranks of a proof: threads and simulated ranks agree; a thread that fails ends the others; which are chosen."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from mutants.architectures import ARCHITECTURES
+from test_proof_wrong import WRONG
+from tiny import Tiny, TinyPlan
+
+from titanplans import PlanError, TPOptions
+from titanplans.proof import simulate, threads, verify, world
+from titanplans.proof.case import prove_cases
+from titanplans.proof.world import choose
+from titanplans.tensor_parallel.local import local_parameter
+
+CPU = torch.device("cpu")
+BOTH = (True, False)
+FACTOR = 4
+"""Sums over ranks are added up in another order; errors of at most 3 epsilons, of about one rounding each, may
+differ by so much. Below one epsilon a difference says nothing."""
+
+
+def alike(one, other):
+    assert (one.passed, one.missing, one.unexpected) == (other.passed, other.missing, other.unexpected)
+    for a, b in zip(one.checks, other.checks, strict=True):
+        assert (a.what, a.passed, a.tolerance) == (b.what, b.passed, b.tolerance)
+        low, high = sorted((a.error, b.error))
+        assert high <= FACTOR * max(low, 1.0), (a, b)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_threads_and_simulated_ranks_agree_on_right_plans(architecture):
+    for degree in (2, 4):
+        # At each degree every option both ways; the four together are all choices.
+        cases = [TPOptions(degree, loss, loss == (degree == 2)) for loss in BOTH]
+        threaded, simulated = (
+            prove_cases(
+                architecture.reference(),
+                None,
+                cases,
+                lambda work, run=run, degree=degree: run(degree, CPU, work),
+                find=True,
+                tell=lambda words: None,
+            )
+            for run in (threads.run, simulate.run)
+        )
+        for one, other in zip(threaded, simulated, strict=True):
+            assert one.passed, one.worst
+            alike(one, other)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_threads_and_simulated_ranks_agree_on_wrong_plans(name):
+    model_fn, plan, sequence, *_ = WRONG[name]
+    one, other = (
+        verify(model_fn, plan, degrees=[4], loss_parallel=True, sequence_parallel=sequence, ranks=ranks)
+        for ranks in ("threads", "simulated")
+    )
+    (a,), (b,) = one.cases, other.cases
+    assert (a.ranks, b.ranks) == ("threads", "simulated")
+    assert {c.what for c in a.checks if not c.passed} == {c.what for c in b.checks if not c.passed}
+    assert [(f.direction, f.first.name, f.reason) for f in a.localisation.findings] == [
+        (f.direction, f.first.name, f.reason) for f in b.localisation.findings
+    ]
+
+
+class ByTheFirst(TinyPlan):
+    """The first rank adds the bias to its part of the sum: right, and asks which rank it is."""
+
+    adds = 0
+
+    def attn_plan(self, attn):
+        style = self.rowwise()
+
+        def leave(border, module, args, output):
+            return border.leave(output + local_parameter(module, "bias") * (dist.get_rank() == self.adds))
+
+        style._leave = leave
+        return super().attn_plan(attn) | {"o_proj": style}
+
+
+def test_a_thread_knows_which_rank_it_is():
+    """Simulated ranks all take themselves for the first, and add the bias once each."""
+    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
+
+    class Another(ByTheFirst):
+        adds = 1
+
+    class Nobody(ByTheFirst):
+        adds = 2
+
+    verdicts = [verify(Tiny, p, ranks="threads", **options).passed for p in (ByTheFirst, Another, Nobody)]
+    assert verdicts == [True, True, False]
+    assert not verify(Tiny, ByTheFirst, ranks="simulated", **options).passed
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_what_one_rank_raises_ends_the_others(where):
+    failing = {"first": 0, "middle": 1, "last": 2}[where]
+    left = []
+
+    def work(world):
+        try:
+            if dist.get_rank() == failing:
+                raise LookupError(f"rank {failing}")
+            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(1))
+        except BaseException as error:
+            left.append(type(error).__name__)
+            raise
+
+    with pytest.raises(LookupError, match=f"rank {failing}"):
+        threads.run(3, CPU, work)
+    assert sorted(left) == ["LookupError", "_Left", "_Left"]
+    assert not dist.is_initialized()
+
+
+def test_all_ranks_go_on_after_a_failure_that_is_caught():
+    def work(world):
+        rank = dist.get_rank()
+
+        def fails():
+            world.everyone(rank)
+            if rank == 1:
+                raise ValueError("of one")
+            world.everyone(rank)
+
+        for _ in range(3):
+            with pytest.raises(ValueError, match="of one"):
+                world.together(fails)
+        total = torch.full((2,), float(rank))
+        dist.all_reduce(total)
+        return world.everyone(total.tolist())
+
+    assert threads.run(4, CPU, work) == [[6.0, 6.0]] * 4
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_ranks_that_lose_each_other_are_told_so(depth):
+    """By other collectives, by other shapes, by one that has nothing more to say: none waits for ever."""
+
+    def other_shapes(world):
+        dist.all_reduce(torch.zeros(1 + dist.get_rank()))
+
+    def other_collectives(world):
+        return world.every(torch.zeros(1)) if dist.get_rank() else world.everyone(1)
+
+    def nothing_more(world):
+        return world.everyone(1) if dist.get_rank() else None
+
+    for lose in (other_shapes, other_collectives, nothing_more):
+        nested = (lambda world, lose=lose: world.together(lambda: lose(world))) if depth else lose
+        with pytest.raises(threads.Apart, match=r"different collectives: rank 0 .*; rank 1 "):
+            threads.run(2, CPU, nested)
+
+
+def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
+    def work(world):
+        if dist.get_rank() == 0:
+            return None
+        return world.together(lambda: world.everyone(1))
+
+    with pytest.raises(threads.Apart):
+        threads.run(3, CPU, work)
+
+
+def test_an_interrupt_ends_every_rank():
+    """Of the main thread, which waits for the others; and of one of these."""
+    begun = threading.Event()
+
+    def forever(world):
+        begun.set()
+        while True:
+            world.everyone(1)
+
+    def interrupt():
+        begun.wait()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(2, CPU, forever)
+    assert not dist.is_initialized()
+
+    def raises(world):
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        world.everyone(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(2, CPU, raises)
+
+
+def test_the_callers_process_is_left_as_it_was():
+    before = torch.get_num_threads(), torch.is_grad_enabled(), torch.random.get_rng_state()
+    with torch.no_grad():
+        assert all(threads.run(2, CPU, lambda world: world.everyone(torch.is_grad_enabled())))
+    assert threads.run(2, CPU, lambda world: world.everyone(torch.get_num_threads())) == [before[0]] * 2
+    assert torch.equal(before[2], torch.random.get_rng_state())
+    assert not dist.is_initialized()
+
+
+def test_which_ranks_are_chosen(monkeypatch):
+    model = Tiny()
+    assert [choose(None, degree, model) for degree in (2, 16, 17)] == ["threads", "threads", "simulated"]
+    assert choose("simulated", 2, model) == "simulated"
+    assert choose(None, 2, Tiny().to("meta")) == "simulated"
+    with pytest.raises(PlanError, match="ranks = 'processes': threads, simulated or process_group"):
+        choose("processes", 2, model)
+    with pytest.raises(PlanError, match="ranks = 'threads' on meta"):
+        choose("threads", 2, Tiny().to("meta"))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    monkeypatch.setattr(world, "MOST_COPIES", 3 * size)
+    assert [choose(None, degree, model) for degree in (2, 3, 4)] == ["threads", "threads", "simulated"]

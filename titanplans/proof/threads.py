@@ -1,0 +1,270 @@
+"""Ranks that are threads of this process: real local tensors and real collectives, without processes.
+
+One rank runs at a time, from one collective to the next, in the order of the ranks. So what is global in a
+process is never seen half done, runs are reproducible, and a rank that fails ends the others: they leave their
+work at their next collective instead of waiting for it. Each thread has autograd, grad mode and function modes
+of its own; what is one for the process, as the default random generator, is shared by all ranks.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+from titanplans.proof.simulate import refuse_a_rank
+
+T = TypeVar("T")
+_END = "the end of its work"
+
+
+class Apart(RuntimeError):
+    """The ranks lost each other: they called different collectives, or one on tensors that don't match."""
+
+
+class _Left(BaseException):
+    """Ends a rank's work because another rank's has failed. No `Exception`, so that models let it pass."""
+
+
+class Meeting:
+    """Where the ranks wait for each other, and hand over to the next."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self._turns = [threading.Semaphore(0) for _ in range(ranks)]
+        self._turns[0].release()
+        self._brought: dict[int, tuple[Any, Any, Callable]] = {}
+        self._depths = [0] * ranks
+        self._failure: BaseException | None = None
+        self._result: Any = None
+        self._shallowest: int | None = None
+        """Where all ranks are at the end of a `together`: the depth of the outermost."""
+        self._ended = False
+        self._stopped = False
+
+    def __call__(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> Any:
+        """Bring `value`, wait for the other ranks, and return what `act` makes of all values, in rank order.
+
+        Ranks that bring another `what` have lost each other, which is the failure of all.
+        """
+        self._arrive(rank, what, value, act)
+        if self._failure is not None:
+            raise _Left
+        return self._result
+
+    def together(self, rank: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns on this rank, or raise on every rank what it raised on the first to fail."""
+        self._depths[rank] += 1
+        result = None
+        try:
+            result = work()
+        except _Left:
+            if self._stopped:
+                raise
+        except BaseException as error:  # noqa: BLE001 -- raised again below, on every rank
+            self._failure = self._failure or error
+        finally:
+            self._depths[rank] -= 1
+        if (failure := self._end(rank, self._depths[rank])) is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def wait(self, rank: int) -> None:
+        """Wait for this rank's turn."""
+        self._turns[rank].acquire()
+        if self._stopped:
+            raise _Left
+
+    def hand_over(self, rank: int) -> None:
+        """Let the next rank run."""
+        self._turns[(rank + 1) % self.ranks].release()
+
+    def stop(self) -> None:
+        """End every rank's work at its next collective."""
+        self._stopped = True
+        for turn in self._turns:
+            turn.release()
+
+    def _end(self, rank: int, depth: int) -> BaseException | None:
+        """Wait until every rank has ended its work; return the failure of any."""
+        while True:
+            self._arrive(rank, (_END, depth), None, lambda values: None)
+            if self._ended:
+                return self._result
+            if self._shallowest is not None and self._shallowest < depth:
+                raise _Left  # the others have left this work for good
+
+    def _arrive(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> None:
+        self._brought[rank] = what, value, act
+        if len(self._brought) == self.ranks:
+            self._settle([self._brought[r] for r in range(self.ranks)])
+            self._brought.clear()
+        self.hand_over(rank)
+        self.wait(rank)
+
+    def _settle(self, brought: list[tuple[Any, Any, Callable]]) -> None:
+        """Do what all ranks came for. Called by the last to arrive; what it leaves is read before the next time."""
+        whats = [what for what, _, _ in brought]
+        ends = [what[1] for what in whats if what[0] == _END]
+        alike = all(what == whats[0] for what in whats)
+        self._ended = alike and bool(ends)
+        self._shallowest = min(ends) if len(ends) == self.ranks else None
+        if self._ended:
+            self._result, self._failure = self._failure, None
+        elif self._failure is None and not alike:
+            self._failure = Apart(
+                "the ranks called different collectives: "
+                + "; ".join(f"rank {rank} {_words(what)}" for rank, what in enumerate(whats))
+            )
+        elif self._failure is None:
+            try:
+                with torch.no_grad():
+                    self._result = brought[0][2]([value for _, value, _ in brought])
+            except RuntimeError as error:  # of torch: tensors that the collective can't take
+                self._failure = Apart(f"{_words(whats[0])}: {error}")
+
+
+def _words(what: tuple) -> str:
+    return _END if what[0] == _END else ", ".join(what)
+
+
+class _ThreadGroup(threaded.ProcessLocalGroup):
+    """torch's process group of threads, whose ranks meet at `meeting`, where those that disagree are found out."""
+
+    meeting: Meeting
+
+    def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
+        name = type(collective).__name__
+        shapes = [f"{tuple(t.shape)} {t.dtype}" for t in threaded.flatten_list(tensors)]
+        settings = [f"{key} = {setting}" for key, setting in vars(collective).items()]
+        self.meeting(self._rank, (name, *settings, *shapes), value, collective.work)
+        return threaded.ret_work(value)
+
+    def allreduce(self, tensors, opts):
+        return self._meet(threaded.AllReduce(opts.reduceOp), tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors, opts):
+        return self._meet(threaded.Broadcast(opts.rootRank), tensors, tensors)
+
+    def scatter(self, outputs, inputs, opts):
+        return self._meet(threaded.Scatter(opts.rootRank), outputs, (outputs, inputs))
+
+    def gather(self, outputs, inputs, opts):
+        return self._meet(threaded.Gather(opts.rootRank), inputs, (outputs, inputs))
+
+    def allgather(self, outputs, inputs, opts=None):
+        return self._meet(threaded.AllGather(), inputs, (outputs, inputs))
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        return self._meet(threaded.ReduceScatter(opts.reduceOp.op), outputs, (outputs, inputs))
+
+    def alltoall(self, outputs, inputs, opts=None):
+        return self._meet(threaded.AllToAll(), (), (outputs, inputs))
+
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):
+        return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
+
+
+dist.Backend.register_backend(
+    "titanplans_threads", lambda store, rank, size, timeout: _ThreadGroup(rank, size), devices=["cpu"]
+)
+
+
+class Thread:
+    """The world (titanplans/proof/world.py) as one of the threads sees it."""
+
+    exact = ranked = True
+
+    def __init__(self, mesh: DeviceMesh, rank: int, meeting: Meeting):
+        self.mesh, self._rank, self._meeting = mesh, rank, meeting
+        self.first = rank == 0
+
+    def settle(self, model: nn.Module) -> None:
+        """Nothing to do: each thread has a model of its own."""
+
+    def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return self._meeting(self._rank, ("every",), local.detach(), lambda values: values)
+
+    def everyone(self, value: T) -> list[T]:
+        return self._meeting(self._rank, ("everyone",), value, lambda values: values)
+
+    def together(self, work: Callable[[], T]) -> T:
+        return self._meeting.together(self._rank, work)
+
+
+def run(degree: int, device: torch.device, work: Callable[[Thread], T]) -> T:
+    """Run `work` on each of `degree` threads, and return what it returns on the first.
+
+    Raises:
+        PlanError: this process is a rank already.
+        Exception: what `work` raised on the first rank to fail; `Apart` where the ranks lost each other.
+    """
+    refuse_a_rank()
+    meeting = _ThreadGroup.meeting = Meeting(degree)
+    store = dist.HashStore()
+    results: list[Any] = [None] * degree
+    errors: list[BaseException] = []
+
+    def start(rank: int) -> T:
+        mesh = init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",))
+        # As torch does for its own threads: caches that are keyed by a mesh know ranks apart.
+        mesh._thread_id, mesh._hash = threading.get_ident(), None
+        return work(Thread(mesh, rank, meeting))
+
+    def be(rank: int) -> None:
+        try:
+            # A rank gets its group before its first turn: the store's barrier knows nothing of turns.
+            dist.init_process_group("titanplans_threads", rank=rank, world_size=degree, store=store)
+            meeting.wait(rank)
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = meeting.together(rank, lambda: start(rank))
+        except _Left:
+            pass
+        except BaseException as error:  # noqa: BLE001 -- raised again below, in the caller's thread
+            errors.append(error)
+            if not dist.is_initialized():
+                meeting.stop()  # no rank, for whom the others would wait
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            meeting.hand_over(rank)
+
+    with _own_groups():
+        threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(degree)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # an interrupt: the ranks end before it goes on
+            meeting.stop()
+            for thread in threads:
+                thread.join()
+            raise
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@contextmanager
+def _own_groups() -> Iterator[None]:
+    """Give every thread its own process groups."""
+    excepthook = sys.excepthook  # torch puts its own before it with each process group
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        yield
+    finally:
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        sys.excepthook = excepthook
