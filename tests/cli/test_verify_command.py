@@ -132,7 +132,7 @@ def test_the_whole_grid_as_text(command):
     assert lines[0] == "qwen3.json"
     assert "layers 1, num attention heads 4, num key value heads 2, vocabulary 101, hidden 32" in lines[1]
     assert lines[2:4] == [
-        "  2 sequences of 16 tokens, ranks simulated in one process",
+        "  2 sequences of 16 tokens, ranks: threads",
         "  the first 1 of 3 blocks",
     ]
     rows = [line.split()[:3] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]
@@ -155,7 +155,7 @@ def test_json_is_one_object(command):
     assert (found["verdict"], found["subject"], found["ranks"]) == (
         "proved",
         "qwen3.json",
-        "ranks simulated in one process",
+        "ranks: threads",
     )
     assert found["sizes"]["layers"] == 2
     assert found["notes"] == ["the first 2 of 3 blocks, as few as hold every kind of block (--layers)"]

@@ -20,7 +20,7 @@ def prove(rank):
         sequence_parallel=True,
     )
     breaking = verify(
-        Tiny, attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise()), process_group=True
+        Tiny, attn(q_proj=lambda p: p.rowwise(), o_proj=lambda p: p.colwise()), ranks="process_group"
     )
     reports = [report.to_dict() for report in (right, wrong, breaking)]
     for report in reports:

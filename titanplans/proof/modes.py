@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
+from torch.distributed.tensor import _api
 from torch.overrides import TorchFunctionMode
 
 from titanplans.errors import PlanError
@@ -43,21 +44,26 @@ class Widen(TorchFunctionMode):
 def by_rank() -> Iterator[None]:
     """Run rank by rank what asks for sizes in which simulated shards may differ.
 
-    That is torch.einsum where no gradient is asked for, in the backward of fused kernels, and the norm of a rank's
-    gradients. No function mode reaches either, so the names are replaced.
+    That is torch.einsum where no gradient is asked for, in the backward of fused kernels, the norm of a rank's
+    gradients, and the strides of a gradient that goes back into a DTensor, which each rank takes from its own shard:
+    here the first one's count for all. No function mode reaches these, so the names are replaced.
     """
-    einsum, power = torch.einsum, gradients.local_power
+    einsum, power, info = torch.einsum, gradients.local_power, _api.compute_global_tensor_info
     einsum_of_each = maybe_run_for_local_tensor(einsum)
 
     def einsum_by_rank(*args: Any, **kwargs: Any) -> Any:
         uneven = not torch.is_grad_enabled() and any(map(_uneven, args))
         return (einsum_of_each if uneven else einsum)(*args, **kwargs)
 
+    def info_of_the_first(tensor: torch.Tensor, *args: Any) -> Any:
+        return info(tensor._local_tensors[0] if _uneven(tensor) else tensor, *args)
+
     torch.einsum, gradients.local_power = einsum_by_rank, maybe_run_for_local_tensor(power)
+    _api.compute_global_tensor_info = info_of_the_first
     try:
         yield
     finally:
-        torch.einsum, gradients.local_power = einsum, power
+        torch.einsum, gradients.local_power, _api.compute_global_tensor_info = einsum, power, info
 
 
 def _uneven(operand: Any) -> bool:

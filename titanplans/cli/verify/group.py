@@ -29,7 +29,7 @@ class Ranks:
     def words(self) -> str:
         """The ranks in words."""
         if self.group is None:
-            return "ranks simulated in one process"
+            return "ranks in one process"
         return f"{self.group} processes over {dist.get_backend()}, {self.device.type}"
 
 

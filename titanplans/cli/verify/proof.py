@@ -90,7 +90,7 @@ def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str]
         sequence_parallel=subject.sequence_parallel,
         inputs=inputs,
         dtype=prepared.dtype,
-        process_group=ranks.group is not None,
+        ranks=None if ranks.group is None else "process_group",
         progress=tell,
     )
     tell("communication")
@@ -99,7 +99,8 @@ def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str]
     if report.passed and not counts:
         notes += ("collectives are not counted: there is no list of blocks to hold them against",)
     seconds = time.perf_counter() - start
-    return Outcome(subject.source.words, sizes, ranks.words, notes, report, tuple(counts), seconds)
+    where = f"ranks: {report.ranks}" if ranks.group is None else ranks.words
+    return Outcome(subject.source.words, sizes, where, notes, report, tuple(counts), seconds)
 
 
 def _accepted(model: nn.Module, subject: Subject, ranks: Ranks) -> dict[int, Plan]:
