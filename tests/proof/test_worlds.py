@@ -16,7 +16,7 @@ from titanplans import PlanError, TPOptions
 from titanplans.proof import simulate, threads, verify, world
 from titanplans.proof.case import prove_cases
 from titanplans.proof.world import choose
-from titanplans.tensor_parallel.local import local_parameter
+from titanplans.tensor_parallel.local_parameters import local_parameter
 
 CPU = torch.device("cpu")
 BOTH = (True, False)

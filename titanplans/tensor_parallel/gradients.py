@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.errors import ParallelError
+from titanplans.torch_private import foreach_mul_, foreach_norm
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 _ROW = 4096
@@ -104,7 +105,7 @@ def clip_gradients(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     local = [_local(param.grad) for param in parameters if param.grad is not None]
     for (device, _), grads in _alike(local).items():
-        torch._foreach_mul_(grads, factor.to(device))
+        foreach_mul_(grads, factor.to(device))
     return norm
 
 
@@ -202,7 +203,7 @@ def local_power(local: list[torch.Tensor], norm_type: float, device: torch.devic
         if kind.type == "cpu":
             parts = [norm for grad in grads for norm in _norms_of_rows(grad, norm_type, wide)]
         else:
-            parts = [torch.stack(torch._foreach_norm(grads, norm_type, dtype=wide))]
+            parts = [torch.stack(foreach_norm(grads, norm_type, dtype=wide))]
         norms += [part.to(device, torch.float64) for part in parts]
     each = torch.cat(norms)
     return each.amax() if math.isinf(norm_type) else each.pow(norm_type).sum()

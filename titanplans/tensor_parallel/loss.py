@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.collectives import shard_size
+from titanplans.tensor_parallel.stream import shard_size
+from titanplans.torch_private import assert_async
 
 IGNORED = -100
 """The label of a token that does not count: torch's default."""
@@ -99,7 +100,7 @@ class _Sharded(torch.autograd.Function):
         largest = collectives.all_reduce(largest, "max", group)
         exponentials = (logits - largest[:, None]).exp()
         counts = labels != IGNORED
-        torch._assert_async(
+        assert_async(
             (~counts | ((labels >= 0) & (labels < vocabulary))).all(), "a label outside of the vocabulary"
         )
         # Counted labels are below `vocabulary`: that the last shares have fewer columns needs no test.
