@@ -5,7 +5,9 @@ reason and what would work. The command line prints it on one line and exits wit
 else (a bug, a full disk) is caught on the way.
 """
 
+import difflib
 from collections.abc import Sequence
+from typing import Any
 
 
 class UserError(ValueError):
@@ -22,6 +24,29 @@ class ParallelError(UserError):
 
 class ConfigError(UserError):
     """A job that can't be run as written: its TOML, a key, a value, or options that contradict each other."""
+
+
+class OptionError(ConfigError, ParallelError):
+    """An option can't have this value, or not together with another one.
+
+    Attributes:
+        option: its name, with the group's where it is in one: "fsdp_towers", "compile.mode".
+        value: what it was given.
+        why: the reason and the remedy.
+    """
+
+    def __init__(self, option: str, value: Any, why: str):
+        super().__init__(option, value, why)
+        self.option, self.value, self.why = option, value, why
+
+    def __str__(self) -> str:
+        from titanplans.config.values import show
+
+        return f"{self.option} = {show(self.value)}: {self.why}"
+
+    def renamed(self, option: str) -> "OptionError":
+        """Return the same error by another name of the option: a job's dotted key."""
+        return OptionError(option, self.value, self.why)
 
 
 class ModelError(UserError):
@@ -44,6 +69,11 @@ def either(values: Sequence[object]) -> str:
     """Return what would work as words: "1", "1 or 2", "1, 2 or 4"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    """Return which of `names` looks most like `name`; None where none does."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.55)), None)
 
 
 def near_multiples(value: int, step: int) -> str:

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from titanplans.config import ConfigError, load_job
+from titanplans.config.other_names import RENAMED
 from titanplans.config.refused import REFUSED
-from titanplans.config.renamed import RENAMED
 from titanplans.config.schema import keys
-from titanplans.config.toml import write_toml
 from titanplans.config.translate import PENDING
 from titanplans.config.usage import tables
 
@@ -103,7 +103,7 @@ def load(tmp_path):
             section, _, name = key.rpartition(".")
             tables.setdefault(section, {})[name] = value
         path = tmp_path / "job.toml"
-        path.write_text(write_toml(tables), encoding="utf-8")
+        path.write_text(tomli_w.dumps(tables), encoding="utf-8")
         return load_job([str(path), *words])
 
     return load

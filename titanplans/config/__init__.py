@@ -1,13 +1,39 @@
-"""A job as its author writes it: TOML and command line to a checked `JobConfig`. Imports no torch.
+"""Every option, once: what a job, a strategy, the command line and the documentation are made from. Imports no torch.
 
     job = load_job(["configs/gla_debug.toml", "--training.steps", "50"])
+    FSDP2Config(enable_sequence_parallel=False, compile={"enable": True})
 
-What a job becomes on torchtitan's side is `titanplans.training.job`; whether it can run here `training.checks`.
+What a job becomes on torchtitan's side is `training.job`; whether it can run here is `training.checks`.
 """
 
 from titanplans.config.load import load_job
-from titanplans.config.schema import JobConfig
-from titanplans.config.validate import check_values, schedule_steps
-from titanplans.errors import ConfigError
+from titanplans.config.schema import JobConfig, dotted_key, strategy_of
+from titanplans.config.sections.parallelism import ActivationCheckpoint, Compile
+from titanplans.config.sections.quantize import Float8
+from titanplans.config.strategies import (
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    Strategy,
+    read_strategy,
+    write_strategy,
+)
+from titanplans.errors import ConfigError, OptionError
 
-__all__ = ["ConfigError", "JobConfig", "check_values", "load_job", "schedule_steps"]
+__all__ = [
+    "ActivationCheckpoint",
+    "Compile",
+    "ConfigError",
+    "DDPConfig",
+    "FSDP2Config",
+    "Float8",
+    "JobConfig",
+    "MegatronFSDPConfig",
+    "OptionError",
+    "Strategy",
+    "dotted_key",
+    "load_job",
+    "read_strategy",
+    "strategy_of",
+    "write_strategy",
+]

@@ -1,16 +1,14 @@
 """`load_job`: defaults, then the TOML file, then the command line; the later wins."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from titanplans.config.arguments import parse_arguments
-from titanplans.config.schema import JobConfig, build_job
-from titanplans.config.toml import read_toml
+from titanplans.config.options import read_toml
+from titanplans.config.schema import JobConfig, build_job, strategy_of
 from titanplans.config.translate import CONVERTERS, Layer, read_options, read_tables, takes_no_value
 from titanplans.config.usage import usage
-from titanplans.config.validate import check_values
 from titanplans.errors import ConfigError
 
 
@@ -47,7 +45,7 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
             f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
         )
     job = build_job(values)
-    check_values(job)
+    strategy_of(job)
     float8 = job.quantize.linear.float8
     if float8.filter_fqns and float8.recipe_name is None:
         notes.append("quantize.linear.float8.filter_fqns waits for recipe_name: nothing is float8")
@@ -58,7 +56,7 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
             f"{job.training.seq_len}: documents are packed into seq_len tokens, not cut; leave it out"
         )
     description = [job.job.description] if job.job.description else []
-    return replace(job, notes=tuple(description + notes))
+    return job.with_notes(tuple(description + notes))
 
 
 def _select_configuration(values: dict[str, Any], name: str) -> str:

@@ -22,7 +22,7 @@ def _refused(reason: str, section: str, off: dict[str, Any]) -> dict[str, Refuse
 
 
 _PIPELINE = (
-    "pipeline parallelism needs a split of the model into stages, which parallel/ does not make; "
+    "pipeline parallelism needs a split of the model into stages, which is not made here; "
     "tensor_parallel_degree, data_parallel_shard_degree and data_parallel_replicate_degree work"
 )
 _CONTEXT = (

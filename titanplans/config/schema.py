@@ -1,50 +1,59 @@
-"""`JobConfig`, the tree of sections, and what can be read off it: keys, types, defaults, documentation."""
+"""`JobConfig`, the tree of sections; its keys by their dotted names; and the strategy that a job asks for."""
 
-import ast
 import functools
-import inspect
-import itertools
-import textwrap
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, get_type_hints
+from dataclasses import fields
+from typing import Any, ClassVar, NamedTuple
 
+import tomli_w
+
+from titanplans.config.options import Options, options_of, without_none
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.model import Model, Training, Validation
 from titanplans.config.sections.optimization import LRScheduler, Optimizer
 from titanplans.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
-from titanplans.config.sections.quantize import Quantize
+from titanplans.config.sections.quantize import Float8, Quantize
 from titanplans.config.sections.run import Comm, Debug, Experimental, Job, Metrics, Profiling
-from titanplans.config.toml import write_toml
+from titanplans.config.strategies import DDPConfig, FSDP2Config
+from titanplans.config.values import is_options
+from titanplans.errors import OptionError
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobConfig:
-    """A job: sections and keys are torchtitan's up to 0.2.2, with our own added."""
+class JobConfig(Options):
+    """A job: sections and keys are torchtitan's up to 0.2.2, with our own added.
 
-    job: Job = field(default_factory=Job)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    ddp: DDP = field(default_factory=DDP)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    quantize: Quantize = field(default_factory=Quantize)
-    validation: Validation = field(default_factory=Validation)
-    metrics: Metrics = field(default_factory=Metrics)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    profiling: Profiling = field(default_factory=Profiling)
-    comm: Comm = field(default_factory=Comm)
-    debug: Debug = field(default_factory=Debug)
-    experimental: Experimental = field(default_factory=Experimental)
+    Where a job's default is not that of the group of options, it stands here.
+    """
 
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training(mixed_precision_param="bfloat16", mixed_precision_reduce="float32")
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    ddp: DDP = DDP()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint(mode="selective")
+    compile: Compile = Compile()
+    quantize: Quantize = Quantize()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    checkpoint: Checkpoint = Checkpoint()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()
+    debug: Debug = Debug()
+    experimental: Experimental = Experimental()
+
+    notes: ClassVar[tuple[str, ...]] = ()
     """Not a section: what rank 0 says when the job starts, its description and which keys were read under another name."""
+
+    def with_notes(self, notes: tuple[str, ...]) -> "JobConfig":
+        """Return the same job with these notes."""
+        job = JobConfig(**{item.name: getattr(self, item.name) for item in fields(self)})
+        job.__dict__["notes"] = notes
+        return job
 
     def to_toml(self) -> str:
         """Write every key with its value as TOML that reads back as an equal job."""
-        return write_toml(_tables(self))
+        return tomli_w.dumps(without_none(self.to_dict()))
 
 
 class Key(NamedTuple):
@@ -60,53 +69,79 @@ class Key(NamedTuple):
 @functools.cache
 def keys() -> dict[str, Key]:
     """Return every key by its dotted name, in the order of the sections."""
-    return {f"{key.section}.{key.name}": key for key in _keys(JobConfig, "")}
+    return {f"{key.section}.{key.name}": key for key in _keys(JobConfig(), "")}
 
 
-def build_job(values: dict[str, Any]) -> JobConfig:
-    """Return the job with these values, by dotted key, and defaults elsewhere; they are of their types already."""
-    return _build(JobConfig, "", values)
-
-
-def _keys(cls: type, section: str) -> list[Key]:
-    found, nested, docs = [], [], _docs(cls)
-    hints, default = get_type_hints(cls, include_extras=True), cls()
-    for item in fields(cls):
-        hint = hints[item.name]
-        if is_dataclass(hint):
-            nested += _keys(hint, f"{section}.{item.name}".lstrip("."))
-        elif section:
-            found.append(Key(section, item.name, hint, getattr(default, item.name), docs[item.name]))
+def _keys(options: Options, section: str) -> list[Key]:
+    found, nested = [], []
+    for field in options_of(type(options)):
+        value = getattr(options, field.name)
+        if is_options(field.hint):
+            nested += _keys(value, f"{section}.{field.name}".lstrip("."))
+        else:
+            found.append(Key(section, field.name, field.hint, value, field.doc))
     return found + nested
 
 
-def _docs(cls: type) -> dict[str, str]:
-    """Return the string that stands under each field in the source, on one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyrefly: ignore[missing-attribute]
-    docs = {}
-    for statement, below in itertools.pairwise(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
-            assert isinstance(statement.target, ast.Name)
-            docs[statement.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return docs
+def build_job(values: dict[str, Any]) -> JobConfig:
+    """Return the job with these values, by dotted key, and defaults elsewhere.
+
+    Raises:
+        OptionError: two options contradict each other.
+    """
+    return _build(JobConfig(), "", values)
 
 
-def _build(cls: type, section: str, values: dict[str, Any]) -> Any:
-    given, hints = {}, get_type_hints(cls)
-    for item in fields(cls):
-        name = f"{section}.{item.name}".lstrip(".")
-        if is_dataclass(hints[item.name]):
-            given[item.name] = _build(hints[item.name], name, values)
-        elif name in values:
-            given[item.name] = values[name]
-    return cls(**given)
+def _build(default: Any, section: str, values: dict[str, Any]) -> Any:
+    given = {}
+    for item in fields(default):
+        name, value = f"{section}.{item.name}".lstrip("."), getattr(default, item.name)
+        given[item.name] = (
+            _build(value, name, values) if isinstance(value, Options) else values.get(name, value)
+        )
+    return type(default)(**given)
 
 
-def _tables(job: JobConfig) -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = {}
-    for key in keys().values():
-        node: Any = job
-        for part in key.section.split("."):
-            node = getattr(node, part)
-        tables.setdefault(key.section, {})[key.name] = getattr(node, key.name)
-    return tables
+def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
+    """Return how `job` spreads its model: the options of a strategy, each from the section that has it.
+
+    [compile] enable and [quantize.linear.float8] recipe_name are switches: without them their sections wait.
+
+    Raises:
+        OptionError: two options exclude each other; named by the job's keys.
+    """
+    nested = {
+        "activation_checkpoint": job.activation_checkpoint,
+        "compile": job.compile if job.compile.enable else Compile(),
+        "float8": job.quantize.linear.float8 if job.quantize.linear.float8.recipe_name else Float8(),
+    }
+    ddp = job.parallelism.data_parallel_strategy == "ddp"
+    cls = DDPConfig if ddp else FSDP2Config
+    flat = vars(job.parallelism) | vars(job.training) | vars(job.model) | (vars(job.ddp) if ddp else {})
+    given = {field.name: flat[field.name] for field in options_of(cls) if field.name not in nested}
+    if ddp and given["autocast_dtype"] is None and job.training.mixed_precision_param == "bfloat16":
+        # FSDP2's mixed precision has no counterpart under DDP; autocast is what torchtitan takes, too.
+        given["autocast_dtype"] = "bfloat16"
+    try:
+        return cls(**given, **nested)
+    except OptionError as error:
+        raise error.renamed(dotted_key(error.option)) from None
+
+
+@functools.cache
+def _flat_keys() -> dict[str, str]:
+    strategies = [field.name for cls in (FSDP2Config, DDPConfig) for field in options_of(cls)]
+    sections = ("parallelism", "training", "model", "ddp")
+    return {
+        name: f"{section}.{name}"
+        for name in strategies
+        for section in sections
+        if f"{section}.{name}" in keys()
+    }
+
+
+def dotted_key(option: str) -> str:
+    """Return the job's key for an option of a strategy: "parallelism.fsdp_towers" for "fsdp_towers"."""
+    if option.startswith("float8."):
+        return f"quantize.linear.{option}"
+    return _flat_keys().get(option, option)

@@ -4,15 +4,14 @@ A key of another release or of flame is renamed, with a note, or refused by name
 knows is refused with the nearest one that exists.
 """
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from titanplans.config.other_names import RENAMED
 from titanplans.config.refused import REFUSED
-from titanplans.config.renamed import RENAMED
 from titanplans.config.schema import keys
-from titanplans.config.values import from_text, from_toml, is_flag, show
-from titanplans.errors import ConfigError
+from titanplans.config.values import from_text, from_toml, show
+from titanplans.errors import ConfigError, nearest
 
 PENDING = {"training.context_len": int, "training.dataset_name": str}
 """flame's keys, and their types, that mean something only beside others: see `load`."""
@@ -74,13 +73,15 @@ class Layer:
 
 
 def _is_float8(raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
-    names = read(raw, list[str], where)
+    names = read(raw, tuple[str, ...], where)
     return len(names) == 1 and names[0] in _FLOAT8_CONVERTERS
 
 
 def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
     try:
-        return read(raw, list[str] if isinstance(off, list) else type(off), where) == off
+        if isinstance(off, list):
+            return read(raw, tuple[str, ...], where) == tuple(off)
+        return read(raw, type(off), where) == off
     except ConfigError:
         return False  # not even of its type
 
@@ -114,7 +115,7 @@ def takes_no_value(key: str) -> bool:
     if key in REFUSED:
         return any(isinstance(value, bool) for value in REFUSED[key].off)
     today = RENAMED[key].to if key in RENAMED else key
-    return today in keys() and is_flag(keys()[today].hint)
+    return today in keys() and keys()[today].hint is bool
 
 
 def unknown(key: str) -> str:
@@ -123,32 +124,27 @@ def unknown(key: str) -> str:
     if key in _sections():
         return f"is a section, not a key; write [{key}]"
     if not section:
-        elsewhere = nearest(name, {key.name: dotted for dotted, key in reversed(keys().items())})
-        return "stands in no section" + (f"; did you mean {elsewhere}?" if elsewhere else "")
+        elsewhere = {key.name: dotted for dotted, key in reversed(keys().items())}
+        meant = nearest(name, list(elsewhere))
+        return "stands in no section" + (f"; did you mean {elsewhere[meant]}?" if meant else "")
     if section not in _sections():
         return unknown_section(section)
     own = {key.name: dotted for dotted, key in keys().items() if key.section == section}
     old = {k.rpartition(".")[2]: k for k in [*RENAMED, *REFUSED] if k.rpartition(".")[0] == section}
     same_name = [dotted for dotted in keys() if dotted.endswith("." + name)]
-    meant = same_name[0] if same_name else nearest(name, own) or nearest(name, old)
-    if meant:
+    close = (names[near] for names in (own, old) if (near := nearest(name, list(names))))
+    if meant := next(iter(same_name), None) or next(close, None):
         return f"no such key; did you mean {meant}?"
     return f"no such key; [{section}] has {', '.join(own) or 'none'}"
 
 
 def unknown_section(section: str) -> str:
     """Say that there is no such section, and which one may be meant."""
-    names = {key.section: key.section for key in keys().values()}
+    names = list(dict.fromkeys(key.section for key in keys().values()))
     meant = nearest(section, names)
     return f"no section [{section}]; " + (
         f"did you mean [{meant}]?" if meant else f"there are {', '.join(names)}"
     )
-
-
-def nearest(name: str, candidates: dict[str, str]) -> str | None:
-    """Return what the candidate that looks most like `name` stands for, or None where none does."""
-    close = difflib.get_close_matches(name, candidates, n=1)
-    return candidates[close[0]] if close else None
 
 
 def _sections() -> set[str]:

@@ -4,10 +4,10 @@ import itertools
 import textwrap
 from typing import Any
 
+from titanplans.config.other_names import RENAMED
 from titanplans.config.refused import REFUSED
-from titanplans.config.renamed import RENAMED
 from titanplans.config.schema import Key, keys
-from titanplans.config.values import describe, show
+from titanplans.config.values import describe, in_toml, show
 
 HEAD = """\
 usage: train.py JOB.toml [--section.key value ...] [--print-config] [--help]
@@ -26,7 +26,9 @@ def usage() -> str:
     for section, group in itertools.groupby(keys().values(), key=lambda key: key.section):
         lines = [f"[{section}]"]
         for key in group:
-            lines.append(f"  --{section}.{key.name}  ({describe(key.hint)}; default {_default(key.default)})")
+            lines.append(
+                f"  --{section}.{key.name}  ({describe(in_toml(key.hint))}; default {_default(key.default)})"
+            )
             lines.append(textwrap.fill(key.doc, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)

@@ -1,12 +1,13 @@
-"""The types of configuration values: TOML values and command-line words to Python, checked.
+"""The types of options: a value of TOML, of the command line or of Python to one of the declared type, checked.
 
-A section's field is annotated with `bool`, `int`, `float`, `str`, a `Literal`, `list[str]`,
-`dict[str, ...]`, `... | None` of these, or `Annotated[..., Rule]` where not every value of the
-type will do. Nothing here knows a section or a key; `where` is only handed through to the message.
+An option is annotated with `bool`, `int`, `float`, `str`, a `Literal`, `tuple[T, ...]`, `dict[str, T]`, other `Options`,
+a union of these with or without None, or `Annotated[T, Rule]` where not every value of the type will do. What only
+Python can give, such as a class, is `Annotated[Any, InPython("a TPPlan class")]`. No option is known by name here.
 """
 
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -23,6 +24,13 @@ class Rule:
     holds: Callable[[Any], bool]
 
 
+@dataclass(frozen=True)
+class InPython:
+    """Marks a value that has no form in TOML: any object but those that TOML has."""
+
+    what: str
+
+
 PositiveInt = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 NaturalInt = Annotated[int, Rule("at least 0", lambda value: value >= 0)]
 Seed = Annotated[int, Rule("from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)]
@@ -34,20 +42,49 @@ FractionAboveZero = Annotated[float, Rule("above 0, at most 1", lambda value: 0 
 FractionBelowOne = Annotated[float, Rule("at least 0, below 1", lambda value: 0 <= value < 1)]
 
 
-class _Mismatch(Exception):
+class Mismatch(Exception):
     """The value is not of the type; the caller names both."""
 
 
-def from_toml(value: Any, hint: Any, where: str) -> Any:
-    """Return a value that TOML gave as one of type `hint`: an integer where a float is meant becomes one.
+def fit(value: Any, hint: Any) -> Any:
+    """Return `value` as one of type `hint`: an integer becomes a float, a list a tuple, a table nested options.
 
     Raises:
-        ConfigError: another type, not among the choices, or outside a Rule.
+        Mismatch: another type, not among the choices, or outside a Rule.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _annotated(value, *arguments)
+    if _is_union(hint):
+        return _first(arguments, lambda option: fit(value, option))
+    if origin is Literal:
+        # By type too: True equals 1, which is not what its author wrote.
+        return _if(any(type(value) is type(choice) and value == choice for choice in arguments), value)
+    if origin is tuple:
+        _if(isinstance(value, (list, tuple)), value)
+        return tuple(fit(item, arguments[0]) for item in value)
+    if origin is dict:
+        _if(isinstance(value, Mapping), value)
+        return {fit(key, arguments[0]): fit(item, arguments[1]) for key, item in value.items()}
+    if is_options(hint):
+        return value if isinstance(value, hint) else _options(value, hint)
+    if hint is float:
+        # From 2^53 on a float is another number than the integer.
+        whole = type(value) is int and abs(value) < 2**53
+        return float(_if(whole or (type(value) is float and math.isfinite(value)), value))
+    return _if(type(value) is hint, value)
+
+
+def from_toml(value: Any, hint: Any, where: str) -> Any:
+    """Return a value that TOML gave as one of type `hint`.
+
+    Raises:
+        ConfigError: another type, not among the choices, or outside a Rule; `where` begins the message.
     """
     try:
-        return _convert(value, hint)
-    except _Mismatch:
-        raise ConfigError(f"{where} = {show(value)}: expected {describe(hint)}") from None
+        return fit(value, in_toml(hint))
+    except Mismatch:
+        raise ConfigError(f"{where} = {show(value)}: expected {describe(in_toml(hint))}") from None
 
 
 def from_text(text: str, hint: Any, where: str) -> Any:
@@ -59,91 +96,106 @@ def from_text(text: str, hint: Any, where: str) -> Any:
         ConfigError: as `from_toml`.
     """
     try:
-        return _convert(_parse(text, hint), hint)
-    except _Mismatch:
-        raise ConfigError(f"{where} {text}: expected {describe(hint)}") from None
+        return _read_word(text, in_toml(hint))
+    except Mismatch:
+        raise ConfigError(f"{where} {text}: expected {describe(in_toml(hint))}") from None
 
 
-def is_flag(hint: Any) -> bool:
-    """Tell whether a command-line option of this type may stand without a value."""
-    return hint is bool
+def _read_word(text: str, hint: Any) -> Any:
+    return fit(_parse(text, hint), hint)
+
+
+def is_options(hint: Any) -> bool:
+    """Whether a type is a group of options."""
+    return hasattr(hint, "from_dict")
 
 
 def describe(hint: Any) -> str:
     """Say in words what a type accepts: "an integer, at least 1"."""
-    origin = get_origin(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        base, *rules = get_args(hint)
-        return ", ".join([describe(base), *(rule.says for rule in rules)])
+        base, mark = arguments
+        return mark.what if isinstance(mark, InPython) else f"{describe(base)}, {mark.says}"
     if _is_union(hint):
-        return " or ".join(describe(option) for option in get_args(hint) if option is not types.NoneType)
+        return " or ".join(describe(option) for option in arguments if option is not types.NoneType)
     if origin is Literal:
-        return "one of " + ", ".join(show(choice) for choice in get_args(hint))
-    if origin is dict and get_args(hint)[1] is not str:
-        return f"a table, each value {describe(get_args(hint)[1])}"
-    if origin is list and get_origin(get_args(hint)[0]) is Literal:
-        return "a list of " + ", ".join(show(choice) for choice in get_args(get_args(hint)[0]))
-    return {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "a list of strings",
-        dict: "a table of strings",
-    }[origin or hint]
+        return "one of " + ", ".join(map(show, arguments))
+    if origin is tuple:
+        choices = get_args(arguments[0]) if get_origin(arguments[0]) is Literal else ()
+        return "a list of " + (", ".join(map(show, choices)) or "strings")
+    if origin is dict:
+        return (
+            "a table of strings" if arguments[1] is str else f"a table, each value {describe(arguments[1])}"
+        )
+    if is_options(hint):
+        return f"a table, or {hint.__name__}(...)"
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[hint]
+
+
+def in_toml(hint: Any) -> Any:
+    """Return the part of a type that TOML has a form for; None if there is no such part."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return None if isinstance(arguments[1], InPython) else hint
+    if _is_union(hint):
+        return Union[tuple(part for option in arguments if (part := in_toml(option)) is not None)]  # noqa: UP007
+    if origin is dict:
+        return dict[arguments[0], in_toml(arguments[1])]
+    return hint
 
 
 def show(value: Any) -> str:
-    """Write a value as its author would: true, not True."""
+    """Write a value as its author would, on one line: true, not True."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, list):
-        return "[" + ", ".join(show(item) for item in value) + "]"
-    return str(value)
+        text = f'"{value}"'
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(map(show, value)) + "]"
+    elif isinstance(value, type):
+        text = value.__qualname__
+    else:
+        text = f"{type(value).__name__}(...)" if is_options(type(value)) else str(value)
+    return " ".join(text.split())
+
+
+def _if(holds: bool, value: Any) -> Any:
+    if not holds:
+        raise Mismatch
+    return value
+
+
+def _annotated(value: Any, base: Any, mark: Rule | InPython) -> Any:
+    if isinstance(mark, InPython):
+        return _if(
+            not isinstance(value, (bool, int, float, str, list, tuple, Mapping, types.NoneType)), value
+        )
+    value = fit(value, base)
+    return _if(mark.holds(value), value)
+
+
+def _options(value: Any, hint: Any) -> Any:
+    if type(value) is bool and hint.of_bool is not None:
+        return hint.from_dict(hint.of_bool[value])
+    return hint.from_dict(_if(isinstance(value, Mapping), value))
+
+
+def _first(options: tuple[Any, ...], read: Callable[[Any], Any]) -> Any:
+    """Return what `read` makes of the first of a union's types that takes the value."""
+    for option in options:
+        try:
+            return read(option)
+        except Mismatch:
+            continue
+    raise Mismatch
 
 
 def _is_union(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType)
 
 
-def _convert(value: Any, hint: Any) -> Any:
-    origin = get_origin(hint)
-    if origin is Annotated:
-        base, *rules = get_args(hint)
-        value = _convert(value, base)
-        if not all(rule.holds(value) for rule in rules):
-            raise _Mismatch
-        return value
-    if _is_union(hint):
-        for option in get_args(hint):
-            try:
-                return _convert(value, option)
-            except _Mismatch:
-                continue
-        raise _Mismatch
-    if origin is Literal:
-        if value not in get_args(hint):
-            raise _Mismatch
-        return value
-    if origin is list:
-        if not isinstance(value, list):
-            raise _Mismatch
-        return [_convert(item, get_args(hint)[0]) for item in value]
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise _Mismatch
-        return {key: _convert(item, get_args(hint)[1]) for key, item in value.items()}
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:  # not isinstance: True is an int to Python, not to the job's author
-        raise _Mismatch
-    return value
-
-
 def _parse(text: str, hint: Any) -> Any:
-    """Read `text` as the kind of value that `hint` is; whether it fits is for `_convert` to say."""
+    """Read `text` as the kind of value that `hint` is; whether it fits is for `fit` to say."""
     origin = get_origin(hint)
     if origin is Annotated:
         return _parse(text, get_args(hint)[0])
@@ -152,26 +204,21 @@ def _parse(text: str, hint: Any) -> Any:
         if types.NoneType in options and text.lower() == "none":
             return None
         # A table before a string: every word is a string.
-        for option in sorted(options, key=lambda option: option is str):
-            try:
-                return _convert(_parse(text, option), option)
-            except _Mismatch:
-                continue
-        raise _Mismatch
-    if origin is list and not text.startswith("["):
+        return _first(
+            sorted(options, key=lambda option: option is str), lambda option: _read_word(text, option)
+        )
+    if origin is tuple and not text.startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
-    if origin in (list, dict):
+    if origin in (tuple, dict):
         try:
             return tomli.loads(f"value = {text}")["value"]
         except tomli.TOMLDecodeError:
-            raise _Mismatch from None
+            raise Mismatch from None
     if hint is bool:
-        if text.lower() not in ("true", "false"):
-            raise _Mismatch
-        return text.lower() == "true"
+        return _if(text.lower() in ("true", "false"), text).lower() == "true"
     if hint in (int, float):
         try:
             return hint(text)
         except ValueError:
-            raise _Mismatch from None
+            raise Mismatch from None
     return text

@@ -1,8 +1,8 @@
 """What is saved and loaded: [checkpoint]."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
+from titanplans.config.options import Options
 from titanplans.config.values import PositiveInt, Rule
 
 KeepLatest = Annotated[
@@ -11,9 +11,10 @@ KeepLatest = Annotated[
 LoadStep = Annotated[int, Rule("at least 0, or -1", lambda value: value >= -1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Options):
     """Distributed checkpoints, in step-N folders. A run whose folder holds any resumes from the newest."""
+
+    section: ClassVar[str] = "checkpoint"
 
     enable: bool = False
     """Save and load checkpoints."""
@@ -45,9 +46,7 @@ class Checkpoint:
     load_step: LoadStep = -1
     """Step to resume from; -1: the newest."""
 
-    exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]] = field(
-        default_factory=list
-    )
+    exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...] = ()
     """What not to load beside the weights."""
 
     enable_first_step_checkpoint: bool = False

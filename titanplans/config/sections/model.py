@@ -1,14 +1,28 @@
 """What is trained and on what: [model], [training], [training.dataloader], [validation]."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from titanplans.config.values import NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto
+from titanplans.config.options import Options
+from titanplans.config.sections.parallelism import Autocast, MixedPrecision, Offload
+from titanplans.config.values import InPython, NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
+class PlanOption(Options):
+    """Which tensor-parallel plan splits the model."""
+
+    plan: (
+        dict[str, str | Annotated[Any, InPython("a ParallelStyle")]]
+        | str
+        | Annotated[Any, InPython("a TPPlan class")]
+        | None
+    ) = None
+    """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""
+
+
+class Model(PlanOption):
     """The model: a name and a flavor, or a config.json."""
+
+    section: ClassVar[str] = "model"
 
     name: str | None = None
     """Architecture, such as "gla" or "transformer"; unset, and no config: "gla"."""
@@ -19,16 +33,14 @@ class Model:
     config: str | None = None
     """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
 
-    plan: dict[str, str] | str | None = None
-    """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""
-
     hf_assets_path: str | None = None
     """Folder with the tokenizer.json; unset: the small tokenizer that comes with titanplans."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataLoader:
+class DataLoader(Options):
     """Worker processes that prepare the batches."""
+
+    section: ClassVar[str] = "dataloader"
 
     num_workers: NaturalInt = 0
     """Worker processes a rank; 0: the training process itself."""
@@ -43,9 +55,8 @@ class DataLoader:
     """Batches that each worker prepares in advance; needs num_workers above 0; unset: torch's choice."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Data, batch, steps and precision."""
+class Batches(Options):
+    """The data, and what a step is."""
 
     dataset: str = "stdlib"
     """"stdlib" (Python's standard library), "local", or a Hugging Face name ("owner/name:config"), which is streamed."""
@@ -80,29 +91,14 @@ class Training:
     steps: PositiveInt = 10000
     """Optimizer steps, in all, a resumed run's earlier ones included."""
 
-    enable_cpu_offload: bool = False
-    """Under FSDP2: keep parameters, gradients and optimizer states in CPU memory between uses."""
 
-    pin_cpu_memory: bool | None = None
-    """Under enable_cpu_offload: page-locked memory; unset: if there is an accelerator."""
+class Training(MixedPrecision, Autocast, Offload, Batches):
+    """[training]: data, batch, steps and precision."""
+
+    section: ClassVar[str] = "training"
 
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of the parameters, gradients and optimizer states that are kept."""
-
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which layers compute, given by FSDP2's mixed precision; under ddp by autocast."""
-
-    mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
-    """Type in which FSDP2 sums gradients."""
-
-    mixed_precision_output: Literal["bfloat16", "float32"] | None = None
-    """Type of the logits, given by FSDP2's mixed precision; unset: as computed."""
-
-    mixed_precision_cast_inputs: bool = False
-    """Let FSDP2 cast the floating-point inputs of each layer to mixed_precision_param: for images of another type."""
-
-    autocast_dtype: Literal["bfloat16", "float32"] | None = None
-    """Run the forward under torch.autocast, operator by operator; unset: not, but under ddp in mixed_precision_param."""
 
     gc_freq: PositiveInt = 50
     """Steps between two collections of Python's garbage, made on all ranks together."""
@@ -110,12 +106,13 @@ class Training:
     gc_debug: bool = False
     """Collect at every step and look for reference cycles that hold tensors; slow."""
 
-    dataloader: DataLoader = field(default_factory=DataLoader)
+    dataloader: DataLoader = DataLoader()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Validation:
+class Validation(Options):
     """The loss on held-out text during training."""
+
+    section: ClassVar[str] = "validation"
 
     enable: bool = False
     """Validate at step 1 and every freq steps."""
@@ -147,4 +144,4 @@ class Validation:
     unshard: bool = False
     """Let FSDP2 gather the weights once for all batches of a validation: a whole copy of them a process."""
 
-    dataloader: DataLoader = field(default_factory=DataLoader)
+    dataloader: DataLoader = DataLoader()

@@ -1,8 +1,8 @@
 """How the weights change: [optimizer], [lr_scheduler]."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from titanplans.config.options import Options
 from titanplans.config.values import (
     Fraction,
     FractionAboveZero,
@@ -14,9 +14,10 @@ from titanplans.config.values import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Options):
     """Adam or AdamW, the same for every parameter."""
+
+    section: ClassVar[str] = "optimizer"
 
     name: Literal["Adam", "AdamW"] = "AdamW"
     """Optimizer."""
@@ -40,9 +41,10 @@ class Optimizer:
     """One kernel, a few, or one a parameter; fused_opt_states_bf16 keeps the moments in bfloat16 (CUDA)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LRScheduler:
+class LRScheduler(Options):
     """Linear warm-up, then constant, then decay. A run shorter than the warm-up stays in it."""
+
+    section: ClassVar[str] = "lr_scheduler"
 
     warmup_steps: NaturalInt = 200
     """Steps over which the learning rate rises to optimizer.lr."""

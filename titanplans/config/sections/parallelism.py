@@ -1,9 +1,15 @@
-"""How the model is spread, recomputed and compiled: [parallelism], [ddp], [activation_checkpoint], [compile]."""
+"""How a model is spread, recomputed and compiled: [parallelism], [ddp], [activation_checkpoint], [compile].
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+What a strategy of `strategies` has in common with a section is a group of its own here, of which both are made.
+"""
 
+from typing import Annotated, ClassVar, Literal
+
+from titanplans.config.options import Options
 from titanplans.config.values import Fraction, NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto, Rule
+
+Dtype = Literal["bfloat16", "float32"]
+"""float16 is not among them: its gradients underflow without a scaler, and no loop here has one."""
 
 LayerOrOp = Annotated[
     str, Rule('"op", or a number of layers such as "2"', lambda value: value == "op" or _counts(value))
@@ -14,9 +20,8 @@ def _counts(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) >= 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parallelism:
-    """Degrees: their product is the number of processes."""
+class Degrees(Options):
+    """How many processes to each axis; their product is the number of processes."""
 
     data_parallel_strategy: Literal["fsdp2", "ddp", "megatron_fsdp"] = "fsdp2"
     """FSDP2, beside tensor parallelism; or DDP, a whole model a process. megatron_fsdp is for loops of one's own."""
@@ -26,6 +31,41 @@ class Parallelism:
 
     data_parallel_shard_degree: PositiveOrAuto = -1
     """Processes over which each copy of the weights is sharded; -1: all that the other degrees leave, under ddp 1."""
+
+    tensor_parallel_degree: PositiveInt = 1
+    """Processes over which each layer is split by its plan."""
+
+    pipeline_parallel_degree: PositiveInt = 1
+    """Processes over which the layers are spread; 1 is what works today."""
+
+    context_parallel_degree: PositiveInt = 1
+    """Processes over which the mixers' sequence is spread; 1 is what works today."""
+
+    @property
+    def shard_degree(self) -> int:
+        """Processes over which each copy of the weights is sharded; -1: all that the other degrees leave."""
+        unset = self.data_parallel_shard_degree == -1
+        return 1 if unset and self.data_parallel_strategy == "ddp" else self.data_parallel_shard_degree
+
+
+class TensorParallel(Options):
+    """How a layer is split by its plan, beside the degree."""
+
+    enable_sequence_parallel: bool = True
+    """Under tensor parallelism: shard the sequence between the split regions."""
+
+    disable_loss_parallel: bool = False
+    """Under tensor parallelism: gather the logits, instead of leaving them sharded over the vocabulary."""
+
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
+
+    async_tensor_parallel_unfused: Literal["error", "warn"] = "error"
+    """Under enable_async_tensor_parallel, what follows where none of it was overlapped in the first step."""
+
+
+class FSDP2(Options):
+    """What FSDP2 gathers and sums, and when."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """What FSDP2 frees between forward and backward: all but what the backward needs first (default), every unit
@@ -51,37 +91,50 @@ class Parallelism:
     enable_fsdp_symm_mem: bool = False
     """Let FSDP communicate through symmetric memory (CUDA, compute capability 9.0 or newer)."""
 
-    tensor_parallel_degree: PositiveInt = 1
-    """Processes over which each layer is split by its plan."""
 
-    enable_sequence_parallel: bool = True
-    """Under tensor parallelism: shard the sequence between the split regions."""
+class Parallelism(FSDP2, TensorParallel, Degrees):
+    """[parallelism]: the degrees, tensor parallelism and FSDP2."""
 
-    disable_loss_parallel: bool = False
-    """Under tensor parallelism: gather the logits, instead of leaving them sharded over the vocabulary."""
-
-    enable_async_tensor_parallel: bool = False
-    """Overlap tensor-parallel communication with the matrix products (CUDA, compiled model, sequence parallel)."""
-
-    async_tensor_parallel_unfused: Literal["error", "warn"] = "error"
-    """Under enable_async_tensor_parallel, what follows where none of it was overlapped in the first step."""
-
-    pipeline_parallel_degree: PositiveInt = 1
-    """Processes over which the layers are spread; 1 is what works today."""
-
-    context_parallel_degree: PositiveInt = 1
-    """Processes over which the mixers' sequence is spread; 1 is what works today."""
-
-    @property
-    def shard_degree(self) -> int:
-        """Processes over which each copy of the weights is sharded; -1: all that the other degrees leave."""
-        unset = self.data_parallel_shard_degree == -1
-        return 1 if unset and self.data_parallel_strategy == "ddp" else self.data_parallel_shard_degree
+    section: ClassVar[str] = "parallelism"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DDP:
+class MixedPrecision(Options):
+    """Types of FSDP2's compute and communication; parameters and optimizer states stay as they are kept."""
+
+    mixed_precision_param: Dtype | None = None
+    """Type in which layers compute, given by FSDP2's mixed precision, under ddp by autocast; unset: as kept."""
+
+    mixed_precision_reduce: Dtype | None = None
+    """Type in which FSDP2 sums gradients; unset: the type in which layers compute."""
+
+    mixed_precision_output: Dtype | None = None
+    """Type of the logits, given by FSDP2's mixed precision; unset: as computed."""
+
+    mixed_precision_cast_inputs: bool = False
+    """Let FSDP2 cast the floating-point inputs of each layer to mixed_precision_param: for images of another type."""
+
+
+class Offload(Options):
+    """What FSDP2 keeps in CPU memory."""
+
+    enable_cpu_offload: bool = False
+    """Under FSDP2: keep parameters, gradients and optimizer states in CPU memory between uses."""
+
+    pin_cpu_memory: bool | None = None
+    """Under enable_cpu_offload: page-locked memory; unset: if there is an accelerator."""
+
+
+class Autocast(Options):
+    """torch.autocast around the forward."""
+
+    autocast_dtype: Dtype | None = None
+    """Run the forward under torch.autocast, operator by operator; unset: not, but under ddp in mixed_precision_param."""
+
+
+class DDP(Options):
     """Under parallelism.data_parallel_strategy = "ddp": a whole model on each process, whose gradients are summed."""
+
+    section: ClassVar[str] = "ddp"
 
     bucket_cap_mb: PositiveFloat | None = None
     """MiB of gradients that one all-reduce sums; unset: torch's 25, and 1 for the first."""
@@ -105,11 +158,13 @@ class DDP:
     """Cut a compiled block's graph where buckets end; for blocks larger than a bucket."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationCheckpoint:
+class ActivationCheckpoint(Options):
     """Activations that are computed again in the backward pass, instead of kept."""
 
-    mode: Literal["selective", "full", "mlp", "keep_mixer", "memory_budget", "none"] = "selective"
+    section: ClassVar[str] = "activation_checkpoint"
+    of_bool: ClassVar = {True: {"mode": "full"}, False: {"mode": "none"}}
+
+    mode: Literal["selective", "full", "mlp", "keep_mixer", "memory_budget", "none"] = "none"
     """Every layer (full), some (selective), of each layer the MLP (mlp) or all but the token mixer (keep_mixer), as many as
     the compiler needs (memory_budget), or none."""
 
@@ -128,10 +183,10 @@ class ActivationCheckpoint:
     per_op_sac_keep_collectives: bool = True
     """Under "op": keep what collectives return."""
 
-    per_op_sac_keep_operators: list[str] = field(default_factory=list)
+    per_op_sac_keep_operators: tuple[str, ...] = ()
     """Under "op": more operators to keep, "namespace::name" of torch.library."""
 
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=list)
+    per_op_sac_force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ()
     """Under "op": parts of Linear modules' names; products of their shapes are always recomputed."""
 
     memory_budget: Fraction = 0.5
@@ -153,14 +208,16 @@ class ActivationCheckpoint:
     """Record what is recomputed, for a mismatch's error message; slow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compile:
+class Compile(Options):
     """torch.compile."""
+
+    section: ClassVar[str] = "compile"
+    of_bool: ClassVar = {True: {"enable": True}, False: {}}
 
     enable: bool = False
     """Compile the components; without it the other keys of this section wait."""
 
-    components: list[Literal["model", "loss", "optimizer"]] = field(default_factory=lambda: ["model", "loss"])
+    components: tuple[Literal["model", "loss", "optimizer"], ...] = ("model", "loss")
     """What is compiled: each layer of the model, the loss, the optimizer's step (not the fused implementations)."""
 
     backend: str = "inductor"
@@ -177,3 +234,8 @@ class Compile:
 
     options: dict[str, bool | int | float | str] | None = None
     """Inductor's settings by name, instead of mode."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the blocks of the model are compiled."""
+        return self.enable and "model" in self.components

@@ -1,18 +1,20 @@
 """[quantize.linear.float8]: Linear modules that multiply in float8. What it does is `titanplans.parallel.float8`'s."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
+
+from titanplans.config.options import Options
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8:
+class Float8(Options):
     """Linear modules that multiply in float8, by torchao; recipe_name switches it on."""
+
+    section: ClassVar[str] = "quantize.linear.float8"
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """One scale a tensor (tensorwise), one a row (rowwise), or rows with weights' gradients in high precision
     (rowwise_with_gw_hp); unset: no float8."""
 
-    filter_fqns: list[str] = field(default_factory=list)
+    filter_fqns: tuple[str, ...] = ()
     """Parts of names of Linear modules that stay as they are, each of which must match one; "auto_filter_small_kn" stands
     for what is too small to gain, by torchao's figures."""
 
@@ -29,15 +31,13 @@ class Float8:
     """With enable_fsdp_float8_all_gather: the scales of all weights by one all-reduce, before each forward."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Linear:
+class Linear(Options):
     """What is quantised in Linear modules."""
 
-    float8: Float8 = field(default_factory=Float8)
+    float8: Float8 = Float8()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantize:
+class Quantize(Options):
     """What is quantised."""
 
-    linear: Linear = field(default_factory=Linear)
+    linear: Linear = Linear()

@@ -1,13 +1,15 @@
 """How a job runs and what it writes: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
 
-from dataclasses import dataclass
+from typing import ClassVar
 
+from titanplans.config.options import Options
 from titanplans.config.values import NaturalInt, PositiveInt, Seed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Options):
     """The job as a whole."""
+
+    section: ClassVar[str] = "job"
 
     dump_folder: str = "./outputs"
     """Folder for everything the job writes: checkpoints, metrics, traces."""
@@ -22,9 +24,10 @@ class Job:
     """File, relative to dump_folder, into which the configuration that torchtitan was given is written as JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
+class Metrics(Options):
     """What is logged, how often, and where to."""
+
+    section: ClassVar[str] = "metrics"
 
     log_freq: PositiveInt = 10
     """Steps between two log lines; the first step is always logged."""
@@ -48,9 +51,10 @@ class Metrics:
     """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object a logged step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profiling:
+class Profiling(Options):
     """Traces of where time and memory go."""
+
+    section: ClassVar[str] = "profiling"
 
     enable_profiling: bool = False
     """Record traces with torch.profiler."""
@@ -86,9 +90,10 @@ class Profiling:
     """Folder of the snapshots, relative to dump_folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comm:
+class Comm(Options):
     """Communication between the ranks."""
+
+    section: ClassVar[str] = "comm"
 
     init_timeout_seconds: PositiveInt = 300
     """Seconds that a collective may take up to the end of the first step (start-up and compilation)."""
@@ -106,9 +111,10 @@ class Comm:
     """How the names of the flight recorder's files begin."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Debug:
+class Debug(Options):
     """Reproducibility and checks."""
+
+    section: ClassVar[str] = "debug"
 
     seed: Seed | None = None
     """Seed of the weights and of every random choice; unset: rank 0 draws one."""
@@ -123,9 +129,10 @@ class Debug:
     """Record the forward trace of every operation, to find where a bad gradient comes from; very slow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experimental:
+class Experimental(Options):
     """Code of the user's own."""
+
+    section: ClassVar[str] = "experimental"
 
     custom_import: str = ""
     """Dotted name of a module to import before the model is built: where a package registers its plans."""

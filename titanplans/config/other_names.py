@@ -1,4 +1,4 @@
-"""Keys that are read under another name today: those of earlier torchtitan releases, of 0.3, and of flame.
+"""Options that are read under another name today: torchtitan's earlier ones and 0.3's, flame's, and Automodel's.
 
 Only names stand here; what can't be honoured under any name is in `refused`.
 """
@@ -69,3 +69,11 @@ RENAMED: dict[str, Renamed] = {
     ),
 }
 """Today's key by the old one."""
+
+AUTOMODEL: dict[str, str] = {
+    "sequence_parallel": "enable_sequence_parallel",
+    "tp_plan": "plan",
+    "activation_checkpointing": "activation_checkpoint",
+    "defer_fsdp_grad_sync": "fsdp_defer_grad_sync",
+}
+"""Today's option of a strategy by that of NeMo Automodel's FSDP2Config."""

@@ -1,0 +1,195 @@
+"""`Options`: a frozen dataclass whose values are checked when it is made, read and written as dicts and TOML.
+
+A group of options is declared once, as a subclass: its fields, each with its type, its default and, as a string below it,
+its documentation. What a field accepts is in `values`, which values contradict each other in `compatibility`.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform, get_type_hints
+
+import tomli
+import tomli_w
+
+from titanplans.config.compatibility import RULES
+from titanplans.config.other_names import AUTOMODEL
+from titanplans.config.values import Mismatch, describe, fit, in_toml
+from titanplans.errors import ConfigError, OptionError, nearest
+
+
+class Field(NamedTuple):
+    """An option as it is declared."""
+
+    name: str
+    hint: Any
+    """Its type, None and what only Python can give among it."""
+    default: Any
+    doc: str
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+class Options:
+    """A group of options. Subclasses declare fields; making one checks every value.
+
+    Raises:
+        OptionError: no such option, a value of another type, or one that contradicts another; names the option.
+    """
+
+    section: ClassVar[str] = ""
+    """What comes before the names of its options in messages: "compile" for "compile.mode"."""
+
+    of_bool: ClassVar[dict[bool, dict[str, Any]] | None] = None
+    """The options that true and false stand for, where a bool may stand in for the group."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True, init=False)(cls)
+
+    def __init__(self, **values: Any) -> None:
+        known = {field.name: field for field in options_of(type(self))}
+        for name in [name for name in values if name not in known and name in AUTOMODEL]:
+            today = AUTOMODEL[name]
+            if today in known:
+                if today in values:
+                    raise self.error(today, f"{name} is the same option, given too: keep {today}")
+                values[today] = values.pop(name)
+        for name in values:
+            if name not in known:
+                meant = nearest(name, list(known))
+                there = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
+                raise OptionError(
+                    f"{self.section}.{name}".lstrip("."), values[name], f"no such option; {there}"
+                )
+        for name, field in known.items():
+            value = values.get(name, field.default)
+            try:
+                value = fit(value, field.hint)
+            except Mismatch:
+                raise OptionError(
+                    f"{self.section}.{name}".lstrip("."), value, f"expected {describe(field.hint)}"
+                ) from None
+            object.__setattr__(self, name, value)
+        for rule in RULES.get(type(self).__name__, ()):
+            if rule.broken(self):
+                raise self.error(rule.option, rule.why if isinstance(rule.why, str) else rule.why(self))
+
+    def error(self, option: str, why: str) -> OptionError:
+        """Return the error for the value of `option`, which may be one of a nested group: "compile.mode"."""
+        value: Any = self
+        for part in option.split("."):
+            value = getattr(value, part)
+        return OptionError(f"{self.section}.{option}".lstrip("."), value, why)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the options with these values, and defaults elsewhere; raises what making one does."""
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as dicts, lists, strings and numbers, None among them.
+
+        Raises:
+            OptionError: a value has no such form, such as a class.
+        """
+        values = {}
+        for field in options_of(type(self)):
+            value = getattr(self, field.name)
+            try:
+                fit(value, in_toml(field.hint))
+            except Mismatch:
+                raise self.error(
+                    field.name, "an object of Python's has no form in TOML: give it by name"
+                ) from None
+            values[field.name] = value.to_dict() if isinstance(value, Options) else _lists(value)
+        return values
+
+    def to_toml(self) -> str:
+        """Return the options as TOML; those that are None, for which TOML has no word, are left out.
+
+        Raises:
+            OptionError: as `to_dict`.
+        """
+        return tomli_w.dumps(without_none(self.to_dict()))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Return the options that `text` says, and defaults elsewhere.
+
+        Raises:
+            ConfigError: not TOML, with line and column.
+            OptionError: no such option, or a value that it can't have.
+        """
+        return cls.from_dict(parse_toml(text, cls.__name__))
+
+
+@functools.cache
+def options_of(cls: type[Options]) -> tuple[Field, ...]:
+    """Return the fields of a group of options, in the order in which they are declared."""
+    hints, docs = get_type_hints(cls, include_extras=True), {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Options) and base is not Options:
+            docs |= _docs(base)
+    found = []
+    for item in dataclasses.fields(cls):  # pyrefly: ignore[bad-argument-type]
+        made = item.default_factory is not dataclasses.MISSING
+        default = item.default_factory() if made else item.default  # pyrefly: ignore[not-callable]
+        found.append(Field(item.name, hints[item.name], default, docs.get(item.name, "")))
+    return tuple(found)
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """Return the string that stands below each field in the source, on one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # pyrefly: ignore[missing-attribute]
+    docs = {}
+    for statement, below in itertools.pairwise(body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(statement.target, ast.Name)
+            docs[statement.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return docs
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Return the values of a TOML text; `where` begins the message of an error.
+
+    Raises:
+        ConfigError: not TOML, with line and column.
+    """
+    try:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{where}, line {error.lineno}, column {error.colno}: {error.msg}") from None
+
+
+def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
+    """Parse a TOML file, which is called `what` in messages.
+
+    Raises:
+        ConfigError: no such file (with those beside it), not text, or not TOML (with line and column).
+    """
+    if not path.is_file():
+        reason = f"is a folder, not a {what}" if path.is_dir() else f"no such {what}"
+        folder = path if path.is_dir() else path.parent
+        beside = sorted(str(other) for other in folder.glob("*.toml"))
+        raise ConfigError(f"{path}: {reason}" + (f"; there are {', '.join(beside)}" if beside else ""))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}), so not TOML") from None
+    return parse_toml(text, str(path))
+
+
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested tables without what is None, tables last, as TOML wants them."""
+    plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, dict)}
+    return plain | {key: without_none(value) for key, value in values.items() if isinstance(value, dict)}
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_lists(item) for item in value]
+    return {key: _lists(item) for key, item in value.items()} if isinstance(value, dict) else value
