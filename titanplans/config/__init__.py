@@ -7,7 +7,7 @@ What a job becomes on torchtitan's side is `training.job`; whether it can run he
 """
 
 from titanplans.config.load import load_job
-from titanplans.config.schema import JobConfig, dotted_key, strategy_of
+from titanplans.config.schema import JobConfig, by_job_key, strategy_of
 from titanplans.config.sections.parallelism import ActivationCheckpoint, Compile
 from titanplans.config.sections.quantize import Float8
 from titanplans.config.strategies import (
@@ -31,7 +31,7 @@ __all__ = [
     "MegatronFSDPConfig",
     "OptionError",
     "Strategy",
-    "dotted_key",
+    "by_job_key",
     "load_job",
     "read_strategy",
     "strategy_of",

@@ -1,6 +1,8 @@
 """`JobConfig`, the tree of sections; its keys by their dotted names; and the strategy that a job asks for."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -122,10 +124,17 @@ def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
     if ddp and given["autocast_dtype"] is None and job.training.mixed_precision_param == "bfloat16":
         # FSDP2's mixed precision has no counterpart under DDP; autocast is what torchtitan takes, too.
         given["autocast_dtype"] = "bfloat16"
-    try:
+    with by_job_key():
         return cls(**given, **nested)
+
+
+@contextmanager
+def by_job_key() -> Iterator[None]:
+    """Name options by the job's keys in the OptionErrors of the body."""
+    try:
+        yield
     except OptionError as error:
-        raise error.renamed(dotted_key(error.option)) from None
+        raise error.renamed(dotted_key(error.option)) from error
 
 
 @functools.cache

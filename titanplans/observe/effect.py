@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
+from titanplans.config import DDPConfig, FSDP2Config, Strategy
 from titanplans.errors import ParallelError
 from titanplans.observe.collective_record import Record, meshes, record_collectives
 from titanplans.observe.compile_record import (
@@ -34,7 +35,6 @@ from titanplans.parallel.activation_checkpoint.keep_mixer import Kept
 from titanplans.parallel.blocks import block_lists
 from titanplans.parallel.float8 import float8_report
 from titanplans.parallel.steps import steps_taken
-from titanplans.parallel.strategies import DDPConfig, FSDP2Config, Strategy
 from titanplans.tensor_parallel.custom import resolve_plan
 from titanplans.tensor_parallel.plan import TPOptions
 
@@ -116,12 +116,13 @@ class Effect:
         taken = [step for step in steps_taken(self.model) if step["step"] == "tensor parallelism"]
         if not taken or not isinstance(config := self.config, FSDP2Config):
             return None
-        options = TPOptions(self.mesh.tp, config.loss_parallel, config.sequence_parallel)
+        loss_parallel, sequence_parallel = not config.disable_loss_parallel, config.enable_sequence_parallel
+        options = TPOptions(self.mesh.tp, loss_parallel, sequence_parallel)
         return {
-            "plan": type(resolve_plan(config.tp_plan, self.model, options)).__name__,
+            "plan": type(resolve_plan(config.plan, self.model, options)).__name__,
             "styles": taken[0]["styles"],
-            "sequence_parallel": config.sequence_parallel,
-            "loss_parallel": config.loss_parallel,
+            "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
         }
 
     def _recomputation(self) -> dict[str, Any] | None:
@@ -158,7 +159,7 @@ class Effect:
             **{name: getattr(options, name) for name in ("backend", "mode", "fullgraph", "dynamic")},
             "loss": "loss" in options.components,
             "optimizer": "optimizer" in options.components,
-            "async_tensor_parallel": options.enable_async_tensor_parallel,
+            "async_tensor_parallel": getattr(self.config, "enable_async_tensor_parallel", False),
             "kinds": None,
             "graphs_beside_blocks": None,
             "reason": "no step has ended yet",
@@ -180,7 +181,7 @@ class Effect:
             "unit_names": [name for name, _ in units],
             "param_dtype": _dtype(policy.param_dtype),
             "reduce_dtype": _dtype(policy.reduce_dtype or policy.param_dtype),
-            "cpu_offload": getattr(config, "cpu_offload", False),
+            "cpu_offload": getattr(config, "enable_cpu_offload", False),
         }
 
 

@@ -6,6 +6,17 @@
 Imports no trainer: the objects it is given are read by their attributes, which are torchtitan's.
 """
 
+from titanplans.config import (
+    ActivationCheckpoint,
+    Compile,
+    DDPConfig,
+    Float8,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    Strategy,
+    read_strategy,
+    write_strategy,
+)
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
 from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
@@ -16,26 +27,13 @@ from titanplans.parallel.fsdp.conditions import shard_model
 from titanplans.parallel.fsdp.gradient_sync import unsharded
 from titanplans.parallel.manager import ParallelManager
 from titanplans.parallel.mesh import Mesh
-from titanplans.parallel.order import apply_strategy
 from titanplans.parallel.parallelize import parallelize
 from titanplans.parallel.process_group import Process, process_group
-from titanplans.parallel.strategies import (
-    ActivationCheckpointing,
-    Compile,
-    DDPConfig,
-    Float8,
-    FSDP2Config,
-    MegatronFSDPConfig,
-    MixedPrecision,
-    Strategy,
-    read_strategy,
-    write_strategy,
-)
 from titanplans.tensor_parallel.gradients import clip_gradients, skip_nonfinite, total_norm
 from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
 
 __all__ = [
-    "ActivationCheckpointing",
+    "ActivationCheckpoint",
     "Compile",
     "Conversion",
     "DDPConfig",
@@ -49,13 +47,11 @@ __all__ = [
     "MegatronFSDPConfig",
     "MemoryBudget",
     "Mesh",
-    "MixedPrecision",
     "ParallelError",
     "ParallelManager",
     "Process",
     "Selective",
     "Strategy",
-    "apply_strategy",
     "clip_gradients",
     "convert_to_float8",
     "count_tokens",

@@ -12,7 +12,7 @@ state dicts and the model's own methods stay. Three things are other than in tor
 - Buffers take rank 0's values once, when the model is parallelised, and after that only if asked for, before each
   forward in training. What a forward writes into a buffer is otherwise each rank's own.
 
-Which options exclude each other is in `strategies.ddp`.
+Which options exclude each other is in `config.compatibility`.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import memory_budget
 from titanplans.parallel.autocast import apply_autocast
-from titanplans.parallel.strategies import DDPConfig
-from titanplans.parallel.strategies.sections import dtype
 from titanplans.torch_private import (
     DDP,
     ActivationWrapper,
@@ -64,9 +63,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     _refuse_unfinished(model, config)
     group = mesh.get_group()
     if config.autocast_dtype is not None:
-        torch_dtype = dtype(config.autocast_dtype)
-        assert torch_dtype is not None
-        apply_autocast(model, mesh.device_type, torch_dtype)
+        apply_autocast(model, mesh.device_type, getattr(torch, config.autocast_dtype))
     _broadcast(group, model)
     if config.broadcast_buffers:
         model.register_forward_pre_hook(partial(_broadcast_in_training, group))
@@ -198,13 +195,13 @@ def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
             "ddp with compile.enable = true, and no block of the model is compiled: call apply_compile "
             "before, or set it to false"
         )
-    mode = config.activation_checkpointing.mode
+    mode = config.activation_checkpoint.mode
     recomputes = any(
         isinstance(m, ActivationWrapper) or memory_budget(m) is not None for m in model.modules()
     )
     if mode != "none" and not recomputes:
         raise ParallelError(
-            f'ddp with activation_checkpointing.mode = "{mode}", and nothing of the model is recomputed: apply the policy '
+            f'ddp with activation_checkpoint.mode = "{mode}", and nothing of the model is recomputed: apply the policy '
             "before, or set it to none"
         )
 

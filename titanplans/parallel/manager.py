@@ -4,7 +4,7 @@
         manager = ParallelManager(FSDP2Config(), Degrees(tp=2))
         model = manager.parallelize(model)
 
-It holds the meshes and one model, and adds nothing to them: what it does is in `order`, `gradients`,
+It holds the meshes and one model, and adds nothing to them: what it does is in `parallelize`, `gradients`,
 `gradient_sync`, `loss`, `ddp` and `megatron_fsdp`, each of use without it.
 """
 
@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanplans.config import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
 from titanplans.errors import ParallelError
 from titanplans.observe.effect import Effect
-from titanplans.parallel import ddp, interplay, megatron_fsdp
+from titanplans.parallel import ddp, megatron_fsdp
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
 from titanplans.parallel.degrees import Degrees, refuse_unsupported
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh import Mesh
-from titanplans.parallel.order import apply_strategy
+from titanplans.parallel.parallelize import check_compatible, on_meta, parallelize, policy_of
 from titanplans.parallel.process_group import default_device_type
 from titanplans.parallel.replica_check import check_equal_values
-from titanplans.parallel.strategies import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
 from titanplans.tensor_parallel import gradients
 from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
 from titanplans.torch_private import group_device_types
@@ -44,12 +44,20 @@ class ParallelManager:
         degrees: how many ranks to each axis; None gives all of them to data parallelism.
         device_type: "cuda", "cpu", …; None for the accelerator that torch sees, if the process group has a
             backend for it, or else the CPU.
+        dump_folder: for what a step writes, such as the picture of a memory budget.
 
     Raises:
         ParallelError: the process group has no such backend; the degrees don't fit the number of ranks, or not the strategy.
     """
 
-    def __init__(self, config: Strategy, degrees: Degrees | None = None, *, device_type: str | None = None):
+    def __init__(
+        self,
+        config: Strategy,
+        degrees: Degrees | None = None,
+        *,
+        device_type: str | None = None,
+        dump_folder: str = ".",
+    ):
         if not isinstance(config, Strategy):
             raise ParallelError(
                 f"config = {type(config).__name__}: give FSDP2Config, DDPConfig or MegatronFSDPConfig; read_strategy makes "
@@ -57,7 +65,7 @@ class ParallelManager:
             )
         if not isinstance(degrees, Degrees | None):
             raise ParallelError(f"degrees = {type(degrees).__name__}: give Degrees(tp=...), or None")
-        self.config = config
+        self.config, self.dump_folder = config, dump_folder
         if degrees is None:
             degrees = Degrees(dp_replicate=-1, dp_shard=1) if isinstance(config, DDPConfig) else Degrees()
         self.mesh = Mesh(degrees, _device_type(device_type))
@@ -96,17 +104,21 @@ class ParallelManager:
         if isinstance(config, MegatronFSDPConfig):
             megatron_fsdp.check_available()
         else:  # before the values are read, which takes a while
-            interplay.refuse(model, self.mesh, config, config.activation_checkpointing.policy())
+            if isinstance(config, DDPConfig):
+                ddp.refuse_model(model, self.mesh.get_mesh("dp"))
+            check_compatible(
+                model, self.mesh, config, policy_of(config.activation_checkpoint, self.dump_folder)
+            )
         check_equal_values(model, self.device)
         if isinstance(self.config, MegatronFSDPConfig):
             axes = ("dp_replicate", "dp_shard", "tp")
             model = megatron_fsdp.apply_megatron_fsdp(model, self.mesh.get_mesh(axes), self.config)
         else:
-            apply_strategy(model, self.mesh, self.config)
-            if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            parallelize(model, parallel_dims=self.mesh, config=config, dump_folder=self.dump_folder)
+            if on_meta(model):
                 _check_at_first_forward(model)
-            if (compiled := self.config.compile).enable_async_tensor_parallel:
-                async_tp.check_at_second_forward(model, self.mesh, compiled.async_tensor_parallel_unfused)
+            if isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel:
+                async_tp.check_at_second_forward(model, self.mesh, config.async_tensor_parallel_unfused)
         self._model = model
         return model
 
@@ -130,12 +142,12 @@ class ParallelManager:
     def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:
         """Return the context for forward and backward of one micro batch, of which `last` is the step's last.
 
-        What waits for the last is the strategy's (`defer_fsdp_grad_sync`, `defer_grad_sync`).
+        What waits for the last is the strategy's (`fsdp_defer_grad_sync`, `defer_grad_sync`).
         """
         model, config = self._parallel(), self.config
         if isinstance(config, FSDP2Config):
             return gradient_sync.accumulate(
-                model, last=last, defer=config.defer_fsdp_grad_sync, keep_gathered=config.keep_gathered
+                model, last=last, defer=config.fsdp_defer_grad_sync, keep_gathered=config.fsdp_keep_gathered
             )
         if isinstance(config, DDPConfig):
             return ddp.accumulate(model, last=last, defer=config.defer_grad_sync)
@@ -161,7 +173,7 @@ class ParallelManager:
         Its values come next, from its initialisation or a checkpoint.
         """
         model = self._parallel()
-        offloads = isinstance(self.config, FSDP2Config) and self.config.cpu_offload
+        offloads = isinstance(self.config, FSDP2Config) and self.config.enable_cpu_offload
         model.to_empty(device=torch.device("cpu") if offloads else self.device)
         if offloads:
             for module in model.modules():

@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanplans.config import MegatronFSDPConfig
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import memory_budget
-from titanplans.parallel.strategies import MegatronFSDPConfig
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.torch_private import ActivationWrapper, compiled_call
 

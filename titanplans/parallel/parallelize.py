@@ -1,79 +1,335 @@
-"""The entry in torchtitan's convention: its configs are read by their attributes, and become a strategy.
+"""`parallelize`: how a model becomes a parallel one, top-down: float8, tensor parallelism, recomputation, compile, data
+parallelism. The one door: torchtitan's trainer and `ParallelManager` come through here, too.
 
-What is done in which order is in `order`, what excludes what in `interplay`.
+Each step is a named function in a file of its own. Here is what comes after what, and why.
 """
 
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.parallel.compile import async_tp
-from titanplans.parallel.order import apply_strategy
-from titanplans.parallel.strategies import Compile, FSDP2Config, MixedPrecision
+from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, Float8, FSDP2Config
+from titanplans.config.compatibility import Placement, check_placement
+from titanplans.config.options import Options, options_of
+from titanplans.errors import ParallelError
+from titanplans.parallel.activation_checkpoint import (
+    EveryNthLayer,
+    Full,
+    KeepMixer,
+    MemoryBudget,
+    MLPOnly,
+    Selective,
+    apply_activation_checkpointing,
+)
+from titanplans.parallel.autocast import apply_autocast
+from titanplans.parallel.compile import apply_compile, compile_options, one_graph_a_block
+from titanplans.parallel.compile.async_tp import has_nccl
+from titanplans.parallel.ddp import apply_ddp, refuse_degrees, refuse_model
+from titanplans.parallel.degrees import refuse_unsupported
+from titanplans.parallel.float8 import (
+    Conversion,
+    check_calls,
+    check_float8_options,
+    convert_to_float8,
+    gather_in_float8,
+    keep_plain_between_graphs,
+    refuse_read_weights,
+    seek_scales_together,
+)
+from titanplans.parallel.fsdp import check_shard, shard
+from titanplans.parallel.steps import took
+from titanplans.tensor_parallel import apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
+
+_log = logging.getLogger(__name__)
+
+Config = FSDP2Config | DDPConfig
 
 
 def parallelize(
     model: nn.Module,
     *,
     parallel_dims: Any,
-    training: Any,
-    parallelism: Any,
-    compile_config: Any,
-    ac_config: Any,
-    dump_folder: str,
-    loss_parallel: bool = True,
+    config: Config | None = None,
+    training: Any = None,
+    parallelism: Any = None,
+    compile_config: Any = None,
+    ac_config: Any = None,
+    dump_folder: str = "",
     plan: PlanSource = None,
+    loss_parallel: bool = True,
 ) -> nn.Module:
     """Parallelise `model` in place and return it; torchtitan's `parallelize_fn` convention.
 
+    The options come from `config`, or, where a caller has torchtitan's own, from its sections, which are read by the names
+    that their fields and ours have in common.
+
     Args:
-        model: a causal language model, normally on meta (token ids [batch, sequence] in, logits out).
-        parallel_dims: torchtitan's ParallelDims, or a `Mesh`: the degrees, and the meshes "tp" and "fsdp"
-            (with "dp_replicate").
-        training: `mixed_precision_param`, `mixed_precision_reduce` (names of dtypes) and
-            `enable_cpu_offload`.
-        parallelism: `enable_sequence_parallel`, `fsdp_reshard_after_forward`, `enable_fsdp_symm_mem`.
-        compile_config: `enable`, `components`, `backend`, `enable_async_tensor_parallel`.
-        ac_config: what to recompute: a torchtitan ActivationCheckpointing.Config, a policy of
-            `titanplans.parallel.activation_checkpoint`, or None for nothing.
+        model: a causal language model (token ids [batch, sequence] in, logits out), normally on meta. Under DDP a model
+            on meta takes every step but the last: call `apply_data_parallelism` once it has values.
+        parallel_dims: torchtitan's ParallelDims, or a `Mesh`: the degrees, and the meshes "tp" and "fsdp" (with
+            "dp_replicate").
+        config: the options; instead of the four sections.
+        training, parallelism, compile_config: torchtitan's sections of these names.
+        ac_config: what to recompute: an `ActivationCheckpoint`, a torchtitan ActivationCheckpointing.Config, a policy of
+            `activation_checkpoint`, or None for what `config` says.
         dump_folder: folder for what a step writes.
-        loss_parallel: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
-        plan: a plan of the user's own; None for the registered one. See `plans.apply_plan`.
+        plan: beside torchtitan's sections, a plan of the user's own; None for the registered one. See `apply_plan`.
+        loss_parallel: beside torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
 
     Raises:
         PlanError: the plan does not fit the model or the degree.
-        ParallelError: an option can't be honoured. Both before any weight moves.
+        OptionError: an option can't be honoured; the error has its name.
+        ParallelError: the mesh or the model can't be had so. All before any weight moves.
     """
-    if compile_config.enable_async_tensor_parallel:
-        async_tp.refuse(
-            mesh=parallel_dims,
-            sequence_parallel=parallelism.enable_sequence_parallel,
-            blocks=compile_config.enable and "model" in compile_config.components,
-            backend=compile_config.backend,
+    sections = [section for section in (training, parallelism, compile_config) if section is not None]
+    if config is not None and (sections or plan is not None or not loss_parallel):
+        raise ParallelError(
+            "parallelize was given config and torchtitan's sections, a plan or loss_parallel, which config has too: give one"
         )
-    config = FSDP2Config(
-        sequence_parallel=parallelism.enable_sequence_parallel,
-        loss_parallel=loss_parallel,
-        tp_plan=plan,  # pyrefly: ignore[bad-argument-type]
-        mixed_precision=MixedPrecision(
-            param_dtype=training.mixed_precision_param, reduce_dtype=training.mixed_precision_reduce
-        ),
-        cpu_offload=training.enable_cpu_offload,
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-        symmetric_memory=parallelism.enable_fsdp_symm_mem,
-        compile=_compile(compile_config),
-    )
-    apply_strategy(model, parallel_dims, config, policy=ac_config, dump_folder=dump_folder)
+    if config is None:
+        config = _from_sections(sections, compile_config, plan, loss_parallel)
+    if isinstance(ac_config, ActivationCheckpoint):
+        config, ac_config = replace(config, activation_checkpoint=ac_config), None
+    apply_to_blocks(model, parallel_dims, config, policy=ac_config, dump_folder=dump_folder)
+    if isinstance(config, FSDP2Config) or not on_meta(model):
+        apply_data_parallelism(model, parallel_dims, config)
     return model
 
 
-def _compile(compile_config: Any) -> Compile:
-    if not compile_config.enable:
-        return Compile()
-    return Compile(
-        enable=True,
-        components=tuple(compile_config.components),
-        backend=compile_config.backend,
-        enable_async_tensor_parallel=compile_config.enable_async_tensor_parallel,
+def apply_to_blocks(
+    model: nn.Module, mesh: Any, config: Config, *, policy: Any = None, dump_folder: str = ""
+) -> None:
+    """Take every step but data parallelism; arguments and errors are those of `parallelize`."""
+    if isinstance(config, DDPConfig):
+        refuse_degrees(mesh)
+        if not on_meta(model):
+            refuse_model(model, _ddp_mesh(mesh))
+    if policy is None:
+        policy = policy_of(config.activation_checkpoint, dump_folder)
+    else:
+        config = replace(config, activation_checkpoint=_options_of_policy(policy))
+    check_compatible(model, mesh, config, policy)
+
+    # First: a plan splits the products that there are, and FSDP gathers their weights.
+    if config.float8.recipe_name is not None:
+        done = convert(model, config.float8, fsdp_mesh(mesh).device_type)
+        _log.info(_words(done))
+        if config.compile.blocks:
+            refuse_read_weights(model)
+            keep_plain_between_graphs(model)
+        else:
+            check_calls(model)
+        took(model, "float8", recipe=done.recipe)
+
+    # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
+    if isinstance(config, FSDP2Config) and mesh.tp_enabled:
+        applied = apply_plan(
+            model,
+            mesh.get_mesh("tp"),
+            loss_parallel=not config.disable_loss_parallel,
+            sequence_parallel=config.enable_sequence_parallel,
+            plan=config.plan,
+        )
+        counts = Counter(type(style).__name__ for style in applied.styles.values())
+        _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+        took(model, "tensor parallelism", styles=dict(counts))
+
+    # Before compile, so that the compiler sees what is recomputed.
+    if policy is not None:
+        apply_activation_checkpointing(model, policy, dump_folder)
+        took(model, "activation checkpointing", policy=str(policy))
+
+    # Before data parallelism, whose hooks on blocks and parameters stay outside the compiled graphs.
+    if config.compile.blocks:
+        async_tp = isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel
+        apply_compile(model, config.compile, mesh, async_tensor_parallel=async_tp)
+        took(model, "compile")
+
+
+def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
+    """Take the last step: FSDP2 at every size (over one rank it still gives mixed precision), or DDP."""
+    if isinstance(config, DDPConfig):
+        apply_ddp(model, _ddp_mesh(mesh), config)
+        took(model, "DDP")
+        return
+    over = fsdp_mesh(mesh)
+    if (autocast := dtype(config.autocast_dtype)) is not None:
+        apply_autocast(model, over.device_type, autocast)
+        took(model, "autocast", dtype=config.autocast_dtype)
+    shard(model, over, **_shard_options(config))
+    gathers = config.float8.enable_fsdp_float8_all_gather
+    if gathers:
+        gather_in_float8(model)
+    split = mesh.tp_enabled and not gathers and config.float8.recipe_name == "tensorwise"
+    if config.float8.precompute_float8_dynamic_scale_for_fsdp or split:
+        seek_scales_together(model, dtype(config.mixed_precision_param))
+    took(model, "FSDP2")
+
+
+def check_compatible(model: nn.Module, mesh: Any, config: Config, policy: Any) -> None:
+    """Refuse what can't be honoured of `config` for `model` on `mesh`; nothing is touched.
+
+    Raises:
+        OptionError, ParallelError: as `parallelize`.
+        PlanError: `model` has no list of blocks.
+    """
+    over = fsdp_mesh(mesh)
+    if isinstance(config, FSDP2Config):
+        refuse_unsupported(mesh)
+    check_placement(
+        Placement(
+            config=config,
+            tp=mesh.tp,
+            dp_replicate=mesh.dp_replicate,
+            dp_shard=over.size(over.ndim - 1),
+            device_type=over.device_type,
+            nccl=mesh.tp_enabled and has_nccl(mesh),
+            one_graph=not config.compile.blocks or one_graph_a_block(model),
+        )
     )
+    if isinstance(config, FSDP2Config):
+        check_shard(model, over, **{k: v for k, v in _shard_options(config).items() if k in _CHECKED})
+    if config.float8.recipe_name is not None:
+        check_float8_options(config.float8.recipe_name, config.float8.emulate, over.device_type)
+    if policy is not None and hasattr(policy, "check"):
+        policy.check(model)
+    if config.compile.enable:
+        compile_options(config.compile)
+
+
+def fsdp_mesh(mesh: Any) -> DeviceMesh:
+    """Return the mesh that FSDP shards over: 1-D, or 2-D where there are copies (HSDP)."""
+    return mesh.get_mesh(["dp_replicate", "fsdp"] if mesh.dp_replicate_enabled else ["fsdp"])
+
+
+def convert(model: nn.Module, options: Float8, device_type: str) -> Conversion:
+    """Convert `model` to float8 as `options` say; see `convert_to_float8`."""
+    assert options.recipe_name is not None
+    return convert_to_float8(
+        model,
+        options.recipe_name,
+        filters=options.filter_fqns,
+        filter_unaligned=options.filter_unaligned,
+        emulate=options.emulate,
+        fsdp_all_gather=options.enable_fsdp_float8_all_gather,
+        device_type=device_type,
+    )
+
+
+def policy_of(options: ActivationCheckpoint, dump_folder: str = "") -> Any:
+    """Return what recomputes, for `apply_activation_checkpointing`; None for nothing."""
+    if options.mode == "none":
+        return None
+    if options.mode == "memory_budget":
+        drawn = str(Path(dump_folder) / "memory_budget_pareto")
+        folder = drawn if options.visualize_memory_budget_pareto else None
+        return MemoryBudget(options.memory_budget, pareto_folder=folder, scope=options.scope)
+    names = ("scope", "preserve_rng_state", "determinism_check", "early_stop", "debug")
+    shared = {name: getattr(options, name) for name in names}
+    if options.mode == "selective" and options.selective_ac_option == "op":
+        return Selective(
+            matmuls=options.per_op_sac_matmuls,
+            attention=options.per_op_sac_keep_attention,
+            collectives=options.per_op_sac_keep_collectives,
+            operators=options.per_op_sac_keep_operators,
+            recompute_linears=options.per_op_sac_force_recompute_mm_shapes_by_fqns,
+            **shared,
+        )
+    if options.mode == "selective":
+        return EveryNthLayer(int(options.selective_ac_option), **shared)
+    return {"full": Full, "mlp": MLPOnly, "keep_mixer": KeepMixer}[options.mode](**shared)
+
+
+def _options_of_policy(policy: Any) -> ActivationCheckpoint:
+    """Return the options that a policy made by hand stands for, where what contradicts what is looked up."""
+    if isinstance(policy, Selective):
+        kept = policy.attention
+        return ActivationCheckpoint(
+            mode="selective", selective_ac_option="op", per_op_sac_keep_attention=kept
+        )
+    if isinstance(policy, EveryNthLayer):
+        return ActivationCheckpoint(mode="selective", selective_ac_option=str(policy.n))
+    for kind, mode in (
+        (KeepMixer, "keep_mixer"),
+        (MLPOnly, "mlp"),
+        (MemoryBudget, "memory_budget"),
+        (Full, "full"),
+    ):
+        if isinstance(policy, kind):
+            return ActivationCheckpoint(mode=mode)
+    # torchtitan's: of what it keeps is known only that it may recompute attention, and keep operators.
+    return ActivationCheckpoint(mode="selective", selective_ac_option="op", per_op_sac_keep_attention=False)
+
+
+def _from_sections(
+    sections: Sequence[Any], compile_config: Any, plan: Any, loss_parallel: bool
+) -> FSDP2Config:
+    given = {"plan": plan, "disable_loss_parallel": not loss_parallel}
+    for section in sections:
+        given |= _common(FSDP2Config, section)
+    if compile_config is not None and compile_config.enable:
+        given["compile"] = Compile(**_common(Compile, compile_config))
+    else:
+        given["enable_async_tensor_parallel"] = False
+    return FSDP2Config(**given)
+
+
+def _common(cls: type[Options], section: Any) -> dict[str, Any]:
+    """Return the fields that a section of torchtitan's and a group of our options have in common, but for nested groups."""
+    names = [field.name for field in options_of(cls) if not isinstance(field.default, Options)]
+    return {name: getattr(section, name) for name in names if hasattr(section, name)}
+
+
+def _shard_options(config: FSDP2Config) -> dict[str, Any]:
+    """Return the arguments of `fsdp.shard`, but for the model and the mesh."""
+    return {
+        "param_dtype": dtype(config.mixed_precision_param),
+        "reduce_dtype": dtype(config.mixed_precision_reduce),
+        "output_dtype": dtype(config.mixed_precision_output),
+        "cast_forward_inputs": config.mixed_precision_cast_inputs,
+        "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "cpu_offload": config.enable_cpu_offload,
+        "pin_memory": config.pin_cpu_memory,
+        "forward_prefetch": config.fsdp_forward_prefetch,
+        "backward_prefetch": config.fsdp_backward_prefetch,
+        "towers": config.fsdp_towers,
+        "symmetric_memory": config.enable_fsdp_symm_mem,
+    }
+
+
+_CHECKED = (
+    "reshard_after_forward",
+    "cpu_offload",
+    "pin_memory",
+    "forward_prefetch",
+    "backward_prefetch",
+    "towers",
+    "symmetric_memory",
+)
+
+
+def dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype called `name`."""
+    return None if name is None else getattr(torch, name)
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether some parameter or buffer of `model` has no value yet."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _words(done: Conversion) -> str:
+    how = ", emulated" if done.emulate else ""
+    return f"Float8 {done.recipe}{how}: {len(done.converted)} Linear modules, {len(done.filtered)} left out"
+
+
+def _ddp_mesh(mesh: Any) -> DeviceMesh:
+    return mesh.get_mesh("batch" if mesh.dp_enabled else "fsdp")

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from titanplans import modeling
-from titanplans.config import ConfigError, JobConfig, check_values
+from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
 from titanplans.modeling import kernels
 from titanplans.parallel.compile import holds_fla
-from titanplans.parallel.order import convert
+from titanplans.parallel.parallelize import convert, policy_of
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
 from titanplans.training import resolve
@@ -28,7 +28,6 @@ from titanplans.training.checkpoint_card import (
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.data import check_dataset, check_tokenizer
 from titanplans.training.device import pick_device_type
-from titanplans.training.strategy import strategy, told_by_key
 
 
 def check_job(job: JobConfig, world_size: int) -> None:
@@ -37,8 +36,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     Raises:
         UserError: of the package whose matter it is, with the key, the value and what would work.
     """
-    check_values(job)
-    strategy(job)
+    strategy_of(job)
     data_parallel = resolve.data_parallel_degree(job, world_size)
     resolve.global_batch_size(job, data_parallel)
     device_type = pick_device_type()
@@ -138,9 +136,9 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     What depends on the meshes is refused when the model is parallelised. `model`, on meta, is converted.
     """
     parallelism = job.parallelism
-    spread = strategy(job)
-    if spread.float8.recipe is not None:
-        with told_by_key():
+    spread = strategy_of(job)
+    if spread.float8.recipe_name is not None:
+        with by_job_key():
             convert(model, spread.float8, pick_device_type())
     if parallelism.tensor_parallel_degree > 1:
         check_plan(
@@ -157,10 +155,10 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             "accelerators only: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )
-    policy = spread.activation_checkpointing.policy()
+    policy = policy_of(spread.activation_checkpoint)
     if policy is not None:
-        with told_by_key():
-            policy.check(model)  # pyrefly: ignore[missing-attribute]  the strategies' policies have it
+        with by_job_key():
+            policy.check(model)
 
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:

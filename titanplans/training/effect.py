@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanplans.config import by_job_key
 from titanplans.observe.effect import Effect
 from titanplans.observe.effect_words import after_step, at_start
 from titanplans.parallel import DDPConfig, FSDP2Config
-from titanplans.training.strategy import told_by_key
 
 FILE = "parallelism.json"
 _WIDTH = 130
@@ -47,7 +47,7 @@ class EffectReport:
         dump_folder: str,
         micro_batches: int,
     ):
-        with told_by_key():
+        with by_job_key():
             self.effect = Effect(model, mesh, config)
         self.effect.report["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
@@ -77,7 +77,7 @@ class EffectReport:
             return
         self._steps -= 1
         with (
-            told_by_key(),
+            by_job_key(),
             self.effect.measuring(step) as record,
             _after(schedulers, "step", record.places.log_begins),
         ):

@@ -12,14 +12,14 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
-from titanplans.config import JobConfig, schedule_steps
+from titanplans.config import JobConfig, strategy_of
+from titanplans.config.compatibility import schedule_steps
 from titanplans.config.sections.model import DataLoader
 from titanplans.training import resolve
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.loss import CrossEntropyLoss
 from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import model_spec
-from titanplans.training.strategy import strategy
 from titanplans.training.trainer import Trainer, Validator
 
 
@@ -37,7 +37,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     name, flavor = resolve.model_name(job)
-    spread = strategy(job)
+    spread = strategy_of(job)
     return Trainer.Config(
         strategy=spread,
         skip_nan_inf=job.training.skip_nan_inf,

@@ -17,9 +17,9 @@ from torchtitan.protocols.module import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
-from titanplans.parallel import DDPConfig, FSDP2Config
-from titanplans.parallel.order import apply_data_parallelism, apply_strategy, apply_to_blocks
-from titanplans.training.strategy import told_by_key
+from titanplans.config import DDPConfig, FSDP2Config, by_job_key
+from titanplans.parallel import parallelize
+from titanplans.parallel.parallelize import apply_data_parallelism
 
 
 class LanguageModel(BaseModel):
@@ -83,7 +83,7 @@ class LanguageModel(BaseModel):
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = buffer.to(buffer_device)
         if self.finish is not None:
-            with told_by_key():
+            with by_job_key():
                 self.finish()
 
     def verify_module_protocol(self) -> None:
@@ -122,13 +122,11 @@ def model_spec(
     def parallelize_language_model(
         model: LanguageModel, *, parallel_dims: Any, dump_folder: str, **_: Any
     ) -> LanguageModel:
-        with told_by_key():
-            if isinstance(strategy, DDPConfig):
-                # DDP sends rank 0's values, and the trainer gives a model its values after this.
-                apply_to_blocks(model.lm, parallel_dims, strategy, dump_folder=dump_folder)
-                model.finish = partial(apply_data_parallelism, model.lm, parallel_dims, strategy)
-            else:
-                apply_strategy(model.lm, parallel_dims, strategy, dump_folder=dump_folder)
+        with by_job_key():
+            parallelize(model.lm, parallel_dims=parallel_dims, config=strategy, dump_folder=dump_folder)
+        if isinstance(strategy, DDPConfig):
+            # DDP sends rank 0's values, and the trainer gives a model its values after this.
+            model.finish = partial(apply_data_parallelism, model.lm, parallel_dims, strategy)
         return model
 
     return ModelSpec(

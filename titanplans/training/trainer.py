@@ -18,6 +18,7 @@ import torchtitan.components.validate
 import torchtitan.trainer
 from torchtitan.tools.utils import device_module, device_type
 
+from titanplans.config import by_job_key
 from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
@@ -27,7 +28,6 @@ from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import LanguageModel
 from titanplans.training.optimizer import prepare_optimizer
 from titanplans.training.step import Skipped, clipping
-from titanplans.training.strategy import told_by_key
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -57,10 +57,10 @@ class Trainer(torchtitan.trainer.Trainer):
         self.skipped = Skipped()
         super().__init__(config)
         self.metrics_processor.total_steps = config.training.steps
-        if config.strategy.float8.recipe is not None:
+        if config.strategy.float8.recipe_name is not None:
             # The peak that is known is bfloat16's, and only some products run at another.
             self.metrics_processor.peak_flops = None
-        with told_by_key():
+        with by_job_key():
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, config.strategy.compile)
         lm: Any = self.model_parts[0].lm
@@ -107,10 +107,10 @@ class Trainer(torchtitan.trainer.Trainer):
         """
         with self.effect.of_step(self.step, self.lr_schedulers):
             self._train_step(data_iterator)
-        compiled = self.config.strategy.compile
-        if compiled.enable_async_tensor_parallel and not self._checked_async_tp:
-            with told_by_key():
-                async_tp.check_fused(self.parallel_dims, compiled.async_tensor_parallel_unfused)
+        strategy = self.config.strategy
+        if not self._checked_async_tp and getattr(strategy, "enable_async_tensor_parallel", False):
+            with by_job_key():
+                async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)
             self._checked_async_tp = True
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
@@ -138,7 +138,7 @@ class Trainer(torchtitan.trainer.Trainer):
         if isinstance(strategy, DDPConfig):
             return ddp.accumulate(lm, last=last, defer=strategy.defer_grad_sync)
         return gradient_sync.accumulate(
-            lm, last=last, defer=strategy.defer_fsdp_grad_sync, keep_gathered=strategy.keep_gathered
+            lm, last=last, defer=strategy.fsdp_defer_grad_sync, keep_gathered=strategy.fsdp_keep_gathered
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from titanplans.cli.sweep.spec import Settings, Spec
 from titanplans.config import ConfigError, JobConfig, load_job
 from titanplans.config.schema import keys
-from titanplans.config.toml import toml_value
 from titanplans.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]*")
@@ -136,7 +137,13 @@ def _word(value: Any) -> str:
     """Write a value as the command line reads it, which knows the key's type."""
     if value is None:
         return "none"
-    return value if isinstance(value, str) else toml_value(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return value if isinstance(value, str) else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    return " ".join(tomli_w.dumps({"v": value}).removeprefix("v = ").split())
 
 
 def _without_folder(job: JobConfig) -> JobConfig:

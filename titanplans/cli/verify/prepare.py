@@ -16,7 +16,7 @@ from titanplans.cli.verify.group import Ranks
 from titanplans.cli.verify.source import Source, build
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8, ParallelError
-from titanplans.parallel.order import convert
+from titanplans.parallel.parallelize import convert
 from titanplans.proof.sample import token_ids
 from titanplans.tensor_parallel.user_code import as_user_error
 
@@ -79,11 +79,11 @@ def prepare(source: Source, request: Request, ranks: Ranks, float8: Float8) -> P
 
         def make() -> nn.Module:
             model = build(cut_config, dtype, ranks.device)
-            if float8.recipe is not None:
+            if float8.recipe_name is not None:
                 convert(model, float8, ranks.device.type)
             return model
 
-    if float8.recipe is not None:
+    if float8.recipe_name is not None:
         notes.append(_converted(model, float8, ranks))
     seq_len = request.seq_len or _sequence(config)
     notes += _unseen(config, seq_len)

@@ -4,7 +4,7 @@ How the model is built, and cut to fewer layers, is `titanplans.cli.verify.sourc
 """
 
 import difflib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Subject:
     seq_len: int | None = None
     """Tokens in a job's sequence."""
 
-    float8: Float8 = field(default_factory=Float8)
+    float8: Float8 = Float8()  # noqa: RUF009  frozen
     """Which Linear modules are float8 in the whole model and in the split one."""
 
 
@@ -77,16 +77,16 @@ def _with_float8(subject: Subject, request: Request) -> Subject:
     """Take the recipe that was asked for in place of a job's, and its filter."""
     if request.float8 is not None:
         none = request.float8 == "none"
-        recipe: Any = {"recipe": request.float8, "emulate": True}
+        recipe: Any = {"recipe_name": request.float8, "emulate": True}
         subject = replace(subject, float8=Float8() if none else replace(subject.float8, **recipe))
     if request.float8_filter:
-        if subject.float8.recipe is None:
+        if subject.float8.recipe_name is None:
             raise VerifyError(
                 f"--float8-filter {','.join(request.float8_filter)}: nothing is float8; add --float8 tensorwise, for one"
             )
         subject = replace(subject, float8=replace(subject.float8, filter_fqns=request.float8_filter))
     if request.float8_filter_unaligned:
-        if subject.float8.recipe is None:
+        if subject.float8.recipe_name is None:
             raise VerifyError(
                 "--float8-filter-unaligned: nothing is float8; add --float8 tensorwise, for one, or leave it out"
             )
@@ -149,11 +149,14 @@ def _job(path: str, request: Request) -> Subject:
 
 def _float8(job: JobConfig) -> Float8:
     """The job's, emulated; without FSDP's part, which splits no product."""
-    from titanplans.training.strategy import strategy
+    from titanplans.config import strategy_of
 
-    options = strategy(job).float8
+    options = strategy_of(job).float8
     return replace(
-        options, emulate=options.recipe is not None, fsdp_all_gather=False, precompute_scales=False
+        options,
+        emulate=options.recipe_name is not None,
+        enable_fsdp_float8_all_gather=False,
+        precompute_float8_dynamic_scale_for_fsdp=False,
     )
 
 

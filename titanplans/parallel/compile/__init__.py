@@ -7,20 +7,16 @@ graph ends in modules of flash-linear-attention; `async_tp` switches async tenso
 from titanplans.parallel.compile.components import (
     COMPONENTS,
     apply_compile,
-    check_fullgraph,
     compile_loss,
     compile_optimizer,
     compile_options,
     one_graph_a_block,
 )
 from titanplans.parallel.compile.fla_graphs import holds_fla
-from titanplans.parallel.compile.limits import check_device
 
 __all__ = [
     "COMPONENTS",
     "apply_compile",
-    "check_device",
-    "check_fullgraph",
     "compile_loss",
     "compile_optimizer",
     "compile_options",

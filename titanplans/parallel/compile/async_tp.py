@@ -9,7 +9,7 @@ of which model can be fused is decided without a GPU by `titanplans async-tp`.
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,6 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.torch_private import ASYNC_TP_SETTING, enable_symmetric_memory, inductor_config
-
-Unfused = Literal["error", "warn"]
-"""What follows where nothing was fused."""
-
-_NEEDS = {
-    "tp": "tensor_parallel_degree above 1",
-    "sequence": "sequence parallelism (set sequence_parallel to true)",
-    "blocks": 'compiled blocks (set compile.enable to true, with "model" in compile.components)',
-    "backend": 'compile.backend = "inductor"',
-    "cuda": "CUDA with NCCL",
-}
 
 _log = logging.getLogger(__name__)
 
@@ -39,39 +28,8 @@ class Fused(NamedTuple):
     total: int
 
 
-def refuse(
-    *,
-    mesh: Any = None,
-    sequence_parallel: bool | None = None,
-    blocks: bool | None = None,
-    backend: str | None = None,
-) -> None:
-    """Refuse async tensor parallelism, naming everything that is missing of what is known; None: not known.
-
-    Args:
-        mesh: a `Mesh`, or torchtitan's ParallelDims.
-        sequence_parallel: the sequence is sharded between the regions.
-        blocks: the blocks of the model are compiled.
-        backend: by what.
-
-    Raises:
-        ParallelError: something is missing.
-    """
-    holds = {
-        "tp": None if mesh is None else mesh.tp_enabled,
-        "sequence": sequence_parallel,
-        "blocks": blocks,
-        "backend": None if backend is None else backend == "inductor",
-        "cuda": None if mesh is None or not mesh.tp_enabled else _has_nccl(mesh),
-    }
-    missing = [_NEEDS[need] for need, held in holds.items() if held is False]
-    if missing:
-        raise ParallelError(
-            f"enable_async_tensor_parallel needs {', and '.join(missing)}: add what is missing, or drop it"
-        )
-
-
-def _has_nccl(mesh: Any) -> bool:
+def has_nccl(mesh: Any) -> bool:
+    """Whether the ranks of the mesh "tp" have CUDA devices and communicate by NCCL."""
     tp = mesh.get_mesh("tp")
     # A group may have a backend for each device: "cpu:gloo,cuda:nccl".
     return (
@@ -87,7 +45,7 @@ def enable(model: nn.Module, mesh: Any) -> None:
 
     Args:
         model: split by its plan.
-        mesh: as for `refuse`.
+        mesh: a `Mesh`, or torchtitan's ParallelDims.
     """
     from titanplans.observe.graph_collectives import install_record
 
@@ -115,11 +73,11 @@ def prepare(model: nn.Module) -> None:
         )
 
 
-def check_fused(mesh: Any, unfused: Unfused = "error") -> Fused:
+def check_fused(mesh: Any, unfused: str = "error") -> Fused:
     """Count what was fused in the graphs compiled so far; after the first forward and backward.
 
     Args:
-        mesh: as for `refuse`.
+        mesh: a `Mesh`, or torchtitan's ParallelDims.
         unfused: "warn" logs a warning where nothing was fused, instead of raising.
 
     Raises:
@@ -159,7 +117,7 @@ def check_fused(mesh: Any, unfused: Unfused = "error") -> Fused:
     return result
 
 
-def check_at_second_forward(model: nn.Module, mesh: Any, unfused: Unfused = "error") -> None:
+def check_at_second_forward(model: nn.Module, mesh: Any, unfused: str = "error") -> None:
     """Call `check_fused` where `model` begins its second training step, for a loop of somebody's own."""
     forwards = 0
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from titanplans.config import Compile
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import MemoryBudget, memory_budget
 from titanplans.parallel.activation_checkpoint.keep_mixer import Kept
@@ -32,12 +33,13 @@ from titanplans.torch_private import (
 )
 
 COMPONENTS = ("model", "loss", "optimizer")
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> None:
+def apply_compile(
+    model: nn.Module, compile_config: Compile, parallel_dims: Any, *, async_tensor_parallel: bool = False
+) -> None:
     """Compile each block in place; names and parameters stay as they are.
 
     A block must become one graph, and it is an error if it does not, unless it holds modules of
@@ -47,15 +49,15 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
 
     Args:
         model: the model, its policy of activation checkpointing applied.
-        compile_config: `backend` and `enable_async_tensor_parallel`; where it has them, `mode`, `dynamic`,
-            `fullgraph` and `options`, as torch.compile has them. `fullgraph` None is the rule above.
+        compile_config: the options, as torch.compile has them; `fullgraph` None is the rule above.
         parallel_dims: the mesh "tp", for async tensor parallelism.
+        async_tensor_parallel: overlap the collectives of the TP group with matrix products.
 
     Raises:
         ParallelError: an option can't be honoured.
     """
     options = compile_options(compile_config)
-    fullgraph = getattr(compile_config, "fullgraph", None)
+    fullgraph = compile_config.fullgraph
     blocks = [(name, model.get_submodule(name)) for names in block_lists(model, "all") for name in names]
     check_fullgraph(model, fullgraph)
     for _, block in blocks:
@@ -64,7 +66,7 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
                 "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or "
                 "recompute the MLP only"
             )
-    if compile_config.enable_async_tensor_parallel:
+    if async_tensor_parallel:
         async_tp.enable(model, parallel_dims)
     # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
     # is the process's, read when a block first runs.
@@ -85,21 +87,19 @@ def apply_compile(model: nn.Module, compile_config: Any, parallel_dims: Any) -> 
         _compile_module(inside, name, limit, backend=backends[budget], fullgraph=one_graph, **options)
 
 
-def compile_loss(fn: F, compile_config: Any) -> F:
+def compile_loss(fn: F, compile_config: Compile) -> F:
     """Return the loss function `fn` compiled; options as for `apply_compile`, `fullgraph` None is False.
 
     A module is compiled in place and returned.
     """
-    options = compile_options(compile_config) | {
-        "fullgraph": bool(getattr(compile_config, "fullgraph", None))
-    }
+    options = compile_options(compile_config) | {"fullgraph": bool(compile_config.fullgraph)}
     if isinstance(fn, nn.Module):
         _compile_module(fn, "the loss", RECOMPILATIONS, **options)
         return fn
     return _compile(fn, "the loss", RECOMPILATIONS, **options)
 
 
-def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Any) -> torch.optim.Optimizer:
+def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Compile) -> torch.optim.Optimizer:
     """Compile the step of `optimizer` in place and return it; options as for `compile_loss`.
 
     Learning rates become tensors: a number would be part of the compiled step, and each change of it a
@@ -108,9 +108,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Any) -> 
     Raises:
         ParallelError: the step is a fused kernel, or foreach's in a form that takes no tensor.
     """
-    options = compile_options(compile_config) | {
-        "fullgraph": bool(getattr(compile_config, "fullgraph", None))
-    }
+    options = compile_options(compile_config) | {"fullgraph": bool(compile_config.fullgraph)}
     for group in optimizer.param_groups:
         if group.get("fused"):
             raise ParallelError(
@@ -147,43 +145,33 @@ def _compile(fn: F, what: str, limit: int, **options: Any) -> F:
     return limited(compiled, what, limit)  # pyrefly: ignore[bad-return]
 
 
-def compile_options(compile_config: Any) -> dict[str, Any]:
-    """Return torch.compile's arguments, all but `fullgraph`, from a config that may lack some.
+def compile_options(compile_config: Compile) -> dict[str, Any]:
+    """Return torch.compile's arguments, all but `fullgraph`.
 
     Raises:
-        ParallelError: an unknown mode, options that exclude each other, a value that is not of an option's type; or
-            torch.compile is switched off from outside.
+        OptionError: no such backend or setting of inductor, or a value that is not of its type.
+        ParallelError: torch.compile is switched off from outside.
     """
     check_switched_on()
     options = {"backend": compile_config.backend}
     for name in ("mode", "dynamic", "options"):
-        value = getattr(compile_config, name, None)
+        value = getattr(compile_config, name)
         if value is not None:
             options[name] = value
     backend = options["backend"]
     if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
         usual = ", ".join(torch.compiler.list_backends())
-        raise ParallelError(f"compile.backend = {backend!r}: torch has {usual}, and some for debugging")
-    mode = options.get("mode")
-    if mode is not None and mode not in MODES:
-        raise ParallelError(f"compile.mode = {mode!r}: one of {', '.join(MODES)}")
-    if "mode" in options and "options" in options:
-        raise ParallelError("compile.mode and compile.options exclude each other: leave one of the two out")
-    for name in ("mode", "options"):
-        if name in options and options["backend"] != "inductor":
-            raise ParallelError(
-                f"compile.{name} is inductor's, and compile.backend = {options['backend']!r}: leave {name} out"
-            )
+        raise compile_config.error("backend", f"torch has {usual}, and some for debugging")
     if "options" in options:
         unknown = [key for key in options["options"] if key.replace("-", "_") not in inductor_option_names()]
         if unknown:
-            raise ParallelError(
-                f"compile.options has {unknown[0]!r}, which inductor does not know: torch._inductor.list_options() has all"
+            raise compile_config.error(
+                "options", f"inductor does not know {unknown[0]!r}: torch._inductor.list_options() has all"
             )
         try:
             check_inductor_options(options["options"])
         except RuntimeError as error:
-            raise ParallelError(f"compile.options: {error}") from error
+            raise compile_config.error("options", str(error)) from error
     return options
 
 

@@ -20,9 +20,6 @@ RECOMPILATIONS = 8
 """How often one kind of block, the loss or the optimizer's step may be compiled: torch's own limit for one function. The
 first time, for evaluation, for another length, from then on for any; and as much again."""
 
-_FOR_CUDA = ("triton.", "cuda.", "cutlass.", "rocm.")
-_FOR_CPU = ("cpp.",)
-
 
 def check_switched_on() -> None:
     """Raise ParallelError if something outside of the options makes torch.compile do nothing, or hide its errors."""
@@ -41,29 +38,6 @@ def check_switched_on() -> None:
             "compile.enable = true, but what can't be compiled is to run eagerly without an error "
             "(TORCHDYNAMO_SUPPRESS_ERRORS in the environment, or torch._dynamo.config.suppress_errors): unset it"
         )
-
-
-def check_device(compile_config: Any, device_type: str) -> None:
-    """Raise ParallelError if an option of `compile_config` has no effect on devices of `device_type`.
-
-    On a CPU inductor makes the same code under every mode: it has no CUDA graphs there, and its products are tuned
-    for constant weights only, which a model in training has not.
-    """
-    mode, backend = getattr(compile_config, "mode", None), compile_config.backend
-    if device_type == "cpu":
-        if mode not in (None, "default"):
-            raise ParallelError(
-                f"compile.mode = {mode!r} changes nothing on a CPU, where inductor captures no CUDA graphs and tunes no "
-                "product of a model in training: leave it out, or run on a GPU"
-            )
-        if backend == "cudagraphs":
-            raise ParallelError("compile.backend = 'cudagraphs' needs a GPU: take inductor on a CPU")
-    foreign = _FOR_CUDA if device_type == "cpu" else _FOR_CPU
-    for key in getattr(compile_config, "options", None) or ():
-        if key.startswith(foreign):
-            raise ParallelError(
-                f"compile.options has {key!r}, which inductor does not read on device type {device_type!r}: leave it out"
-            )
 
 
 def count_kinds(blocks: Iterable[nn.Module]) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.errors import ParallelError
+from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.compile.fla_graphs import holds_fla
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -29,6 +29,9 @@ SMALL = "auto_filter_small_kn"
 
 _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
 """Of CUDA, for the kernels of each recipe: cuBLAS's from Ada on, CUTLASS's from Hopper on."""
+
+
+RECIPE, FILTER = "quantize.linear.float8.recipe_name", "quantize.linear.float8.filter_fqns"
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,9 @@ def check_float8_options(recipe: str, emulate: bool, device_type: str) -> None:
         ParallelError: torchao is missing; no such recipe; the GPU has no float8 kernels for it.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise ParallelError(
-            f'float8.recipe = "{recipe}" needs torchao, which is not installed: pip install torchao'
-        )
+        raise OptionError(RECIPE, recipe, "it needs torchao, which is not installed: pip install torchao")
     if recipe not in RECIPES:
-        raise ParallelError(f"float8.recipe = {recipe!r}: one of {', '.join(RECIPES)}")
+        raise OptionError(RECIPE, recipe, f"take one of {', '.join(RECIPES)}")
     if device_type == "cuda" and not emulate and torch.version.hip is None:
         has, needs, name = (
             torch.cuda.get_device_capability(),
@@ -128,9 +129,11 @@ def check_float8_options(recipe: str, emulate: bool, device_type: str) -> None:
             torch.cuda.get_device_name(),
         )
         if has < needs:
-            raise ParallelError(
-                f'float8.recipe = "{recipe}" needs CUDA capability {needs[0]}.{needs[1]}, and {name} has '
-                f"{has[0]}.{has[1]}: set float8.emulate to true to try it out, or leave float8 out"
+            raise OptionError(
+                RECIPE,
+                recipe,
+                f"it needs CUDA capability {needs[0]}.{needs[1]}, and {name} has {has[0]}.{has[1]}: set emulate to true to "
+                "try it out, or leave float8 out",
             )
 
 
@@ -144,8 +147,10 @@ def _filtered(linears: dict[str, Any], recipe: Recipe, filters: Sequence[str]) -
         matched = [name for name in linears if part in name]
         if not matched or not part:
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-            raise ParallelError(
-                f"filter_fqns: {part!r} is part of no Linear's name; there are {', '.join(ends)}, and {SMALL}"
+            raise OptionError(
+                FILTER,
+                list(filters),
+                f"{part!r} is part of no Linear's name; there are {', '.join(ends)}, and {SMALL}",
             )
         filtered |= {name: f"filter_fqns has {part!r}" for name in matched}
     return filtered
@@ -153,8 +158,10 @@ def _filtered(linears: dict[str, Any], recipe: Recipe, filters: Sequence[str]) -
 
 def _too_small(linears: dict[str, nn.Linear], recipe: Recipe) -> dict[str, str]:
     if recipe == "rowwise_with_gw_hp":
-        raise ParallelError(
-            f"filter_fqns: torchao has no figures for {SMALL} under {recipe}: name what is small, or take another recipe"
+        raise OptionError(
+            FILTER,
+            [SMALL],
+            f"torchao has no figures for it under {recipe}: name what is small, or take another recipe",
         )
     gains = gains_by_float8(recipe)
     return {name: f"{SMALL}: too small to gain" for name, m in linears.items() if not gains(m, name)}
@@ -183,7 +190,7 @@ def _check_untied(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
         if converted:
             raise ParallelError(
                 f"{' and '.join(names)} are one tensor, which FSDP's float8 all-gather would take apart: leave "
-                f"'{converted[0].split('.')[-2]}' out by float8.filter_fqns, or set float8.fsdp_all_gather to false"
+                f"'{converted[0].split('.')[-2]}' out by filter_fqns, or set enable_fsdp_float8_all_gather to false"
             )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from titanplans.errors import ParallelError, either
+from titanplans.errors import OptionError, ParallelError, either
 
 Reshard = Literal["default", "always", "never"] | int
 
@@ -20,7 +20,11 @@ def fsdp_policies(
 ) -> tuple[Literal["default", "always", "never"] | int, OffloadPolicy]:
     """Return what is resharded and offloaded; refuse what this mesh can't do."""
     if symmetric_memory and mesh.device_type != "cuda":
-        raise ParallelError(f"symmetric memory needs CUDA; this mesh is on {mesh.device_type}: switch it off")
+        raise OptionError(
+            "enable_fsdp_symm_mem",
+            True,
+            f"it needs CUDA, and this mesh is on {mesh.device_type}: leave it out",
+        )
     return _reshard_policy(reshard, mesh), _offload_policy(cpu_offload, pin_memory)
 
 
@@ -29,20 +33,23 @@ def _reshard_policy(value: Reshard, mesh: DeviceMesh) -> Literal["default", "alw
     if isinstance(value, int) and not isinstance(value, bool):
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         if value not in divisors:
-            raise ParallelError(
-                f"reshard_after_forward = {value}: parameters are sharded over {size} ranks, of which "
-                f"{either(divisors)} can hold a copy"
+            raise OptionError(
+                "fsdp_reshard_after_forward",
+                value,
+                f"parameters are sharded over {size} ranks, of which {either(divisors)} can hold a copy",
             )
         if value not in (1, size) and mesh.size() != dist.get_world_size():
             # FSDP2 makes the smaller groups rank by rank, under one name for all: they wait for each other for ever.
-            raise ParallelError(
-                f"reshard_after_forward = {value}: torch can reshard to some ranks only where data parallelism covers "
-                f"all {dist.get_world_size()} ranks, here {mesh.size()}: take 'default', or degrees of 1 beside it"
+            raise OptionError(
+                "fsdp_reshard_after_forward",
+                value,
+                f"torch can reshard to some ranks only where data parallelism covers all {dist.get_world_size()} ranks, "
+                f"here {mesh.size()}: take default, or degrees of 1 beside it",
             )
         return value
     if value not in ("default", "always", "never"):
-        raise ParallelError(
-            f"reshard_after_forward = {value!r}: 'default', 'always', 'never' or a number of ranks"
+        raise OptionError(
+            "fsdp_reshard_after_forward", value, "take default, always, never or a number of ranks"
         )
     return value
 
@@ -60,8 +67,8 @@ def shard_size(mesh: DeviceMesh) -> int:
 def _offload_policy(cpu_offload: bool, pin_memory: bool | None) -> OffloadPolicy:
     if not cpu_offload:
         if pin_memory:
-            raise ParallelError("pin_memory = true without cpu_offload pins nothing: switch cpu_offload on")
+            raise OptionError("pin_cpu_memory", True, "nothing is offloaded: set enable_cpu_offload to true")
         return OffloadPolicy()
     if pin_memory and not torch.accelerator.is_available():
-        raise ParallelError("pin_memory = true, and there is no accelerator to pin for: leave it out")
+        raise OptionError("pin_cpu_memory", True, "there is no accelerator to pin for: leave it out")
     return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available() if pin_memory is None else pin_memory)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from titanplans.errors import ParallelError
+from titanplans.errors import OptionError
 from titanplans.parallel.fsdp.units import Unit, fsdp_module, managed
 
 
@@ -17,21 +17,20 @@ def check_depth(key: str, depth: int, units: int, sharded: bool, gathers: bool) 
     `units`: how many there are; `sharded`: over more than one rank; `gathers`: the pass does at all.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ParallelError(f"{key} = {depth!r}: how many units ahead? A whole number from 0 up")
+        raise OptionError(key, depth, "how many units ahead? A whole number from 0 up")
     if depth == 0:
         return
     if depth >= units:
-        raise ParallelError(
-            f"{key} = {depth}: the model has {units} units, so at most {units - 1} lie ahead of one"
-        )
+        raise OptionError(key, depth, f"the model has {units} units, so at most {units - 1} lie ahead of one")
     if not sharded:
-        raise ParallelError(
-            f"{key} = {depth}, and parameters are sharded over 1 rank: nothing is gathered; set it to 0"
+        raise OptionError(
+            key, depth, "parameters are sharded over 1 rank, so nothing is gathered: set it to 0"
         )
     if not gathers:
-        raise ParallelError(
-            f"{key} = {depth}, and reshard_after_forward frees nothing for the backward to gather: set the one to 0, or "
-            "the other to 'default'"
+        raise OptionError(
+            key,
+            depth,
+            "fsdp_reshard_after_forward frees nothing for the backward to gather: set the one to 0, or the other to default",
         )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from titanplans.errors import ParallelError
+from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.fsdp.construction import independent_of_world
 from titanplans.parallel.fsdp.policies import Reshard, fsdp_policies, shard_size
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
@@ -129,7 +129,7 @@ def check_shard(model: nn.Module, mesh: DeviceMesh, **options: Unpack[DecoderOpt
     """Return the units that `shard` would make, with nothing touched; arguments and errors are those of `shard`."""
     towers = options.get("towers", "units")
     if towers not in ("units", "root"):
-        raise ParallelError(f"towers = {towers!r}: 'units' or 'root'")
+        raise OptionError("fsdp_towers", towers, "take units or root")
     sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if sharded is not None:
         raise ParallelError(
@@ -138,9 +138,9 @@ def check_shard(model: nn.Module, mesh: DeviceMesh, **options: Unpack[DecoderOpt
     units = split_dtypes(model, find_units(model, towers))
     gathers = shard_size(mesh) > 1
     reshard = options.get("reshard_after_forward", "default")
-    check_depth("forward_prefetch", options.get("forward_prefetch", 0), len(units), gathers, True)
+    check_depth("fsdp_forward_prefetch", options.get("forward_prefetch", 0), len(units), gathers, True)
     check_depth(
-        "backward_prefetch",
+        "fsdp_backward_prefetch",
         options.get("backward_prefetch", 0),
         len(units),
         gathers,
