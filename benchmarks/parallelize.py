@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.modeling import kernels
-from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelManager, apply_strategy
+from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelManager, parallelize
 
 TP = 8
 WORLDS = (8, 512, 4096)
@@ -88,7 +88,7 @@ def main() -> None:
 def report_cost(names: Iterable[str], worlds: Iterable[int], repeats: int) -> None:
     print(
         """
-| model | parameters | ranks | loop, s | apply_strategy, s | ratio | loop, MB | apply_strategy, MB | ratio |
+| model | parameters | ranks | loop, s | parallelize, s | ratio | loop, MB | parallelize, MB | ratio |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|"""
     )
     waits = []
@@ -142,7 +142,7 @@ def cost(way: Callable[..., None], which: Model, world: int) -> Cost:
 
 
 def by_strategy(model: PreTrainedModel, which: Model) -> None:
-    apply_strategy(model, Mesh(Degrees(tp=TP), "cpu"), FSDP2Config())
+    parallelize(model, parallel_dims=Mesh(Degrees(tp=TP), "cpu"), config=FSDP2Config())
 
 
 def by_hand(model: PreTrainedModel, which: Model) -> None:

@@ -147,16 +147,16 @@ def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int
     prepare_device()
     from titanplans import modeling
     from titanplans.modeling import kernels
-    from titanplans.parallel import Compile, Degrees, Float8, FSDP2Config, MixedPrecision, ParallelManager
+    from titanplans.parallel import Compile, Degrees, Float8, FSDP2Config, ParallelManager
 
     kernels.install(device)
     options: dict[str, Any] = {}
     if variant.compiled:
         options["compile"] = Compile(enable=True)
     if variant.recipe is not None:
-        options["float8"] = Float8(recipe=variant.recipe, emulate=device == "cpu")
+        options["float8"] = Float8(recipe_name=variant.recipe, emulate=device == "cpu")
     if device == "cuda":
-        options["mixed_precision"] = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
+        options |= {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"}
     model: Any = modeling.build(modeling.load_config(name, MODELS[device][name]))
     batch, length = SHAPE[device]
     _, flops = modeling.count_flops(model, length)

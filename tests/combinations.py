@@ -35,16 +35,23 @@ KINDS = {
 TENSOR = {
     "none": None,
     "tp 2": {},
-    "tp 2, whole sequence": {"sequence_parallel": False},
-    "tp 2, gathered logits": {"loss_parallel": False},
-    "tp 2, whole sequence, gathered logits": {"sequence_parallel": False, "loss_parallel": False},
+    "tp 2, whole sequence": {"enable_sequence_parallel": False},
+    "tp 2, gathered logits": {"disable_loss_parallel": True},
+    "tp 2, whole sequence, gathered logits": {
+        "enable_sequence_parallel": False,
+        "disable_loss_parallel": True,
+    },
 }
 RECOMPUTE = {
     "nothing": {"mode": "none"},
     "every block": {"mode": "full"},
-    "every 2nd block": {"mode": "every_nth", "every_nth": 2},
-    "by operator": {"mode": "selective"},
-    "by operator, attention too": {"mode": "selective", "attention": False},
+    "every 2nd block": {"mode": "selective"},
+    "by operator": {"mode": "selective", "selective_ac_option": "op"},
+    "by operator, attention too": {
+        "mode": "selective",
+        "selective_ac_option": "op",
+        "per_op_sac_keep_attention": False,
+    },
     "the MLP": {"mode": "mlp"},
     "all but the mixer": {"mode": "keep_mixer"},
     "by memory budget": {"mode": "memory_budget"},
@@ -88,9 +95,9 @@ def strategy(combination, backend="aot_eager"):
     rest = combination.ranks // combination.tp
     values = {
         "strategy": "ddp" if combination.data == "ddp" else "fsdp2",
-        "activation_checkpointing": RECOMPUTE[combination.recompute],
+        "activation_checkpoint": RECOMPUTE[combination.recompute],
         **(TENSOR[combination.tensor] or {} if combination.data != "ddp" else {}),
-        **({"cpu_offload": True} if combination.offload else {}),
+        **({"enable_cpu_offload": True} if combination.offload else {}),
     }
     if combination.compiled:
         values["compile"] = {"enable": True, "backend": backend, "components": ["model"]}
@@ -137,17 +144,16 @@ def build(kind):
 def refusal(combination):
     """Return why the combination is refused; None if it is not."""
     from titanplans.parallel import Mesh
-    from titanplans.parallel.interplay import refuse
+    from titanplans.parallel.ddp import refuse_degrees
+    from titanplans.parallel.parallelize import check_compatible, policy_of
 
     with fake_ranks(combination.ranks):
         try:
             config, degrees = strategy(combination)
-            refuse(
-                on_meta(combination.kind),
-                Mesh(degrees, "cpu"),
-                config,
-                config.activation_checkpointing.policy(),
-            )
+            mesh, model = Mesh(degrees, "cpu"), on_meta(combination.kind)
+            if combination.data == "ddp":
+                refuse_degrees(mesh)
+            check_compatible(model, mesh, config, policy_of(config.activation_checkpoint))
         except UserError as error:
             return str(error)
     return None

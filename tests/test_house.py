@@ -99,6 +99,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
         "flash-linear-attention": "fla",
         "huggingface-hub": "huggingface_hub",
         "pillow": "PIL",
+        "tomli-w": "tomli_w",
         "tensorboard": None,
         "triton": None,
     }

@@ -146,8 +146,8 @@ def test_any_job_reads_back_from_its_own_toml_or_is_refused_in_one_line(data, ch
     try:
         job = build_job(values | FIXED)
     except OptionError as error:
-        assert error.option in keys()
-        assert "\n" not in str(error)
+        assert error.option in keys()  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017
         return
     layer = read_tables(tomli.loads(job.to_toml()), "job.toml")
     assert build_job(layer.values) == job
@@ -346,7 +346,10 @@ CONTRADICTIONS = [
     ),
     ("[checkpoint]\nfolder = ' '", "names no folder"),
     ("[checkpoint]\nload_step = 3", "checkpoint.load_step = 3: nothing is loaded or saved"),
-    ("[checkpoint]\ninitial_load_path = 'x'", 'checkpoint.initial_load_path = "x": nothing is loaded or saved'),
+    (
+        "[checkpoint]\ninitial_load_path = 'x'",
+        'checkpoint.initial_load_path = "x": nothing is loaded or saved',
+    ),
     ("[checkpoint]\ninitial_load_model_only = false", "needs checkpoint.initial_load_path"),
     (
         "[checkpoint]\nenable = true\nload_only = true\nenable_first_step_checkpoint = true",

@@ -29,17 +29,17 @@ def compiled(backend="aot_eager", **options):
 
 
 CASES = {
-    "tp": (FSDP2Config(tp_plan=TinyPlan), TP),
-    "tp, recomputed": (FSDP2Config(tp_plan=TinyPlan, activation_checkpointing=FULL), TP),
-    "tp, aot_eager": (FSDP2Config(tp_plan=TinyPlan, compile=compiled()), TP),
-    "tp, inductor": (FSDP2Config(tp_plan=TinyPlan, compile=compiled("inductor")), TP),
+    "tp": (FSDP2Config(plan=TinyPlan), TP),
+    "tp, recomputed": (FSDP2Config(plan=TinyPlan, activation_checkpoint=FULL), TP),
+    "tp, aot_eager": (FSDP2Config(plan=TinyPlan, compile=compiled()), TP),
+    "tp, inductor": (FSDP2Config(plan=TinyPlan, compile=compiled("inductor")), TP),
     "fsdp": (FSDP2Config(), DATA),
     "fsdp, bfloat16": (
-        FSDP2Config(mixed_precision={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
+        FSDP2Config(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
         DATA,
     ),
     "fsdp, prefetch": (
-        FSDP2Config(forward_prefetch=2, backward_prefetch=2, activation_checkpointing=FULL),
+        FSDP2Config(fsdp_forward_prefetch=2, fsdp_backward_prefetch=2, activation_checkpoint=FULL),
         DATA,
     ),
     "hsdp": (FSDP2Config(), Degrees(dp_replicate=2)),
@@ -97,7 +97,7 @@ def fused_operators():
     """Operators of async tensor parallelism, which have no kernel on a CPU, by their shapes alone."""
     import torch.distributed._symmetric_memory  # registers them
 
-    manager, model, _ = prepared(FSDP2Config(tp_plan=TinyPlan), TP)
+    manager, model, _ = prepared(FSDP2Config(plan=TinyPlan), TP)
     name = manager.mesh.get_mesh("tp").get_group().group_name
     shard, weight = torch.empty(8, 16, device="meta"), torch.empty(16, 24, device="meta")
     with record_collectives(model, manager.mesh) as record:
@@ -191,7 +191,7 @@ def on_two_ranks(rank):
             "learns": values[-1][0] < values[0][0],
         }
     results["proof"], results["fused"] = proofs_count(), fused_operators()
-    manager, model, optimizer = prepared(FSDP2Config(tp_plan=TinyPlan), TP)
+    manager, model, optimizer = prepared(FSDP2Config(plan=TinyPlan), TP)
     with record_collectives(model, manager.mesh) as record:
         for _ in range(2):  # micro batches
             manager.cross_entropy(model(TOKENS).logits, TOKENS).backward()
@@ -199,7 +199,7 @@ def on_two_ranks(rank):
         record.places.log_begins()
         torch.distributed.all_reduce(torch.zeros(4))
     results["two"] = list(record.collectives)
-    config = FSDP2Config(compile=compiled(), activation_checkpointing=FULL)
+    config = FSDP2Config(compile=compiled(), activation_checkpoint=FULL)
     manager, model, optimizer = prepared(config, TP, lambda: gla(2))
     effect = manager.effect()
     with effect.measuring(1):

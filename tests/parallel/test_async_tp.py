@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 from titanplans import modeling
 from titanplans.modeling import kernels
 from titanplans.observe.graph_collectives import install_record, installed_record, recording_graphs
-from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError
+from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelError
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.proof.simulate import fake_ranks
@@ -55,38 +55,13 @@ def run(border):
     torch.compile(region, fullgraph=True)(border, x, up, down).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("options", "missing"),
-    [
-        (
-            dict(sequence_parallel=False, blocks=False, backend="eager"),
-            "sequence parallelism (set sequence_parallel to true), and compiled blocks (set compile.enable to true, with "
-            '"model" in compile.components), and compile.backend = "inductor"',
-        ),
-        (dict(blocks=True, backend="aot_eager"), 'compile.backend = "inductor"'),
-    ],
-)
-def test_everything_that_is_missing_is_named(options, missing):
-    with pytest.raises(ParallelError) as error:
-        async_tp.refuse(**options)
-    assert (
-        str(error.value) == f"enable_async_tensor_parallel needs {missing}: add what is missing, or drop it"
-    )
-
-
-def test_on_a_cpu_it_is_refused_by_what_the_mesh_is():
-    with fake_ranks(4):
-        with pytest.raises(ParallelError, match="needs CUDA with NCCL: add"):
-            async_tp.refuse(mesh=Mesh(Degrees(tp=2), "cpu"), sequence_parallel=True)
-        with pytest.raises(ParallelError, match="needs tensor_parallel_degree above 1: add"):
-            async_tp.refuse(mesh=Mesh(Degrees(), "cpu"))
-
-
 def test_options_that_wait_for_nothing_are_refused():
-    with pytest.raises(ParallelError, match="async_tensor_parallel_unfused = 'warn': nothing is to be fused"):
-        Compile(enable=True, async_tensor_parallel_unfused="warn")
-    with pytest.raises(ParallelError, match="needs sequence parallelism"):
-        FSDP2Config(compile={"enable": True, "enable_async_tensor_parallel": True}, sequence_parallel=False)
+    with pytest.raises(ParallelError, match='async_tensor_parallel_unfused = "warn": nothing is to be fused'):
+        FSDP2Config(async_tensor_parallel_unfused="warn")
+    with pytest.raises(ParallelError, match="needs enable_sequence_parallel = true"):
+        FSDP2Config(
+            compile={"enable": True}, enable_async_tensor_parallel=True, enable_sequence_parallel=False
+        )
 
 
 def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border):

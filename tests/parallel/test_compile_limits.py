@@ -1,18 +1,17 @@
 """Compile that would do nothing is refused, or an error when it stops; what FLA's kernels leave of a block is few graphs."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import Tiny
 from torch._dynamo.utils import counters
 
-from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError
-from titanplans.parallel.compile import apply_compile, compile_loss
+from titanplans.config.compatibility import Placement, check_placement
+from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, parallelize
+from titanplans.parallel.compile import apply_compile, compile_loss, compile_options
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
-from titanplans.parallel.compile.limits import RECOMPILATIONS, check_device, count_kinds
-from titanplans.parallel.interplay import refuse
+from titanplans.parallel.compile.limits import RECOMPILATIONS, count_kinds
 from titanplans.proof.simulate import fake_ranks
 
 
@@ -23,7 +22,7 @@ def fresh():
 
 
 def config(backend="aot_eager", **options):
-    return SimpleNamespace(backend=backend, enable_async_tensor_parallel=False, **options)
+    return Compile(enable=True, backend=backend, **options)
 
 
 def build(name, **sizes):
@@ -37,8 +36,7 @@ def build(name, **sizes):
 def test_switched_off_by_the_environment(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ParallelError, match="TORCHDYNAMO_DISABLE=1 in the environment"):
-        Compile(enable=True)
-    Compile()  # nothing is asked of it
+        compile_options(Compile(enable=True))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_switched_off_by_the_environment(monkeypatch):
 def test_switched_off_by_a_setting(setting, variable):
     with torch._dynamo.config.patch({setting: True}):
         for ask in (
-            lambda: Compile(enable=True),
+            lambda: compile_options(Compile(enable=True)),
             lambda: apply_compile(Tiny(), config(), None),
             lambda: compile_loss(torch.nn.MSELoss(), config()),
         ):
@@ -57,13 +55,13 @@ def test_switched_off_by_a_setting(setting, variable):
 
 
 def inductor(**options):
-    return SimpleNamespace(backend="inductor", **options)
+    return Compile(enable=True, **options)
 
 
 NOT_FOR = {
-    "compile.mode = 'reduce-overhead'": (inductor(mode="reduce-overhead"), "cpu"),
-    "compile.mode = 'max-autotune'": (inductor(mode="max-autotune"), "cpu"),
-    "compile.backend = 'cudagraphs'": (SimpleNamespace(backend="cudagraphs"), "cpu"),
+    'compile.mode = "reduce-overhead"': (inductor(mode="reduce-overhead"), "cpu"),
+    'compile.mode = "max-autotune"': (inductor(mode="max-autotune"), "cpu"),
+    'compile.backend = "cudagraphs"': (Compile(enable=True, backend="cudagraphs"), "cpu"),
     "'triton.cudagraphs'": (inductor(options={"epilogue_fusion": True, "triton.cudagraphs": True}), "cpu"),
     "'cpp.simdlen'": (inductor(options={"cpp.simdlen": 1}), "cuda"),
 }
@@ -73,20 +71,25 @@ NOT_FOR = {
 def test_no_use_on_this_device(words):
     options, device = NOT_FOR[words]
     with pytest.raises(ParallelError, match=words):
-        check_device(options, device)
-    if "cudagraphs'" not in words or device == "cuda":
-        check_device(options, {"cpu": "cuda", "cuda": "cpu"}[device])
+        check_placement(placement(options, device))
+    if 'cudagraphs"' not in words or device == "cuda":
+        check_placement(placement(options, {"cpu": "cuda", "cuda": "cpu"}[device]))
+
+
+def placement(options, device):
+    config = FSDP2Config(compile=options)
+    return Placement(config, tp=1, dp_replicate=1, dp_shard=1, device_type=device, nccl=False, one_graph=True)
 
 
 def test_refused_before_any_weight_moves():
     strategy = FSDP2Config(compile=Compile(enable=True, mode="max-autotune", components=("loss",)))
-    with fake_ranks(2), pytest.raises(ParallelError, match="'max-autotune' changes nothing on a CPU"):
-        refuse(Tiny(), Mesh(Degrees(), "cpu"), strategy, None)
+    with fake_ranks(2), pytest.raises(ParallelError, match='"max-autotune": it changes nothing on a CPU'):
+        parallelize(Tiny(), parallel_dims=Mesh(Degrees(), "cpu"), config=strategy)
 
 
 def test_a_value_of_another_type():
     with pytest.raises(ParallelError, match="epilogue_fusion, got str should be bool"):
-        Compile(enable=True, options={"epilogue_fusion": "yes"})
+        compile_options(Compile(enable=True, options={"epilogue_fusion": "yes"}))
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans import apply_plan, modeling
-from titanplans.parallel import Degrees, FSDP2Config, Mesh, apply_strategy
+from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
 from titanplans.parallel.fsdp.construction import Chunks, independent_of_world
 from titanplans.proof.simulate import fake_ranks
 
@@ -51,7 +51,7 @@ def counted():
                 apply_plan(build(), mesh.get_mesh("tp"))
             model = build()
             with Count() as everything:
-                apply_strategy(model, mesh, FSDP2Config())
+                parallelize(model, parallel_dims=mesh, config=FSDP2Config())
             groups_after = len(distributed_c10d._world.pg_map) - before
         found[world] = groups, groups_after, plan.operators, everything.operators
     return found

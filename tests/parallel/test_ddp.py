@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanplans.config import DDPConfig
 from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanplans.parallel.compile import apply_compile
 from titanplans.parallel.ddp import accumulate, apply_ddp, refuse_degrees
 from titanplans.parallel.degrees import Degrees
-from titanplans.parallel.strategies import DDPConfig
 
 RANKS, BATCH, LENGTH, LAYERS = 2, 8, 8, 4
 
@@ -284,7 +284,7 @@ def refusals():
         "whole": refusal(lambda model: model.compile()),
         "wrapped": refusal(lambda model: torch.compile(model)),
         "not compiled": refusal(lambda model: None, DDPConfig(compile={"enable": True})),
-        "not recomputed": refusal(lambda model: None, DDPConfig(activation_checkpointing={"mode": "full"})),
+        "not recomputed": refusal(lambda model: None, DDPConfig(activation_checkpoint={"mode": "full"})),
         "2-D": refusal(lambda model: None, on=mesh),
         "hidden, unused": hidden(find_unused_parameters=True),
         "hidden, static": hidden(static_graph=True, defer_grad_sync=False),

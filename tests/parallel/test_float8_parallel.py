@@ -298,9 +298,9 @@ def strategy(options):
     return FSDP2Config(
         float8={"recipe": "tensorwise", "emulate": True} | options,
         compile=compiled,
-        activation_checkpointing=recomputed,
-        reshard_after_forward=reshard,
-        keep_gathered=kept,
+        activation_checkpoint=recomputed,
+        fsdp_reshard_after_forward=reshard,
+        fsdp_keep_gathered=kept,
     )
 
 

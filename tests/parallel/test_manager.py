@@ -24,16 +24,16 @@ from titanplans.tensor_parallel.loss import cross_entropy
 STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 6
 CASES = {
     "fsdp2": (FSDP2Config(), Degrees()),
-    "tp": (FSDP2Config(tp_plan=TinyPlan), Degrees(tp=4)),
-    "tp x fsdp": (FSDP2Config(tp_plan=TinyPlan), Degrees(tp=2)),
-    "tp x fsdp, gathered logits": (FSDP2Config(tp_plan=TinyPlan, loss_parallel=False), Degrees(tp=2)),
+    "tp": (FSDP2Config(plan=TinyPlan), Degrees(tp=4)),
+    "tp x fsdp": (FSDP2Config(plan=TinyPlan), Degrees(tp=2)),
+    "tp x fsdp, gathered logits": (FSDP2Config(plan=TinyPlan, disable_loss_parallel=True), Degrees(tp=2)),
     "hsdp, summed over copies at the end": (
-        FSDP2Config(defer_fsdp_grad_sync="replicas"),
+        FSDP2Config(fsdp_defer_grad_sync="replicas"),
         Degrees(dp_replicate=2),
     ),
-    "fsdp2, kept gathered": (FSDP2Config(keep_gathered=True), Degrees()),
-    "fsdp2, summed at the end": (FSDP2Config(defer_fsdp_grad_sync="all"), Degrees()),
-    "fsdp2, offloaded": (FSDP2Config(cpu_offload=True), Degrees(tp=1)),
+    "fsdp2, kept gathered": (FSDP2Config(fsdp_keep_gathered=True), Degrees()),
+    "fsdp2, summed at the end": (FSDP2Config(fsdp_defer_grad_sync="all"), Degrees()),
+    "fsdp2, offloaded": (FSDP2Config(enable_cpu_offload=True), Degrees(tp=1)),
     "from toml": (
         read_strategy('strategy = "fsdp2"\n[activation_checkpointing]\nmode = "mlp"\n'),
         Degrees(dp_replicate=2, dp_shard=2),
@@ -148,7 +148,7 @@ REFUSED = {
     "temperature is a single number": (FSDP2Config(), None, lambda: with_number()),
     "on a CPU torch's autocast takes bfloat16 alone": (FSDP2Config(autocast_dtype="float32"), None),
     "parameters and buffers are on meta": (
-        DDPConfig(activation_checkpointing={"mode": "full"}),
+        DDPConfig(activation_checkpoint={"mode": "full"}),
         None,
         lambda: on_meta(),
     ),
@@ -174,7 +174,7 @@ REFUSED = {
     "set dp_shard to 1 and dp_replicate to 4": (DDPConfig(), Degrees()),
     "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
     "megatron_fsdp needs CUDA": (MegatronFSDPConfig(), None),
-    "dp_replicate = 1": (FSDP2Config(defer_fsdp_grad_sync="replicas"), None),
+    "dp_replicate = 1": (FSDP2Config(fsdp_defer_grad_sync="replicas"), None),
     "one label for each position": (
         FSDP2Config(),
         None,
@@ -249,7 +249,7 @@ def modes():
 
 def between_forward_and_backward():
     """Whether parameters that are resharded to two ranks say so, and hold what they did."""
-    manager = ParallelManager(FSDP2Config(reshard_after_forward=2), device_type="cpu")
+    manager = ParallelManager(FSDP2Config(fsdp_reshard_after_forward=2), device_type="cpu")
     model = manager.parallelize(build())
     model(batches()[0][0])
     return {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titanplans.config import MegatronFSDPConfig
 from titanplans.errors import PlanError
 from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import Full
@@ -28,7 +29,6 @@ from titanplans.parallel.megatron_fsdp import (
     register_optimizer,
     unit_classes,
 )
-from titanplans.parallel.strategies import MegatronFSDPConfig
 
 INSTALLED = importlib.util.find_spec("megatron_fsdp") is not None
 needs_package = pytest.mark.skipif(not INSTALLED, reason="megatron-fsdp is an extra, and not installed")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from titanplans.config import load_job
+from titanplans.config import load_job, strategy_of
 from titanplans.errors import UserError
 from titanplans.parallel import FSDP2Config
 from titanplans.training.checks import check_job
-from titanplans.training.strategy import strategy
 
 ROOT = Path(__file__).parents[2]
 SECTION = "quantize.linear.float8"
@@ -36,24 +35,24 @@ def load(tmp_path, monkeypatch):
 
 
 def test_the_section_becomes_the_strategys_options(load):
-    assert strategy(load()).float8 == FSDP2Config().float8
+    assert strategy_of(load()).float8 == FSDP2Config().float8
     job = load(
         "recipe_name = 'tensorwise'\nfilter_fqns = ['lm_head']\nfilter_unaligned = true\nemulate = true\n"
         "enable_fsdp_float8_all_gather = true\nprecompute_float8_dynamic_scale_for_fsdp = true"
     )
-    assert strategy(job).float8.to_dict() == {
-        "recipe": "tensorwise",
+    assert strategy_of(job).float8.to_dict() == {
+        "recipe_name": "tensorwise",
         "filter_fqns": ["lm_head"],
         "filter_unaligned": True,
         "emulate": True,
-        "fsdp_all_gather": True,
-        "precompute_scales": True,
+        "enable_fsdp_float8_all_gather": True,
+        "precompute_float8_dynamic_scale_for_fsdp": True,
     }
 
 
 def test_torchtitans_template_loads_without_float8(load):
     """Its configuration files carry a filter, and switch float8 on elsewhere."""
-    assert strategy(load("filter_fqns = ['output']", model="converters = []")).float8.recipe is None
+    assert strategy_of(load("filter_fqns = ['output']", model="converters = []")).float8.recipe_name is None
 
 
 @pytest.mark.parametrize("name", ["quantize.linear.float8", "float8"])

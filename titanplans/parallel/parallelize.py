@@ -277,8 +277,6 @@ def _from_sections(
         given |= _common(FSDP2Config, section)
     if compile_config is not None and compile_config.enable:
         given["compile"] = Compile(**_common(Compile, compile_config))
-    else:
-        given["enable_async_tensor_parallel"] = False
     return FSDP2Config(**given)
 
 
