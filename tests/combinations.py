@@ -178,12 +178,12 @@ def run_one(combination):
 
 def parallelise(combination, model):
     """Return the model as the combination splits it on this rank."""
-    from titanplans.parallel import apply_strategy, cross_entropy, total_norm
+    from titanplans.parallel import cross_entropy, parallelize, total_norm
     from titanplans.tensor_parallel.gradients import align_gradients
 
     config, degrees = strategy(combination)
     mesh = mesh_once(degrees)
-    apply_strategy(model, mesh, config)
+    parallelize(model, parallel_dims=mesh, config=config)
 
     def norm(parameters):
         parameters = list(parameters)

@@ -15,6 +15,7 @@ from titanplans.parallel.activation_checkpoint import apply_activation_checkpoin
 from titanplans.parallel.compile import apply_compile
 from titanplans.parallel.ddp import accumulate, apply_ddp, refuse_degrees
 from titanplans.parallel.degrees import Degrees
+from titanplans.parallel.parallelize import policy_of
 
 RANKS, BATCH, LENGTH, LAYERS = 2, 8, 8, 4
 
@@ -108,7 +109,7 @@ class Reductions(TorchDispatchMode):
 def prepared(config, cls=Tiny, seed=0):
     # autocast leaves float64 alone
     model = build(cls, seed, torch.float64 if config.autocast_dtype is None else torch.float32)
-    policy = config.activation_checkpointing.policy()
+    policy = policy_of(config.activation_checkpoint)
     if policy is not None:
         apply_activation_checkpointing(model, policy, "")
     if config.compile.blocks:
@@ -135,10 +136,10 @@ CASES = {
     "default": {},
     "small buckets": {"bucket_cap_mb": 0.005},
     "bucket view": {"gradient_as_bucket_view": True},
-    "full": {"activation_checkpointing": {"mode": "full"}},
+    "full": {"activation_checkpoint": {"mode": "full"}},
     "compiled, full": {
         "compile": {"enable": True, "backend": "aot_eager"},
-        "activation_checkpointing": {"mode": "full"},
+        "activation_checkpoint": {"mode": "full"},
     },
 }
 UNUSED = {
@@ -147,12 +148,12 @@ UNUSED = {
     "static, full, view": {
         "static_graph": True,
         "defer_grad_sync": False,
-        "activation_checkpointing": {"mode": "full"},
+        "activation_checkpoint": {"mode": "full"},
         "gradient_as_bucket_view": True,
     },
     "unused, selective": {
         "find_unused_parameters": True,
-        "activation_checkpointing": {"mode": "selective"},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
     },
 }
 ACCUMULATED = {
@@ -421,7 +422,7 @@ def test_names_are_the_model_s_and_options_reach_torch(results):
         ("whole", "compile its blocks one by one"),
         ("wrapped", "compile its blocks one by one"),
         ("not compiled", "apply_compile"),
-        ("not recomputed", 'activation_checkpointing.mode = "full"'),
+        ("not recomputed", 'activation_checkpoint.mode = "full"'),
         ("2-D", 'get_mesh("dp")'),
         ("hidden, unused", "a SimpleNamespace"),
         ("hidden, static", "a SimpleNamespace"),

@@ -35,7 +35,7 @@ CASES = {
     "fsdp2, summed at the end": (FSDP2Config(fsdp_defer_grad_sync="all"), Degrees()),
     "fsdp2, offloaded": (FSDP2Config(enable_cpu_offload=True), Degrees(tp=1)),
     "from toml": (
-        read_strategy('strategy = "fsdp2"\n[activation_checkpointing]\nmode = "mlp"\n'),
+        read_strategy('strategy = "fsdp2"\n[activation_checkpoint]\nmode = "mlp"\n'),
         Degrees(dp_replicate=2, dp_shard=2),
     ),
     "ddp": (DDPConfig(), None),

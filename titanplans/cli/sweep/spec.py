@@ -13,8 +13,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from titanplans.config.schema import keys
 from titanplans.config.options import read_toml
+from titanplans.config.schema import keys
 from titanplans.config.translate import Layer, flatten, read_tables
 from titanplans.config.values import NaturalInt, PositiveFloat, from_toml, show
 from titanplans.errors import ConfigError
