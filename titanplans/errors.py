@@ -15,7 +15,19 @@ class UserError(ValueError):
 
 
 class PlanError(UserError):
-    """A plan does not fit its model, its mesh or its options."""
+    """A plan does not fit its model, its mesh or its options.
+
+    Args:
+        reason: what is wrong, and what would work.
+        key: the plan key at fault, if there is one.
+        style: what the plan has there.
+        module: what the model has there.
+    """
+
+    def __init__(self, reason: str, *, key: str | None = None, style: object = None, module: object = None):
+        self.reason, self.key = reason, key
+        where = f"plan key '{key}' ({type(style).__name__} on {type(module).__name__}): "
+        super().__init__(reason if key is None else where + reason)
 
 
 class ParallelError(UserError):

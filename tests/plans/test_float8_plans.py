@@ -21,6 +21,7 @@ from titanplans.proof.modes import exact_float8
 from titanplans.proof.simulate import ranks
 from titanplans.tensor_parallel.float8 import RECIPES, float8_linears, recipe_of
 from titanplans.tensor_parallel.float8_checks import check_torchao_styles
+from titanplans.tensor_parallel.styles import crossings_of
 
 DENSE = dict(
     hidden_size=64,
@@ -286,9 +287,9 @@ def test_a_proof_of_products_that_round_is_refused():
 def crossings(name, recipe="tensorwise", plan=None, **convert):
     model = build(name, recipe, **convert)
     with ranks(2) as mesh:
-        apply_plan(model, mesh, plan=plan)
-    found = {n: m.__dict__.get("_float8_crossing") for n, m in model.named_modules()}
-    return {n.removeprefix("model.layers.0."): tuple(c) for n, c in found.items() if c is not None}
+        found = apply_plan(model, mesh, plan=plan).crossings
+    assert crossings_of(model) == found
+    return {n.removeprefix("model.layers.0."): tuple(crossing) for n, crossing in found.items()}
 
 
 def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8():

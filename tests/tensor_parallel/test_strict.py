@@ -1,16 +1,29 @@
 """Strict application: what a plan refuses, before anything moves, in one line that says what would work."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
-from tiny import Tiny, TinyPlan
+from tiny import MLP, Attention, Tiny, TinyPlan
 from titanplans.plans.fla.transformer import TransformerPlan
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from titanplans import PlanError, apply_plan, check_plan, register_plan, registered_plans
+from titanplans import (
+    PlanError,
+    TPOptions,
+    apply_plan,
+    check_plan,
+    find_decoder,
+    register_plan,
+    registered_plans,
+)
 from titanplans.proof.simulate import ranks
 from titanplans.tensor_parallel.custom import RENAMED
+from titanplans.tensor_parallel.plan import prefixed
+from titanplans.tensor_parallel.styles import ReplicatedOnStream
 
 
 def edited(**edits):
@@ -72,7 +85,7 @@ def test_split_module_outside_a_region():
             return plan
 
     message = refused(Plan)
-    assert "'layers.0.attn.q_proj' (Colwise())" in message
+    assert "'layers.0.attn.q_proj' (Colwise on Linear)" in message
     assert "attn_input()" in message
 
 
@@ -155,14 +168,117 @@ def test_indivisible_heads_name_the_degrees_that_work():
 def test_a_rank_without_a_share():
     model = Tiny()
     model.embed, model.lm_head = nn.Embedding(9, 16), nn.Linear(16, 9, bias=False)
-    message = refused(Headless, degree=8, model=model)  # shards of 2, 2, 2, 2, 1, 0, 0, 0
+    for layer in model.layers:
+        layer.attn = Attention(heads=8)
+    message = refused(TinyPlan, degree=8, model=model)  # shards of 2, 2, 2, 2, 1, 0, 0, 0
     assert "leaves a rank without a share of dimension 0 of weight = 9 (embed, Embedding)" in message
     assert message.endswith("1 or 2 would work, or a size of 16")
 
 
-class Headless(TinyPlan):
-    def heads(self, attn):
-        return {}
+def test_a_split_mixer_whose_heads_are_not_found():
+    """Neither its heads' number nor, without it, that of its key/value heads would be held against the degree."""
+    model = Tiny()
+    for layer in model.layers:
+        del layer.attn.num_heads, layer.attn.num_kv_heads
+    message = refused(TinyPlan, degree=2, model=model)
+    assert (
+        "'layers.0.attn.q_proj' (Colwise on Linear): it splits the mixer layers.0.attn (Attention)" in message
+    )
+    assert "num_heads or num_attention_heads" in message
+    assert message.endswith("override TPPlan.heads")
+
+    for layer in model.layers:
+        layer.attn.num_key_value_heads = 4  # these alone don't say it
+    assert refused(TinyPlan, degree=4, model=model) == message
+
+    class Counted(TinyPlan):
+        def heads(self, attn):
+            return {"channels / 4": 4}
+
+    check_plan(model, 4, plan=Counted)
+    assert "does not divide channels / 4 = 4" in refused(Counted, degree=8, model=model)
+
+    class Whole(TinyPlan):
+        def attn_plan(self, attn):
+            return {name: self.replicated_on_stream() for name, _ in attn.named_children()}
+
+    check_plan(model, 2, plan=Whole, sequence_parallel=False)  # nothing in it is split
+
+
+def test_heads_under_mixed_names_and_in_the_config():
+    plan = TinyPlan(TPOptions(4))
+    mixer = nn.Module()
+    mixer.num_heads, mixer.config = 8, SimpleNamespace(num_attention_heads=16, num_key_value_heads=2)
+    assert plan.heads(mixer) == {"num_heads": 8, "num_key_value_heads": 2}
+    assert plan.kv_heads(mixer) == 2
+    mixer.num_key_value_groups = 4
+    assert plan.local_attributes(mixer) == {"num_key_value_groups": 2}, "two ranks share a head of 4 queries"
+    del mixer.num_heads
+    mixer.num_key_value_heads = 2
+    assert plan.heads(mixer) == {"num_attention_heads": 16, "num_key_value_heads": 2}
+    mixer.config = None
+    assert plan.local_attributes(mixer) == {}, "nothing to divide; strict application refuses it"
+
+
+class Renamed(nn.Module):
+    """A block whose mixer has a name of its own, and the MLP one that comes first."""
+
+    def __init__(self, heads=4):
+        super().__init__()
+        self.feed, self.token_mixing = MLP(), Attention(heads)
+        self.norm1, self.norm2 = nn.RMSNorm(16), nn.RMSNorm(16)
+
+    def forward(self, x):
+        x = x + self.token_mixing(hidden_states=self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class RenamedPlan(TinyPlan):
+    def layer_plan(self, layer):
+        plan = super().layer_plan(layer)
+        plan |= prefixed("token_mixing", self.attn_plan(layer.token_mixing))
+        return plan | prefixed("feed", self.mlp_plan(layer.feed))
+
+
+def test_a_mixer_of_another_name_is_found_by_its_region():
+    model = Tiny()
+    model.layers = nn.ModuleList(Renamed(heads=4) for _ in range(2))
+    with ranks(2) as mesh:
+        applied = apply_plan(copy.deepcopy(model), mesh, plan=RenamedPlan)
+    assert list(applied.decoder.mixers) == ["layers.0.token_mixing", "layers.1.token_mixing"]
+    assert "8 does not divide num_heads = 4 (layers.0.token_mixing, Attention)" in refused(
+        RenamedPlan, degree=8, model=model
+    )
+    for layer in model.layers:
+        del layer.token_mixing.num_heads, layer.token_mixing.num_kv_heads
+    assert "whose number of heads is not known" in refused(RenamedPlan, model=model)
+
+
+def test_what_was_applied_is_handed_back():
+    model = Tiny()
+    with ranks(2) as mesh:
+        applied = apply_plan(model, mesh, plan=TinyPlan)
+        assert applied.mesh is mesh
+    assert set(applied.layouts) == {name for name, _ in model.named_parameters()}
+    assert applied.layouts["layers.0.attn.q_norm.weight"].gradient == Partial()
+    assert applied.layouts["layers.0.attn.o_proj.weight"].placement == Shard(1)
+    assert isinstance(applied.styles["norm"], ReplicatedOnStream)
+    assert applied.plan.options == TPOptions(2)
+    assert (applied.decoder.names, applied.crossings) == (("layers.0", "layers.1"), {})
+
+
+def test_the_parts_of_a_decoder():
+    decoder = find_decoder(Tiny())
+    block = decoder.blocks[1]
+    assert (decoder.embedding, decoder.norm, decoder.head, decoder.towers) == ("embed", "norm", "lm_head", ())
+    assert (block.name, block.mixer, block.mlp) == ("layers.1", "layers.1.attn", "layers.1.mlp")
+    assert block.norms == ("layers.1.attn_norm", "layers.1.mlp_norm")
+    assert block.kind == "Block (Attention, MLP)"
+    assert decoder.mixer_around("layers.1.attn.q_proj") == "layers.1.attn"
+    assert decoder.mixer_around("layers.1.attn") is decoder.mixer_around("layers.1.mlp.up_proj") is None
+    assert find_decoder(nn.Linear(1, 1), required=False).blocks == ()
+    with pytest.raises(PlanError, match=r"Linear has no ModuleList of blocks named layers, blocks, h"):
+        find_decoder(nn.Linear(1, 1))
 
 
 def test_more_ranks_than_key_value_heads():

@@ -1,8 +1,7 @@
 """`apply_plan`: a plan onto a model, strictly, in place; `check_plan`: the same refusals without a mesh.
 
-Everything that can be refused is refused before a weight moves. Afterwards every parameter is a
-DTensor on the TP mesh, and tied weights are one. A `ParallelStyle` that is not ours says what it
-does only by doing it: what such a one leaves undone is found afterwards, and is an error then.
+What can be refused is refused before a weight moves. Afterwards every parameter is a DTensor on the TP mesh, and tied
+weights are one. A foreign `ParallelStyle` says what it does only by doing it: what it leaves undone is an error then.
 """
 
 from dataclasses import dataclass
@@ -13,31 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.checks import (
-    check_coverage,
-    check_degree,
-    check_keys,
-    check_mixers,
-    check_regions,
-    check_styles,
-    check_tied,
-    sizes,
-    tied_parameters,
-)
+from titanplans.tensor_parallel import checks
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join
-from titanplans.tensor_parallel.float8 import recipe_of
-from titanplans.tensor_parallel.float8_checks import (
-    Crossing,
-    check_float8,
-    check_torchao_styles,
-    float8_crossings,
-)
+from titanplans.tensor_parallel.float8 import Crossing, recipe_of
+from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
 from titanplans.tensor_parallel.inputs import begin_stream, guard_inputs
 from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
+from titanplans.tensor_parallel.sizes import check_degree
 from titanplans.tensor_parallel.stream import Border
-from titanplans.tensor_parallel.styles import Colwise, Style
+from titanplans.tensor_parallel.styles import Style, mark
 from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 
@@ -84,28 +69,11 @@ def check_plan(
 
     Raises:
         PlanError: there is no such plan; a key matches no module; a parameter is covered by no key;
-            a split module stands outside a region; the degree does not divide a size.
+            a split module stands outside a region; the heads of a split mixer are not found; the degree
+            does not divide a size.
     """
-    recipe = recipe_of(model)
-    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, recipe)
-    return _checked(resolve_plan(plan, model, options), model, find_decoder(model, required=False))
-
-
-def _checked(source: TPPlan, model: nn.Module, decoder: Decoder) -> Plan:
-    options = source.options
-    name = type(source).__name__
-    with as_user_error(f"plan {name}"):
-        styles = source.full_plan(model)
-    check_keys(styles, model, name)
-    check_coverage(styles, model, name)
-    check_regions(styles)
-    check_mixers(styles, decoder, options)
-    check_styles(styles, model)
-    check_tied(styles, model)
-    check_degree(list(sizes(styles, source, model, decoder)), options)
-    check_float8(styles, model, options.degree)
-    check_torchao_styles(styles, model)
-    return styles
+    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, recipe_of(model))
+    return _checked(resolve_plan(plan, model, options), model)[0]
 
 
 def apply_plan(
@@ -129,67 +97,72 @@ def apply_plan(
         raise PlanError(
             f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
         )
-    recipe = recipe_of(model)
-    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim, recipe)
+    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim, recipe_of(model))
     source = resolve_plan(plan, model, options)
-    decoder = find_decoder(model, required=False)
-    styles = _checked(source, model, decoder)
+    styles, decoder = _checked(source, model)
     check_torchao_styles(styles, model, dist.get_backend(tp_mesh.get_group()))
-    tied = tied_parameters(model)
+    begins_stream = _embedding_begins_stream(decoder, styles)
+    if sequence_parallel and not begins_stream and not decoder.blocks:
+        find_decoder(model)  # refuses: the stream would begin at the first block
+
+    tied, layouts, crossings = checks.tied_parameters(model), {}, float8_crossings(styles, model)
     memo = ParameterMemo()
-    layouts = {
-        join(key, name): layout
-        for key, style in styles.items()
-        if isinstance(style, Style)
-        for name, layout in style.layouts(model.get_submodule(key)).items()
-    }
-    crossings = float8_crossings(styles, model)
-    for key, crossing in crossings.items():
-        model.get_submodule(key).__dict__["_float8_crossing"] = crossing
     for key, style in styles.items():
         module = model.get_submodule(key)
-        module.__dict__["_plan_key"] = key  # for errors at run time
         if isinstance(style, Style):
+            layouts |= {join(key, name): layout for name, layout in style.layouts(module).items()}
+            mark(module, key, crossings.get(key))
             style.apply(module, tp_mesh, memo)
         elif style._apply(module, tp_mesh) is not module:
-            raise PlanError(
-                f"plan key '{key}': {type(style).__name__} replaced the module; a style works in place"
-            )
+            reason = f"{type(style).__name__} replaced the module; a style works in place"
+            raise PlanError(reason, key=key, style=style, module=module)
     _check_distributed(model, styles)
     _check_still_tied(model, tied)
-    _set_local_attributes(decoder, source, styles)
-    begins_stream = _embedding_begins_stream(decoder, styles)
+
+    # The mixers whose heads are split count this rank's.
+    for name, mixer in decoder.mixers.items():
+        if checks.split_key(styles, name) is not None:
+            for attribute, value in source.plan_of(mixer).local_attributes(mixer).items():
+                setattr(mixer, attribute, value)
+
     if sequence_parallel and not begins_stream:
-        begin_stream(find_decoder(model).blocks[0].module, Border(tp_mesh, source.stream))
+        begin_stream(decoder.blocks[0].module, Border(tp_mesh, source.stream))
     guard_inputs(model, loss_parallel=loss_parallel, stream=source.stream, begins_stream=begins_stream)
     return AppliedPlan(source, styles, layouts, crossings, decoder, tp_mesh)
 
 
-def _set_local_attributes(decoder: Decoder, source: TPPlan, styles: Plan) -> None:
-    """Let the mixers whose heads are split count this rank's."""
-    for name, mixer in decoder.mixers.items():
-        inside = [style for key, style in styles.items() if key.startswith(f"{name}.")]
-        if any(isinstance(style, Colwise) for style in inside):
-            for attribute, value in source.plan_of(mixer).local_attributes(mixer).items():
-                setattr(mixer, attribute, value)
+def _checked(source: TPPlan, model: nn.Module) -> tuple[Plan, Decoder]:
+    """Return the styles of `source` for `model`, and the model's parts, if nothing is to be refused."""
+    name = type(source).__name__
+    with as_user_error(f"plan {name}"):
+        styles = source.full_plan(model)
+    checks.check_keys(styles, model, name)
+    checks.check_coverage(styles, model, name)
+    checks.refuse(checks.region_faults(styles), styles, model)
+    decoder = checks.with_unnamed_mixers(find_decoder(model, required=False), styles, source)
+    checks.refuse(checks.mixer_faults(styles, decoder, source), styles, model)
+    checks.refuse(checks.refusals(styles, model), styles, model)
+    checks.check_tied(styles, model)
+    check_degree(styles, source, model, decoder)
+    check_float8(styles, model, source.options.degree)
+    check_torchao_styles(styles, model)
+    return styles, decoder
 
 
 def _embedding_begins_stream(decoder: Decoder, styles: Plan) -> bool:
-    """Whether the embedding's output is laid out as the stream; a style that is not ours is taken to do it."""
+    """Whether the embedding's output is laid out as the stream; a foreign style is taken to do it."""
     ours = [style.begins_stream for style in styles.values() if isinstance(style, VocabEmbedding)]
     if ours:
         return any(ours)
-    embedding = decoder.embedding
-    return embedding is not None and not isinstance(styles[embedding], Style)
+    return decoder.embedding is not None and not isinstance(styles[decoder.embedding], Style)
 
 
 def _check_distributed(model: nn.Module, styles: Plan) -> None:
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor):
             key = name.rpartition(".")[0]
-            raise PlanError(
-                f"plan key '{key}': {type(styles[key]).__name__} left parameter '{name}' a plain tensor"
-            )
+            reason = f"{type(styles[key]).__name__} left parameter '{name}' a plain tensor"
+            raise PlanError(reason, key=key, style=styles[key], module=model.get_submodule(key))
 
 
 def _check_still_tied(model: nn.Module, groups: list[list[str]]) -> None:

@@ -1,41 +1,33 @@
-"""What strict application refuses before anything moves: the plan against the model and the degree.
+"""What strict application refuses before anything moves: the plan against the model.
 
-Each check raises a PlanError that names the plan key, the module, its class and the value, and
-says what would work. They read shapes only, so they hold on meta and need no process group.
+Each check reads names and shapes only, so it holds on meta and needs no process group. Most yield faults: a plan key and
+what is wrong there, with what would work; `refuse` makes an error of the first one and adds style, module and class.
+What the degree has to suit is in `sizes`, float8 in `float8_checks`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.errors import PlanError, either, near_multiples
+from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import Decoder, join
-from titanplans.tensor_parallel.plan import KV_HEADS, Plan, TPOptions, TPPlan
-from titanplans.tensor_parallel.stream import shard_size
-from titanplans.tensor_parallel.styles import Colwise, KVColwise, Rowwise, Style
+from titanplans.tensor_parallel.plan import KV_HEADS, QUERY_HEADS, Plan, TPPlan
+from titanplans.tensor_parallel.styles import Colwise, Rowwise, Style
 
-_DEGREES = 256
-"""How far degrees that would work are sought."""
-
-
-class Size(NamedTuple):
-    """Something that the degree has to suit."""
-
-    what: str
-    value: int
-    where: str
-    suits: Callable[[int], bool]
-    """Whether a degree would do."""
-    fault: str = "does not divide"
-    also: str = ""
-    """What would work beside another degree."""
+Fault = tuple[str, str]
+"""A plan key, and what is wrong there."""
 
 
-def check_keys(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_name: str) -> None:
+def refuse(faults: Iterable[Fault], plan: Plan, model: nn.Module) -> None:
+    """Raise a PlanError of the first of `faults`, if there is one."""
+    for key, reason in faults:
+        raise PlanError(reason, key=key, style=plan[key], module=model.get_submodule(key))
+
+
+def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:
     """Refuse a key that names no module, with the names that stand there."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for key in plan:
@@ -51,7 +43,7 @@ def check_keys(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_name: s
         )
 
 
-def check_coverage(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_name: str) -> None:
+def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
     """Refuse a parameter that no key covers: it would stay a plain tensor beside DTensors."""
     for name, module in model.named_modules():
         for param_name, param in module._parameters.items():
@@ -61,7 +53,7 @@ def check_coverage(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_nam
                 raise PlanError(
                     f"parameter '{join(name, param_name)}' is a DTensor already: apply a plan once, before FSDP"
                 )
-            if not _covered(plan, name, module, param_name):
+            if not _covered(plan.get(name), module, param_name):
                 raise PlanError(
                     f"parameter '{join(name, param_name)}' {tuple(param.shape)} of {type(module).__name__} is covered by "
                     f"no key of {plan_name}: add '{name}' with a style. What is not split is "
@@ -69,87 +61,99 @@ def check_coverage(plan: Mapping[str, ParallelStyle], model: nn.Module, plan_nam
                 )
 
 
-def _covered(plan: Mapping[str, ParallelStyle], name: str, module: nn.Module, param_name: str) -> bool:
-    style = plan.get(name)
-    if style is None:
-        return False
-    # A style that is not ours says nothing before it acts; what it left out is found afterwards.
-    return param_name in style.layouts(module) if isinstance(style, Style) else True
+def _covered(style: ParallelStyle | None, module: nn.Module, param_name: str) -> bool:
+    # A foreign style says nothing before it acts; what it left out is found afterwards.
+    return param_name in style.layouts(module) if isinstance(style, Style) else style is not None
 
 
-def check_styles(plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
-    """Refuse a style on a module on which it would be wrong."""
-    for key, style in _ours(plan).items():
-        module = model.get_submodule(key)
-        if (reason := style.refusal(module)) is not None:
-            raise PlanError(f"plan key '{key}' ({style} on {type(module).__name__}): {reason}")
+def refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
+    """Yield each style that would be wrong on its module."""
+    for key, style in own_styles(plan).items():
+        if (reason := style.refusal(model.get_submodule(key))) is not None:
+            yield key, reason
 
 
-def check_regions(plan: Mapping[str, ParallelStyle]) -> None:
-    """Refuse a split module outside a region, and a region whose output would not be one sum of parts."""
-    ours = _ours(plan)
+def region_faults(plan: Plan) -> Iterator[Fault]:
+    """Yield split modules outside a region, and regions whose output would not be one sum of parts."""
+    ours = own_styles(plan)
     opened = {key: style for key, style in ours.items() if style.opens}
     for key, style in ours.items():
-        if style.inside and not any(_within(key, region) for region in opened):
-            raise PlanError(
-                f"plan key '{key}' ({style}) stands in no region, so its input is not the whole sequence and its "
-                "input's gradient is not summed: add **self.attn_input() or **self.mlp_input() to its plan"
+        if style.inside and not any(within(key, region) for region in opened):
+            yield (
+                key,
+                "it stands in no region, so its input is not the whole sequence and its input's gradient is not summed: "
+                "add **self.attn_input() or **self.mlp_input() to its plan",
             )
     for region, opener in opened.items():
-        inside = {key: style for key, style in ours.items() if _within(key, region)}
+        inside = {key: style for key, style in ours.items() if within(key, region)}
         closers = [key for key, style in inside.items() if style.closes]
-        # Styles that are not ours may do the splitting and the summing; they don't say.
-        all_ours = not any(_within(key, region) for key in plan.keys() - ours.keys())
+        # Foreign styles may do the splitting and the summing; they don't say.
+        all_ours = not any(within(key, region) for key in plan.keys() - ours.keys())
         if all_ours and not any(isinstance(style, Rowwise) for style in inside.values()):
-            raise PlanError(
-                f"plan key '{region}' ({opener}) opens a region without a rowwise() projection: every rank would "
-                "compute the same output, and their sum is that many times too large: split it, or drop the region"
+            yield (
+                region,
+                "it opens a region without a rowwise() projection: every rank would compute the same output, and their "
+                "sum is that many times too large: split it, or drop the region",
             )
         if all_ours and not closers and not opener.closes:
-            raise PlanError(
-                f"plan key '{region}' ({opener}) opens a region that nothing leaves, so its partial output is not "
-                "summed: give its last projection rowwise(), or use attn_region() or mlp_region()"
+            yield (
+                region,
+                "it opens a region that nothing leaves, so its partial output is not summed: give its last projection "
+                "rowwise(), or use attn_region() or mlp_region()",
             )
         if closers and opener.closes:
-            raise PlanError(
-                f"plan keys '{closers[0]}' and '{region}' both sum the output of the same region, which would count it "
-                "once per rank: give the projection rowwise(reduce_output=False), or use attn_input() / mlp_input()"
+            yield (
+                region,
+                f"it sums the output of a region that '{closers[0]}' sums too, which would count it once per rank: give "
+                "the projection rowwise(reduce_output=False), or use attn_input() / mlp_input()",
             )
 
 
-def check_mixers(plan: Mapping[str, ParallelStyle], decoder: Decoder, options: TPOptions) -> None:
-    """Refuse to let a token mixer see its rank's shard of the sequence only."""
-    if not options.sequence_parallel:
-        return
-    ours = _ours(plan)
+def mixer_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault]:
+    """Yield token mixers that would see a shard of the sequence only, and split ones whose heads are not known."""
+    ours = own_styles(plan)
     for name, mixer in decoder.mixers.items():
-        keys = [key for key in plan if key == name or _within(key, name)]
-        gathered = any(style.opens and (key == name or _within(name, key)) for key, style in ours.items())
-        if keys and ours.keys() >= set(keys) and not gathered:
-            raise PlanError(
-                f"plan key '{keys[0]}': the mixer {name} ({type(mixer).__name__}) stands in no region, so "
-                "with sequence parallelism it would mix its rank's shard of the sequence only: "
-                "split it in attn_input() or attn_region(), or set sequence_parallel = False"
+        keys = [key for key in plan if key == name or within(key, name)]
+        gathered = any(style.opens and (key == name or within(name, key)) for key, style in ours.items())
+        if source.options.sequence_parallel and keys and ours.keys() >= set(keys) and not gathered:
+            yield (
+                keys[0],
+                f"the mixer {name} ({type(mixer).__name__}) stands in no region, so with sequence parallelism it would mix "
+                "its rank's shard of the sequence only: split it in attn_input() or attn_region(), or set "
+                "sequence_parallel = False",
+            )
+        key = split_key(plan, name)
+        if key is not None and all(count in KV_HEADS for count in source.plan_of(mixer).heads(mixer)):
+            yield (
+                key,
+                f"it splits the mixer {name} ({type(mixer).__name__}), whose number of heads is not known: neither the "
+                f"module nor its config has {' or '.join(QUERY_HEADS)}: give it this attribute, or override TPPlan.heads",
             )
 
 
-def _ours(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
-    return {key: style for key, style in plan.items() if isinstance(style, Style)}
+def with_unnamed_mixers(decoder: Decoder, plan: Plan, source: TPPlan) -> Decoder:
+    """Return `decoder` with the mixers that have none of the usual names.
+
+    In a block without a module of such a name, the first region beside the MLP is taken for the mixer, one whose number
+    of heads is known before others.
+    """
+    regions = [key for key, style in own_styles(plan).items() if style.opens]
+    blocks = []
+    for block in decoder.blocks:
+        found = [r for r in regions if r != block.mlp and (r == block.name or within(r, block.name))]
+        if block.mixer is None and found:
+            found.sort(key=lambda region: not source.heads(block.child(region)))  # stable
+            block = replace(block, mixer=found[0])
+        blocks.append(block)
+    return replace(decoder, blocks=tuple(blocks))
 
 
-def _within(key: str, region: str) -> bool:
-    return key != region and (key.startswith(region + ".") or region == "")
+def split_key(plan: Plan, mixer: str) -> str | None:
+    """Return the first key that splits something inside the module `mixer`, or None."""
+    return next((k for k, s in plan.items() if isinstance(s, Colwise | Rowwise) and within(k, mixer)), None)
 
 
-def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of parameters that are one tensor, group by group."""
-    groups: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(param), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
-def check_tied(plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
+def check_tied(plan: Plan, model: nn.Module) -> None:
     """Refuse to lay one tensor out in two ways."""
     for names in tied_parameters(model):
         layouts = {}
@@ -164,73 +168,19 @@ def check_tied(plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
             )
 
 
-def check_degree(sizes: Sequence[Size], options: TPOptions) -> None:
-    """Refuse a degree that does not suit every size, with the degrees that do."""
-    for size in sizes:
-        if not size.suits(options.degree):
-            largest = max(s.value for s in sizes)
-            works = [d for d in range(1, min(largest, _DEGREES) + 1) if all(s.suits(d) for s in sizes)]
-            raise PlanError(
-                f"tensor_parallel_degree = {options.degree} {size.fault} {size.what} = {size.value} ({size.where}): "
-                f"{either(works)} would work{size.also}"
-            )
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of parameters that are one tensor, group by group."""
+    groups: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(param), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
-def sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> Iterator[Size]:
-    """Yield what the degree has to suit: heads first, since they say most, then every sharded dimension.
-
-    Inside a token mixer shards are whole heads, so the degree must divide. Elsewhere they may be
-    uneven, as long as every rank holds something.
-    """
-    ours = _ours(plan)
-    for name, mixer in decoder.mixers.items():
-        inside = [style for key, style in ours.items() if _within(key, name)]
-        if any(isinstance(style, Colwise) for style in inside):
-            shared = any(isinstance(style, KVColwise) for style in inside)
-            yield from _heads(source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
-    for key, style in ours.items():
-        module = model.get_submodule(key)
-        in_mixer = decoder.mixer_around(key) is not None
-        for name, layout in style.layouts(module).items():
-            if isinstance(layout.placement, Shard):
-                param = module._parameters[name]
-                assert param is not None
-                what, value = f"dimension {layout.placement.dim} of {name}", param.shape[layout.placement.dim]
-                where = f"{key}, {type(module).__name__}"
-                if in_mixer:
-                    yield Size(what, value, where, partial(_divides, value))
-                else:
-                    also = f", or a size of {_next_multiple(value, source.options.degree)}"
-                    yield Size(
-                        what, value, where, partial(_fills, value), "leaves a rank without a share of", also
-                    )
+def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
+    """Return the styles of `plan` that are this project's, which say what they do before they do it."""
+    return {key: style for key, style in plan.items() if isinstance(style, Style)}
 
 
-def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator[Size]:
-    degree = plan.options.degree
-    for name, count in plan.heads(mixer).items():
-        if name in KV_HEADS and shared:
-            also = f", or {name} = {either([n for n in range(1, degree + 1) if degree % n == 0])}"
-            yield Size(name, count, where, partial(_divides_either_way, count), also=also)
-        else:
-            also = f", or {name} = {near_multiples(count, degree)}"
-            if name in KV_HEADS:
-                also += ", or kv_colwise() where colwise() splits keys and values"
-            yield Size(name, count, where, partial(_divides, count), also=also)
-
-
-def _divides(value: int, degree: int) -> bool:
-    return value % degree == 0
-
-
-def _divides_either_way(value: int, degree: int) -> bool:
-    return value % degree == 0 or degree % value == 0
-
-
-def _fills(value: int, degree: int) -> bool:
-    """Whether every rank would hold something of `value`."""
-    return shard_size(value, shard_size(value, degree)) == degree
-
-
-def _next_multiple(value: int, factor: int) -> int:
-    return shard_size(value, factor) * factor
+def within(key: str, module: str) -> bool:
+    """Whether `key` names something inside `module`, of which "" is the whole model."""
+    return key != module and (key.startswith(f"{module}.") or module == "")

@@ -19,7 +19,7 @@ from titanplans.errors import PlanError
 _LAYER_LISTS = ("layers", "blocks", "h")
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_norm")
 _HEADS = ("lm_head", "output")
-_MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention")
+_MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
 _MLPS = ("mlp", "ffn", "feed_forward")
 _TOWERS = ("vision", "visual")
 
@@ -39,7 +39,7 @@ class Block:
 
     def child(self, name: str) -> nn.Module:
         """Return the module of the block that is called `name`, fully qualified."""
-        return self.module.get_submodule(name.removeprefix(f"{self.name}."))
+        return self.module.get_submodule("" if name == self.name else name.removeprefix(f"{self.name}."))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Decoder:
         return {block.mixer: block.child(block.mixer) for block in self.blocks if block.mixer is not None}
 
     def mixer_around(self, name: str) -> str | None:
-        """Return the name of the token mixer inside of which the module `name` stands, or None."""
+        """Return the name of the token mixer inside which the module `name` stands, or None."""
         return next((b.mixer for b in self.blocks if b.mixer and name.startswith(f"{b.mixer}.")), None)
 
 

@@ -6,7 +6,7 @@ in `float8_checks`. torchao is not imported before a model holds one of its modu
 """
 
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,28 @@ RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 ALIGNMENT = 16
 """Both sizes of each matrix in a float8 product are multiples of it: cuBLAS's and CUTLASS's kernels load 16 bytes."""
+
+_PLAIN = "_plain_border"
+
+
+class Crossing(NamedTuple):
+    """How a sequence crosses the border of a region, or of the head: None for in float8, or why it does not."""
+
+    enter: str | None
+    """The activations, cast once for all projections behind the border and gathered as bytes."""
+
+    leave: str | None
+    """The gradients of the output, likewise; "" where nothing leaves here."""
+
+
+def keep_border_plain(module: nn.Module, reason: str) -> None:
+    """Let the sequence enter `module` in high precision, and give `reason` for it, when a plan is applied."""
+    module.__dict__[_PLAIN] = reason
+
+
+def plain_border(module: nn.Module) -> str | None:
+    """Return why the sequence is to enter `module` in high precision; None if it need not."""
+    return module.__dict__.get(_PLAIN)
 
 
 def is_float8(module: nn.Module) -> bool:

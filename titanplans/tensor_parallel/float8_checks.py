@@ -1,13 +1,20 @@
 """Float8 under a plan: sizes that a rank can multiply, and which borders the sequence crosses in float8."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
-from titanplans.tensor_parallel.float8 import ALIGNMENT, float8_linears, is_float8, recipe_of
+from titanplans.tensor_parallel.float8 import (
+    ALIGNMENT,
+    Crossing,
+    float8_linears,
+    is_float8,
+    plain_border,
+    recipe_of,
+)
 from titanplans.tensor_parallel.styles import Colwise, KVColwise, Region, Rowwise, VocabHead
 
 
@@ -81,16 +88,6 @@ def check_torchao_styles(
                 )
 
 
-class Crossing(NamedTuple):
-    """How a sequence crosses the border of a region, or of the head: None for in float8, or why it does not."""
-
-    enter: str | None
-    """The activations, cast once for all projections behind the border and gathered as bytes."""
-
-    leave: str | None
-    """The gradients of the output, likewise; "" where nothing leaves here."""
-
-
 def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dict[str, Crossing]:
     """Return how each border by which converted modules stand is crossed, by plan key.
 
@@ -122,7 +119,7 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
             enter = _reason(first, model, "reads it too")
             if isinstance(style, Region) and not style.float8_input:
                 enter = "the plan says that something else reads it, too (float8_input = False)"
-            enter = model.get_submodule(key).__dict__.get("_float8_plain", enter)
+            enter = plain_border(model.get_submodule(key)) or enter
         if style.closes:
             leave = _reason(last, model, "gives it")
         found[key] = Crossing(enter, leave)

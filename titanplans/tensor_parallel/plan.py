@@ -31,6 +31,9 @@ from titanplans.tensor_parallel.vocab import VocabEmbedding
 
 Plan = dict[str, ParallelStyle]
 
+QUERY_HEADS = ("num_heads", "num_attention_heads")
+"""Under these names a mixer or its config counts query heads."""
+
 KV_HEADS = ("num_kv_heads", "num_key_value_heads")
 """Under these names a mixer or its config counts key/value heads."""
 
@@ -113,17 +116,15 @@ class TPPlan:
         }
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
-        """Return the head counts of a mixer by name: attributes of the module, or else of its config."""
-        held = (attn, getattr(attn, "config", None))
-        for names in (("num_heads", "num_kv_heads"), ("num_attention_heads", "num_key_value_heads")):
-            for holder in held:
-                counts = {n: v for n in names if isinstance(v := getattr(holder, n, None), int)}
-                if counts:
-                    return counts
-        return {}
+        """Return the head counts of a mixer by name: of the query heads and, if it says, of the key/value heads.
+
+        They are attributes of the module, or else of its config. Override this for a mixer that counts otherwise: each
+        count has to be a multiple of the degree, but for those under a name of `KV_HEADS` where ranks share heads.
+        """
+        return _first_count(attn, QUERY_HEADS) | _first_count(attn, KV_HEADS)
 
     def kv_heads(self, attn: nn.Module) -> int | None:
-        """Return how many key/value heads a mixer has; None if `heads` does not say."""
+        """Return how many key/value heads a mixer has; None if `heads` does not say: then as many as query heads."""
         return next((count for name, count in self.heads(attn).items() if name in KV_HEADS), None)
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
@@ -132,12 +133,11 @@ class TPPlan:
         Only ratios and sizes that a mixer's code does not read off its tensors: how many query heads
         share a key/value head is another number where ranks share the latter.
         """
-        counts = self.heads(attn)
         kv = self.kv_heads(attn)
-        if kv is None or self.options.degree <= kv:
+        queries = [count for name, count in self.heads(attn).items() if name not in KV_HEADS]
+        if kv is None or self.options.degree <= kv or not queries:
             return {}
-        queries = next(count for name, count in counts.items() if name not in KV_HEADS)
-        return {name: queries // self.options.degree for name in _GROUPS if hasattr(attn, name)}
+        return {name: queries[0] // self.options.degree for name in _GROUPS if hasattr(attn, name)}
 
     # What a plan is made of.
 
@@ -228,6 +228,14 @@ class TPPlan:
                     raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
                 plan[key] = style
         return plan
+
+
+def _first_count(attn: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
+    for holder in (attn, getattr(attn, "config", None)):
+        for name in names:
+            if isinstance(count := getattr(holder, name, None), int):
+                return {name: count}
+    return {}
 
 
 def prefixed(name: str, plan: Mapping[str, ParallelStyle]) -> Plan:

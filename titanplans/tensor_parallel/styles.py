@@ -22,7 +22,7 @@ All are torch `ParallelStyle`s; a plan may hold any other ParallelStyle too.
 
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.float8 import is_float8
+from titanplans.tensor_parallel.float8 import Crossing, is_float8
 from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo, local_parameter, localize
 from titanplans.tensor_parallel.stream import Border, Stream, gather_shards, shards_of
 
@@ -82,9 +82,29 @@ class Style(ParallelStyle):
         return f"{type(self).__name__}({options})"
 
 
+class _Mark(NamedTuple):
+    key: str
+    crossing: Crossing | None
+
+
+def mark(module: nn.Module, key: str, crossing: Crossing | None) -> None:
+    """Let the style of `module` know its plan key and, where a sequence crosses in float8, how."""
+    module.__dict__["_plan_mark"] = _Mark(key, crossing)
+
+
+def _mark_of(module: nn.Module) -> _Mark:
+    return module.__dict__.get("_plan_mark", _Mark("", None))
+
+
+def crossings_of(model: nn.Module) -> dict[str, Crossing]:
+    """Return how each border of a split model is crossed where something beside it is float8, by plan key."""
+    marks = map(_mark_of, model.modules())
+    return {key: crossing for key, crossing in marks if crossing is not None}
+
+
 def border_of(module: nn.Module, mesh: DeviceMesh, stream: Stream) -> Border:
-    """Return the border at `module`, which `apply_plan` has marked if something crosses it in float8."""
-    crossing = module.__dict__.get("_float8_crossing")
+    """Return the border at `module`; in float8 if `apply_plan` has found that something may cross it so."""
+    crossing = _mark_of(module).crossing
     if crossing is None or None not in crossing:
         return Border(mesh, stream)
     from titanplans.tensor_parallel.float8_border import Float8Border  # imports torchao
@@ -152,8 +172,11 @@ class Region(Style):
             return (border.enter(args[0]), *args[1:]), kwargs
         if self.input_name not in kwargs:
             raise PlanError(
-                f"plan key '{module._plan_key}' ({type(module).__name__}) was called without a positional input and without "
-                f"'{self.input_name}' (got {', '.join(kwargs) or 'nothing'}): give the plan's region input_name="
+                f"it was called without a positional input and without '{self.input_name}' (got "
+                f"{', '.join(kwargs) or 'nothing'}): give the plan's region input_name=",
+                key=_mark_of(module).key,
+                style=self,
+                module=module,
             )
         return args, {**kwargs, self.input_name: border.enter(kwargs[self.input_name])}
 

@@ -21,7 +21,8 @@ from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.compile.fla_graphs import holds_fla
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears
+from titanplans.tensor_parallel.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears, keep_border_plain
+from titanplans.tensor_parallel.styles import crossings_of
 from titanplans.torch_private import gains_by_float8, hooks_of, is_float8_gathered
 
 SMALL = "auto_filter_small_kn"
@@ -288,8 +289,8 @@ def keep_plain_between_graphs(model: nn.Module) -> None:
     for block in find_decoder(model, required=False).blocks:
         if holds_fla(block.module):
             for part in filter(None, (block.mixer, block.mlp)):
-                block.child(part).__dict__["_float8_plain"] = (
-                    "its compiled graphs can't hand a float8 tensor to each other"
+                keep_border_plain(
+                    block.child(part), "its compiled graphs can't hand a float8 tensor to each other"
                 )
 
 
@@ -301,11 +302,7 @@ def float8_report(model: nn.Module) -> dict[str, Any] | None:
     done = conversion_of(model)
     if done is None:
         return None
-    crossings = {
-        name: module.__dict__["_float8_crossing"]
-        for name, module in model.named_modules()
-        if "_float8_crossing" in module.__dict__
-    }
+    crossings = crossings_of(model)
     return {
         "recipe": done.recipe,
         "emulated": done.emulate,

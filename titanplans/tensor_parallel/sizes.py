@@ -1,0 +1,104 @@
+"""Whether the degree suits a plan and its model: heads, and every dimension that is sharded."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from titanplans.errors import PlanError, either, near_multiples
+from titanplans.tensor_parallel.checks import own_styles, split_key, within
+from titanplans.tensor_parallel.decoder import Decoder
+from titanplans.tensor_parallel.plan import KV_HEADS, Plan, TPPlan
+from titanplans.tensor_parallel.stream import shard_size
+from titanplans.tensor_parallel.styles import KVColwise
+
+_DEGREES = 256
+"""The largest degree that an error proposes."""
+
+
+class Size(NamedTuple):
+    """Something that the degree has to suit."""
+
+    what: str
+    value: int
+    where: str
+    suits: Callable[[int], bool]
+    """Whether a degree would do."""
+    fault: str = "does not divide"
+    also: str = ""
+    """What would work beside another degree."""
+
+
+def check_degree(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> None:
+    """Refuse a degree that does not suit every size, with the degrees that do."""
+    degree, sizes = source.options.degree, list(_sizes(plan, source, model, decoder))
+    for size in sizes:
+        if not size.suits(degree):
+            largest = max(s.value for s in sizes)
+            works = [d for d in range(1, min(largest, _DEGREES) + 1) if all(s.suits(d) for s in sizes)]
+            raise PlanError(
+                f"tensor_parallel_degree = {degree} {size.fault} {size.what} = {size.value} ({size.where}): "
+                f"{either(works)} would work{size.also}"
+            )
+
+
+def _sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> Iterator[Size]:
+    """Yield heads first, since they say most, then every sharded dimension.
+
+    Inside a token mixer shards are whole heads, so the degree must divide. Elsewhere they may be
+    uneven, as long as every rank holds something.
+    """
+    ours = own_styles(plan)
+    for name, mixer in decoder.mixers.items():
+        if split_key(plan, name) is not None:
+            shared = any(isinstance(style, KVColwise) for key, style in ours.items() if within(key, name))
+            yield from _heads(source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
+    for key, style in ours.items():
+        module = model.get_submodule(key)
+        in_mixer = decoder.mixer_around(key) is not None
+        for name, layout in style.layouts(module).items():
+            if not isinstance(layout.placement, Shard):
+                continue
+            param = module._parameters[name]
+            assert param is not None
+            what, value = f"dimension {layout.placement.dim} of {name}", param.shape[layout.placement.dim]
+            where = f"{key}, {type(module).__name__}"
+            if in_mixer:
+                yield Size(what, value, where, partial(_divides, value))
+            else:
+                also = f", or a size of {_next_multiple(value, source.options.degree)}"
+                yield Size(
+                    what, value, where, partial(_fills, value), "leaves a rank without a share of", also
+                )
+
+
+def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator[Size]:
+    degree = plan.options.degree
+    for name, count in plan.heads(mixer).items():
+        if name in KV_HEADS and shared:
+            also = f", or {name} = {either([n for n in range(1, degree + 1) if degree % n == 0])}"
+            yield Size(name, count, where, partial(_divides_either_way, count), also=also)
+        else:
+            also = f", or {name} = {near_multiples(count, degree)}"
+            if name in KV_HEADS:
+                also += ", or kv_colwise() where colwise() splits keys and values"
+            yield Size(name, count, where, partial(_divides, count), also=also)
+
+
+def _divides(value: int, degree: int) -> bool:
+    return value % degree == 0
+
+
+def _divides_either_way(value: int, degree: int) -> bool:
+    return value % degree == 0 or degree % value == 0
+
+
+def _fills(value: int, degree: int) -> bool:
+    """Whether every rank would hold something of `value`."""
+    return shard_size(value, shard_size(value, degree)) == degree
+
+
+def _next_multiple(value: int, factor: int) -> int:
+    return shard_size(value, factor) * factor
