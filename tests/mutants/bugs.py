@@ -16,7 +16,8 @@ from mutants.faults import scale_gradient
 from titanplans import TPPlan
 from titanplans.tensor_parallel.local_parameters import ParameterMemo
 from titanplans.tensor_parallel.plan import Plan
-from titanplans.tensor_parallel.styles import ReplicatedOnStream, VocabHead
+from titanplans.tensor_parallel.styles import ReplicatedOnStream
+from titanplans.tensor_parallel.vocab import VocabHead
 
 HEADS, WIDTH = 4, 16
 

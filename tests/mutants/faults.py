@@ -16,8 +16,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo, local_parameter
 from titanplans.tensor_parallel.stream import Border, Stream, shard_size
-from titanplans.tensor_parallel.styles import Region, Rowwise, Style, VocabHead
-from titanplans.tensor_parallel.vocab import VocabEmbedding
+from titanplans.tensor_parallel.styles import Region, Rowwise, Style
+from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
 
 def _faulty(style: Style, name: str, **methods: Any) -> Style:

@@ -18,9 +18,8 @@ from titanplans.tensor_parallel.styles import (
     ReplicatedOnStream,
     Rowwise,
     Style,
-    VocabHead,
 )
-from titanplans.tensor_parallel.vocab import VocabEmbedding
+from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
 SKIP, DROP = "skip", "drop"
 Change = Style | str

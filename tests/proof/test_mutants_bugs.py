@@ -156,7 +156,8 @@ def test_positional_layouts_for_keyword_inputs():
     assert failed(case) == {"runs"}
     ours = bugs.changed(bugs.MixerPlan, attn=lambda plan, style: plan.attn_input("x")[""])
     with pytest.raises(
-        PlanError, match=r"'layers\.0\.attn' \(Mixer\) was called .* without 'x' \(got hidden_states\)"
+        PlanError,
+        match=r"'layers\.0\.attn' \(Region on Mixer\): it was called .* without 'x' \(got hidden_states\)",
     ):
         verify(model, ours, degrees=[2], sequence_parallel=True)
 
@@ -247,7 +248,9 @@ def test_more_ranks_than_key_value_heads():
 
 def test_parameter_left_plain():
     plan = bugs.changed(TinyPlan, norm=lambda plan, style: bugs.LeavesPlain())
-    with pytest.raises(PlanError, match=r"'norm': LeavesPlain left parameter 'norm\.weight' a plain tensor"):
+    with pytest.raises(
+        PlanError, match=r"'norm' \(LeavesPlain on RMSNorm\): it left parameter 'norm\.weight' a plain"
+    ):
         verify(Tiny, plan, degrees=[2])
 
 

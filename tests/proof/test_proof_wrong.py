@@ -14,8 +14,8 @@ from titanplans.tensor_parallel.styles import (
     ReplicatedInRegion,
     ReplicatedOnStream,
     Rowwise,
-    VocabHead,
 )
+from titanplans.tensor_parallel.vocab import VocabHead
 
 
 def attn(**styles):

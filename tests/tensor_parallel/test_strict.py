@@ -378,7 +378,9 @@ def test_foreign_style_works_and_is_held_to_completeness():
         model = Tiny()
         apply_plan(model, mesh, plan=Plan)
         assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 32)
-        with pytest.raises(PlanError, match=r"Idle left parameter 'lm_head.weight' a plain tensor"):
+        with pytest.raises(
+            PlanError, match=r"'lm_head' \(Idle on Linear\): it left parameter 'lm_head.weight' a plain"
+        ):
             apply_plan(Tiny(), mesh, plan=Broken)
 
 

@@ -114,7 +114,7 @@ def apply_plan(
             mark(module, key, crossings.get(key))
             style.apply(module, tp_mesh, memo)
         elif style._apply(module, tp_mesh) is not module:
-            reason = f"{type(style).__name__} replaced the module; a style works in place"
+            reason = "it replaced the module; a style works in place"
             raise PlanError(reason, key=key, style=style, module=module)
     _check_distributed(model, styles)
     _check_still_tied(model, tied)
@@ -161,7 +161,7 @@ def _check_distributed(model: nn.Module, styles: Plan) -> None:
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor):
             key = name.rpartition(".")[0]
-            reason = f"{type(styles[key]).__name__} left parameter '{name}' a plain tensor"
+            reason = f"it left parameter '{name}' a plain tensor"
             raise PlanError(reason, key=key, style=styles[key], module=model.get_submodule(key))
 
 

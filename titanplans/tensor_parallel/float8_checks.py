@@ -15,7 +15,8 @@ from titanplans.tensor_parallel.float8 import (
     plain_border,
     recipe_of,
 )
-from titanplans.tensor_parallel.styles import Colwise, KVColwise, Region, Rowwise, VocabHead
+from titanplans.tensor_parallel.styles import Colwise, KVColwise, Region, Rowwise
+from titanplans.tensor_parallel.vocab import VocabHead
 
 
 def check_float8(plan: Mapping[str, ParallelStyle], model: nn.Module, degree: int) -> None:

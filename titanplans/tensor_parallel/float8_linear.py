@@ -26,6 +26,7 @@ from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
 from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import tensor_to_scale
 
+from titanplans.tensor_parallel.local_parameters import subclass
 from titanplans.tensor_parallel.stream import Group, all_gather, all_reduce
 
 _TOKENS, _OUTPUTS = 0, -1
@@ -68,8 +69,7 @@ def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
         output = _Product.apply(input, weight, scale, self.linear_mm_config, self.config, self._split)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
-    namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), namespace)
+    return subclass(cls, {"forward": forward})
 
 
 @torch._dynamo.allow_in_graph

@@ -127,6 +127,13 @@ def _on_tp_mesh(param: torch.Tensor | None) -> bool:
     return isinstance(param, DTensor) and param.device_mesh.ndim == 1
 
 
+def subclass(cls: type[nn.Module], members: Mapping[str, object]) -> type[nn.Module]:
+    """Return a subclass of `cls` under its name, which reports and errors show."""
+    return type(
+        cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+
+
 @cache
 def _with_local_parameters(cls: type[nn.Module], names: tuple[tuple[str, bool], ...]) -> type[nn.Module]:
     """Subclass `cls`, under the same name, with parameters as properties that give local tensors.
@@ -134,9 +141,7 @@ def _with_local_parameters(cls: type[nn.Module], names: tuple[tuple[str, bool], 
     One subclass per class and set of names, so that repeated blocks share one compiled artefact. Made
     at run time, so a parallelised module can't be pickled; its state dict can.
     """
-    namespace: dict[str, object] = {name: property(_reader(name, hidden)) for name, hidden in names}
-    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), namespace)
+    return subclass(cls, {name: property(_reader(name, hidden)) for name, hidden in names})
 
 
 def _reader(name: str, hidden: bool):

@@ -25,9 +25,8 @@ from titanplans.tensor_parallel.styles import (
     ReplicatedInRegion,
     ReplicatedOnStream,
     Rowwise,
-    VocabHead,
 )
-from titanplans.tensor_parallel.vocab import VocabEmbedding
+from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
 Plan = dict[str, ParallelStyle]
 

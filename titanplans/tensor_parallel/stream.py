@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import PlanError
@@ -170,33 +170,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         return grad, None
-
-
-def shards_of(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
-    """Return the DTensor that is `size` long in `dim` and of which each rank of `mesh` holds `x`."""
-    shape = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, (Shard(dim),), run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def gather_shards(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> torch.Tensor:
-    """Gather the shards `x` of something `size` long in `dim`.
-
-    What follows is the same on every rank, so its gradient is whole there.
-    """
-    return _GatherShards.apply(x, mesh, dim, size)
-
-
-class _GatherShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, mesh, dim, size):
-        ctx.mesh, ctx.dim = mesh, dim
-        return shards_of(x, mesh, dim, size).redistribute(placements=(Replicate(),)).to_local()
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        whole = DTensor.from_local(grad, ctx.mesh, (Replicate(),), run_check=False)
-        return whole.redistribute(placements=(Shard(ctx.dim),)).to_local(), None, None, None
 
 
 # The operators themselves rather than their Python wrappers, whose names change between releases

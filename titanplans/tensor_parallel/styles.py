@@ -17,7 +17,7 @@ Partial one, because each rank has followed only its own share of the paths to t
 On the residual stream a replicated parameter's gradient is Partial if the sequence is sharded, and
 whole on every rank if not. Before the stream begins every rank does the same work, and has whole gradients.
 
-All are torch `ParallelStyle`s; a plan may hold any other ParallelStyle too.
+The last two are in `vocab`. All are torch `ParallelStyle`s; a plan may hold any other ParallelStyle too.
 """
 
 from collections.abc import Mapping
@@ -32,21 +32,26 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.float8 import Crossing, is_float8
-from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo, local_parameter, localize
-from titanplans.tensor_parallel.stream import Border, Stream, gather_shards, shards_of
+from titanplans.tensor_parallel.local_parameters import (
+    Layout,
+    ParameterMemo,
+    local_parameter,
+    localize,
+    subclass,
+)
+from titanplans.tensor_parallel.stream import Border, Stream
 
 
 class Style(ParallelStyle):
     """A parallel style that leaves tensors local and says what it does before it does it.
 
     `opens` and `closes` mark the borders of a region, `inside` a style that is right only within
-    one; strict application checks that they match. `vocabulary`: what is sharded is the vocabulary.
+    one; strict application checks that they match.
     """
 
     opens = False
     closes = False
     inside = False
-    vocabulary = False
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         """Return the layout of each parameter that `module` itself holds."""
@@ -124,11 +129,11 @@ def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
             return nn.functional.linear(input, module.weight) + module.bias
         return nn.functional.linear(input, module.weight, module.bias)
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), {"forward": forward, **names})
+    return subclass(cls, {"forward": forward})
 
 
-def _held(module: nn.Module) -> list[str]:
+def held(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that `module` itself holds."""
     return [name for name, param in module._parameters.items() if param is not None]
 
 
@@ -192,13 +197,13 @@ class Colwise(Style):
     inside = True
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
+        return {name: Layout(Shard(0), Shard(0)) for name in held(module)}
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         return {"outputs": True}
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        if type(module).forward is nn.Linear.forward and "bias" in _held(module):
+        if type(module).forward is nn.Linear.forward and "bias" in held(module):
             module.__class__ = _with_bias_apart(type(module))
 
 
@@ -219,7 +224,7 @@ class KVColwise(Colwise):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         if self.degree <= self.heads:
             return super().layouts(module)
-        return {n: Layout(Replicate(), Partial(), shared_heads=self.heads) for n in _held(module)}
+        return {n: Layout(Replicate(), Partial(), shared_heads=self.heads) for n in held(module)}
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         return {"outputs": True, "sharing": max(1, self.degree // self.heads)}
@@ -283,7 +288,7 @@ class ReplicatedInRegion(Style):
     inside = True
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Replicate(), Partial()) for name in _held(module)}
+        return {name: Layout(Replicate(), Partial()) for name in held(module)}
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         return {"sharing": mesh.size()}
@@ -296,7 +301,7 @@ class ReplicatedOnStream(Style):
         self.stream = stream
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Replicate(), self.stream.gradient) for name in _held(module)}
+        return {name: Layout(Replicate(), self.stream.gradient) for name in held(module)}
 
     def refusal(self, module: nn.Module) -> str | None:
         if is_float8(module) and self.stream.dim is not None:
@@ -315,33 +320,4 @@ class ReplicatedBeforeStream(Style):
     """
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Replicate(), Replicate()) for name in _held(module)}
-
-
-class VocabHead(Style):
-    """Shard the head's vocabulary.
-
-    The logits are a DTensor, `Shard(-1)`, for a loss that works on vocabulary shards
-    (`loss_parallel`), or else gathered to a plain tensor that is whole on every rank.
-    """
-
-    vocabulary = True
-
-    def __init__(self, *, stream: Stream, loss_parallel: bool):
-        self.stream, self.loss_parallel = stream, loss_parallel
-
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Shard(0), Shard(0)) for name in _held(module)}
-
-    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"outputs": True}
-
-    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        border = border_of(module, mesh, self.stream)
-        module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
-        vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
-        module.register_forward_hook(partial(self._logits, mesh, vocabulary))
-
-    def _logits(self, mesh, vocabulary, module, args, output: torch.Tensor) -> torch.Tensor:
-        combine = shards_of if self.loss_parallel else gather_shards
-        return combine(output, mesh, output.ndim - 1, vocabulary)
+        return {name: Layout(Replicate(), Replicate()) for name in held(module)}

@@ -1,21 +1,21 @@
-"""The vocabulary-parallel embedding: each rank looks up the rows it holds, a sum makes the whole.
+"""The two ends of a model, whose vocabulary is sharded: the embedding and the head.
 
-Written for local tensors, so that subclasses which do more than look up (a scaled embedding)
-work as they are, and `padding_idx` keeps its meaning on a shard.
+Of the embedding each rank looks up the rows that it holds, and a sum makes the whole. It is written for local tensors, so
+that subclasses which do more than look up (a scaled embedding) work as they are, and `padding_idx` keeps its meaning.
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanplans.tensor_parallel.local_parameters import Layout
+from titanplans.tensor_parallel.local_parameters import Layout, subclass
 from titanplans.tensor_parallel.stream import Border, Stream, shard_size
-from titanplans.tensor_parallel.styles import Style
+from titanplans.tensor_parallel.styles import Style, border_of, held
 
 
 class VocabEmbedding(Style):
@@ -27,8 +27,6 @@ class VocabEmbedding(Style):
             its bytes. For models that draw no conclusion (positions, masks, where images belong) from
             the embeddings; otherwise they are whole on every rank, and the stream begins at the first block.
     """
-
-    vocabulary = True
 
     def __init__(self, *, stream: Stream, begins_stream: bool):
         self.stream, self.begins_stream = stream, begins_stream
@@ -49,7 +47,7 @@ class VocabEmbedding(Style):
 
 
 @cache
-def _on_rows(cls: type[nn.Embedding]) -> type[nn.Embedding]:
+def _on_rows(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass an embedding class with a forward that works on this rank's rows."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
@@ -72,5 +70,58 @@ def _on_rows(cls: type[nn.Embedding]) -> type[nn.Embedding]:
             border.stream.length = input.shape[border.stream.dim]
         return border.leave(out)
 
-    namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), namespace)
+    return subclass(cls, {"forward": forward})
+
+
+class VocabHead(Style):
+    """Shard the head's vocabulary.
+
+    The logits are a DTensor, `Shard(-1)`, for a loss that works on vocabulary shards
+    (`loss_parallel`), or else gathered to a plain tensor that is whole on every rank.
+    """
+
+    def __init__(self, *, stream: Stream, loss_parallel: bool):
+        self.stream, self.loss_parallel = stream, loss_parallel
+
+    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
+        return {name: Layout(Shard(0), Shard(0)) for name in held(module)}
+
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"outputs": True}
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        border = border_of(module, mesh, self.stream)
+        module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
+        vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        module.register_forward_hook(partial(self._logits, mesh, vocabulary))
+
+    def _logits(self, mesh, vocabulary, module, args, output: torch.Tensor) -> torch.Tensor:
+        combine = _shards_of if self.loss_parallel else _gather_shards
+        return combine(output, mesh, output.ndim - 1, vocabulary)
+
+
+def _shards_of(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+    """Return the DTensor that is `size` long in `dim` and of which each rank of `mesh` holds `x`."""
+    shape = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, (Shard(dim),), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _gather_shards(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> torch.Tensor:
+    """Gather the shards `x` of something `size` long in `dim`.
+
+    What follows is the same on every rank, so its gradient is whole there.
+    """
+    return _GatherShards.apply(x, mesh, dim, size)
+
+
+class _GatherShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, mesh, dim, size):
+        ctx.mesh, ctx.dim = mesh, dim
+        return _shards_of(x, mesh, dim, size).redistribute(placements=(Replicate(),)).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        whole = DTensor.from_local(grad, ctx.mesh, (Replicate(),), run_check=False)
+        return whole.redistribute(placements=(Shard(ctx.dim),)).to_local(), None, None, None

@@ -1,0 +1,62 @@
+"""Plans are found by walking `titanplans.plans` and by entry points of the group of that name."""
+
+import sys
+
+import pytest
+import titanplans.plans
+from titanplans.plans.hf.llama import LlamaPlan
+
+from titanplans import PlanError, registered_plans
+from titanplans.tensor_parallel import registry
+
+PLAN = """
+from titanplans import register_plan
+from titanplans.plans.hf.llama import LlamaPlan
+
+
+@register_plan("{name}", mixer="{name}.Attention")
+class Plan(LlamaPlan):
+    pass
+"""
+
+
+@pytest.fixture
+def another(tmp_path, monkeypatch):
+    """A registry that has found nothing yet, and a folder for the plans of another package."""
+    for table in ("_BY_MODEL_TYPE", "_BY_MIXER"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._discover.cache_clear()
+    yield tmp_path
+    registry._discover.cache_clear()
+    for name in [name for name in sys.modules if name.endswith(("_elsewhere", "_beside"))]:
+        del sys.modules[name]
+
+
+def install(folder, module, text):
+    """Write a package with one module, and the entry point that names it."""
+    (folder / f"{module}.py").write_text(text)
+    info = folder / f"{module}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[titanplans.plans]\nmine = {module}\n")
+
+
+def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
+    install(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
+    assert issubclass(registered_plans()["elsewhere"], LlamaPlan)
+    assert "elsewhere.Attention" in registry.registered_mixers()
+
+
+def test_an_entry_point_that_fails_is_named(another):
+    install(another, "broken_elsewhere", "import no_such_module\n")
+    with pytest.raises(
+        PlanError, match=r"entry point mine = 'broken_elsewhere' of the group titanplans.plans: Module"
+    ):
+        registered_plans()
+
+
+def test_a_plan_beside_the_others_is_found_by_walking(another, monkeypatch):
+    (another / "mine_beside.py").write_text(PLAN.format(name="beside"))
+    monkeypatch.setattr(titanplans.plans, "__path__", [*titanplans.plans.__path__, str(another)])
+    assert registered_plans()["beside"].__module__ == "titanplans.plans.mine_beside"
