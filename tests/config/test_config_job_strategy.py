@@ -109,7 +109,7 @@ REFUSED = [
     ),
     (
         {"training__pin_cpu_memory": True},
-        "training.pin_cpu_memory = true: nothing is offloaded: set enable_cpu_offload to true",
+        "training.pin_cpu_memory = true: it does nothing with enable_cpu_offload = false: set that to true",
     ),
     (
         {"training__autocast_dtype": "float32"},
@@ -119,12 +119,12 @@ REFUSED = [
     ({**DDP, "ddp__split_compiled_blocks": True}, "ddp.split_compiled_blocks = true: no block is compiled"),
     (
         {"activation_checkpoint__mode": "none", "activation_checkpoint__early_stop": True},
-        'activation_checkpoint.early_stop = true: mode = "none" does not read it: leave it out, '
-        "or take full, selective, mlp, keep_mixer",
+        'activation_checkpoint.early_stop = true: it does nothing with mode = "none": set that to '
+        '"full", "selective", "mlp" or "keep_mixer", or leave this out',
     ),
     (
         {"activation_checkpoint__memory_budget": 0.25},
-        'activation_checkpoint.memory_budget = 0.25: mode = "selective" does not read it: leave it out, or take memory',
+        'activation_checkpoint.memory_budget = 0.25: it does nothing with mode = "selective": set that to "memory_budget"',
     ),
     (
         {

@@ -298,32 +298,38 @@ CONTRADICTIONS = [
     ),
     (
         "[activation_checkpoint]\nper_op_sac_force_recompute_mm_shapes_by_fqns = ['q']",
-        'selective_ac_option = "op"',
+        'selective_ac_option = "2": set that to "op"',
     ),
     ("[activation_checkpoint]\nmode = 'memory_budget'", "set compile.enable to true"),
-    ("[activation_checkpoint]\nper_op_sac_matmuls = 'all'", 'per_op_sac_matmuls = "all": it works only with'),
+    (
+        "[activation_checkpoint]\nper_op_sac_matmuls = 'all'",
+        'per_op_sac_matmuls = "all": it does nothing with',
+    ),
     (
         "[parallelism]\ndata_parallel_strategy = 'megatron_fsdp'",
         "in a loop of your own ParallelManager(MegatronFSDPConfig())",
     ),
     (
         "[ddp]\nstatic_graph = true",
-        'ddp.static_graph = true: parallelism.data_parallel_strategy = "fsdp2"',
+        'ddp.static_graph = true: it does nothing with parallelism.data_parallel_strategy = "fsdp2"',
     ),
     *(
         (f"[parallelism]\ndata_parallel_strategy = 'ddp'\n{more}", said)
         for more, said in (
             (
                 "tensor_parallel_degree = 2",
-                "tensor_parallel_degree = 2: parallelism.data_parallel_strategy = ",
+                "tensor_parallel_degree = 2: it does nothing with parallelism.data_parallel_strategy = ",
             ),
             ("data_parallel_shard_degree = 2", "data_parallel_replicate_degree for the copies"),
-            ("fsdp_forward_prefetch = 1", "parallelism.fsdp_forward_prefetch = 1: it is FSDP2's"),
+            (
+                "fsdp_forward_prefetch = 1",
+                "parallelism.fsdp_forward_prefetch = 1: it does nothing with",
+            ),
             (
                 "[training]\nmixed_precision_output = 'float32'",
-                'mixed_precision_output = "float32": it is FSDP2\'s',
+                'mixed_precision_output = "float32": it does nothing with',
             ),
-            ("[validation]\nunshard = true", "validation.unshard = true: it is FSDP2's"),
+            ("[validation]\nunshard = true", "validation.unshard = true: it does nothing with"),
         )
     ),
     (
@@ -342,13 +348,16 @@ CONTRADICTIONS = [
     ),
     (
         "[parallelism]\nasync_tensor_parallel_unfused = 'warn'",
-        'async_tensor_parallel_unfused = "warn": nothing is to be fused',
+        'async_tensor_parallel_unfused = "warn": it does nothing with enable_async_tensor_parallel = false',
     ),
     ("[checkpoint]\nfolder = ' '", "names no folder"),
-    ("[checkpoint]\nload_step = 3", "checkpoint.load_step = 3: nothing is loaded or saved"),
+    (
+        "[checkpoint]\nload_step = 3",
+        "checkpoint.load_step = 3: it does nothing with checkpoint.enable = false",
+    ),
     (
         "[checkpoint]\ninitial_load_path = 'x'",
-        'checkpoint.initial_load_path = "x": nothing is loaded or saved',
+        'checkpoint.initial_load_path = "x": it does nothing with',
     ),
     ("[checkpoint]\ninitial_load_model_only = false", "needs checkpoint.initial_load_path"),
     (
@@ -356,7 +365,7 @@ CONTRADICTIONS = [
         "keep one of them",
     ),
     ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "4 or more would work"),
-    ("[debug]\ndeterministic_warn_only = true", "does nothing without debug.deterministic = true"),
+    ("[debug]\ndeterministic_warn_only = true", "it does nothing with debug.deterministic = false"),
 ]
 
 

@@ -46,7 +46,7 @@ def test_toml_values_that_fit(value, hint, expected):
         ("c", Choice, 'key = "c": expected one of "a", "b"'),
         (3, Even, "key = 3: expected an integer, even"),
         ("x", tuple[str, ...], 'key = "x": expected a list of strings'),
-        (["x"], list[Choice], 'key = ["x"]: expected a list of "a", "b"'),
+        (["x"], tuple[Choice, ...], 'key = ["x"]: expected a list of "a", "b"'),
         ({"a": 1}, Plan, "key = {'a': 1}: expected a table of strings or a string"),
         (
             {"a": [1]},

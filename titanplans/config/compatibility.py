@@ -1,40 +1,75 @@
 """What contradicts what: every refusal that follows from options alone, in one table.
 
-A row names the option at fault, when it is wrong, and why, with what to change. It is read where a group of options is
-made (`RULES`, by the name of the class), so a job, a strategy in Python and the command line refuse alike. What
-depends on the mesh, the device or the model is in the rows of `Placement`, which `parallelize` fills in.
+Two kinds of rows: `Needs` for options that do nothing unless another one has some value, `Rule` for all else, with the
+reason and the remedy in words. They are read where a group of options is made (`RULES`, by the name of the class), so a
+job, a strategy in Python and the command line refuse alike. What depends on the mesh, the device or the model is in
+`PLACEMENT`, whose facts `parallelize` fills in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titanplans.config.refused import REFUSED
-from titanplans.errors import near_multiples
+from titanplans.config.values import show
+from titanplans.errors import either, near_multiples
 
 
 class Rule(NamedTuple):
-    """A row of the table."""
+    """`option` is refused where `broken` says so, for the reason `why`."""
 
     option: str
-    """The option at fault; one of a nested group as "compile.mode"."""
+    """One of a nested group as "compile.mode"."""
     broken: Callable[[Any], Any]
-    """Given the options: whether this row refuses them."""
+    """Given the options."""
     why: str | Callable[[Any], str]
-    """The reason and the remedy."""
+
+    def refusals(self, options: Any) -> Iterator[tuple[str, str]]:
+        """Yield the option and the reason, if it is refused."""
+        if self.broken(options):
+            yield self.option, self.why if isinstance(self.why, str) else self.why(options)
 
 
-def _changed(options: Any, name: str) -> bool:
-    """Whether `name` has another value than its default."""
+class Needs(NamedTuple):
+    """Options that do nothing unless `switch` has one of `values`: refused with another value than their default."""
+
+    names: tuple[str, ...]
+    switch: str
+    values: tuple[Any, ...]
+
+    def refusals(self, options: Any) -> Iterator[tuple[str, str]]:
+        """Yield each option that does nothing, and why."""
+        value = _get(options, self.switch)
+        if value in self.values:
+            return
+        for name in self.names:
+            if _get(options, name) != _default(options, name):
+                choices = either([show(choice) for choice in self.values])
+                yield (
+                    name,
+                    f"it does nothing with {self.switch} = {'unset' if value is None else show(value)}: set that to "
+                    f"{choices}, or leave this out",
+                )
+
+
+def _get(options: Any, name: str) -> Any:
+    for part in name.split("."):
+        options = getattr(options, part)
+    return options
+
+
+def _default(options: Any, name: str) -> Any:
+    """Return the default of an option, which for a section of a job is the job's."""
     from titanplans.config.options import options_of
 
-    default = next(field.default for field in options_of(type(options)) if field.name == name)
-    return getattr(options, name) != default
+    first, _, rest = name.partition(".")
+    default = next(field.default for field in options_of(type(options)) if field.name == first)
+    return _get(default, rest) if rest else default
 
 
 # ---------------------------------------------------------------- one group of options
 
-_RECOMPUTED = ("scope", "preserve_rng_state", "determinism_check", "early_stop", "debug")
+_RECOMPUTING = ("full", "selective", "mlp", "keep_mixer")
 _PER_OPERATOR = (
     "per_op_sac_matmuls",
     "per_op_sac_keep_attention",
@@ -42,36 +77,12 @@ _PER_OPERATOR = (
     "per_op_sac_keep_operators",
     "per_op_sac_force_recompute_mm_shapes_by_fqns",
 )
-READ_BY_MODE: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "full": _RECOMPUTED,
-    "selective": (*_RECOMPUTED, *_PER_OPERATOR),
-    "mlp": _RECOMPUTED,
-    "keep_mixer": _RECOMPUTED,
-    "memory_budget": ("scope", "memory_budget", "visualize_memory_budget_pareto"),
-}
-"""The options of [activation_checkpoint] that each mode reads, beside selective_ac_option, which waits for its mode."""
-
-
-def _unread_by_mode(name: str) -> Rule:
-    modes = ", ".join(mode for mode, names in READ_BY_MODE.items() if name in names)
-    return Rule(
-        name,
-        lambda c: name not in READ_BY_MODE[c.mode] and _changed(c, name),
-        lambda c: f'mode = "{c.mode}" does not read it: leave it out, or take {modes}',
-    )
-
-
 _ACTIVATION_CHECKPOINT = (
-    *map(_unread_by_mode, dict.fromkeys(name for names in READ_BY_MODE.values() for name in names)),
-    *(
-        Rule(
-            name,
-            lambda c, name=name: c.selective_ac_option != "op" and _changed(c, name),
-            'it works only with mode = "selective" and selective_ac_option = "op"',
-        )
-        for name in _PER_OPERATOR
-    ),
+    Needs(("scope",), "mode", (*_RECOMPUTING, "memory_budget")),
+    Needs(("preserve_rng_state", "determinism_check", "early_stop", "debug"), "mode", _RECOMPUTING),
+    Needs(("memory_budget", "visualize_memory_budget_pareto"), "mode", ("memory_budget",)),
+    Needs(_PER_OPERATOR, "mode", ("selective",)),
+    Needs(_PER_OPERATOR, "selective_ac_option", ("op",)),
     Rule(
         "per_op_sac_force_recompute_mm_shapes_by_fqns",
         lambda c: c.per_op_sac_force_recompute_mm_shapes_by_fqns and c.per_op_sac_matmuls == "none",
@@ -83,12 +94,12 @@ _COMPILE = (
     Rule(
         "components",
         lambda c: c.enable and not c.components,
-        'it compiles nothing: name "model", "loss" or "optimizer"',
+        'nothing is compiled so: name "model", "loss" or "optimizer"',
     ),
     Rule(
         "components",
         lambda c: len(set(c.components)) < len(c.components),
-        "it names one twice: once is enough",
+        "one is named twice: once is enough",
     ),
     Rule(
         "fullgraph",
@@ -100,30 +111,19 @@ _COMPILE = (
         lambda c: c.enable and c.mode is not None and c.options is not None,
         "compile.mode and compile.options exclude each other: leave one of the two out",
     ),
-    *(
-        Rule(
-            name,
-            lambda c, name=name: c.enable and getattr(c, name) is not None and c.backend != "inductor",
-            lambda c, name=name: f'it is inductor\'s, and compile.backend = "{c.backend}": leave {name} out',
-        )
-        for name in ("mode", "options")
-    ),
 )
 
 _FLOAT8 = (
-    *(
-        # A filter alone stands in jobs of torchtitan, which has another switch.
-        Rule(
-            name,
-            lambda c, name=name: c.recipe_name is None and getattr(c, name),
-            "nothing is float8: set recipe_name, or leave it out",
-        )
-        for name in (
+    # A filter alone stands in jobs of torchtitan, which has another switch.
+    Needs(
+        (
             "filter_unaligned",
             "emulate",
             "enable_fsdp_float8_all_gather",
             "precompute_float8_dynamic_scale_for_fsdp",
-        )
+        ),
+        "recipe_name",
+        ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     ),
     Rule(
         "enable_fsdp_float8_all_gather",
@@ -133,11 +133,7 @@ _FLOAT8 = (
             "tensorwise, or gather in high precision"
         ),
     ),
-    Rule(
-        "precompute_float8_dynamic_scale_for_fsdp",
-        lambda c: c.precompute_float8_dynamic_scale_for_fsdp and not c.enable_fsdp_float8_all_gather,
-        "the scales are those of a float8 all-gather: set enable_fsdp_float8_all_gather to true, or drop it",
-    ),
+    Needs(("precompute_float8_dynamic_scale_for_fsdp",), "enable_fsdp_float8_all_gather", (True,)),
 )
 
 _DDP = (
@@ -165,7 +161,15 @@ _DDP = (
 
 # ---------------------------------------------------------------- a strategy
 
-_RECOMPUTED_AND_COMPILED = (
+_SHARED = (
+    # In a job, `strategy_of` leaves these out: [compile] enable and recipe_name are switches that the others wait for.
+    Needs(
+        tuple(f"compile.{name}" for name in ("backend", "mode", "fullgraph", "dynamic", "options")),
+        "compile.enable",
+        (True,),
+    ),
+    Needs(("compile.mode", "compile.options"), "compile.backend", ("inductor",)),
+    Needs(("float8.filter_fqns",), "float8.recipe_name", ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
     Rule(
         "activation_checkpoint.mode",
         lambda c: c.activation_checkpoint.mode == "memory_budget" and not c.compile.blocks,
@@ -178,31 +182,11 @@ _RECOMPUTED_AND_COMPILED = (
     ),
 )
 
-_WAITING = (
-    # In a job, `strategy_of` leaves these out: [compile] enable and recipe_name are switches that the others wait for.
-    *(
-        Rule(
-            f"compile.{name}",
-            lambda c, name=name: not c.compile.enable and _changed(c.compile, name),
-            "nothing is compiled: set compile.enable to true, or leave it out",
-        )
-        for name in ("backend", "mode", "fullgraph", "dynamic", "options")
-    ),
-    Rule(
-        "float8.filter_fqns",
-        lambda c: c.float8.recipe_name is None and c.float8.filter_fqns,
-        "nothing is float8: set recipe_name, or leave it out",
-    ),
-)
-
 _FSDP2_CONFIG = (
-    *_WAITING,
-    *_RECOMPUTED_AND_COMPILED,
-    Rule(
-        "pin_cpu_memory",
-        lambda c: c.pin_cpu_memory is not None and not c.enable_cpu_offload,
-        "nothing is offloaded: set enable_cpu_offload to true, or leave it out",
-    ),
+    *_SHARED,
+    Needs(("pin_cpu_memory",), "enable_cpu_offload", (True,)),
+    Needs(("mixed_precision_cast_inputs",), "mixed_precision_param", ("bfloat16", "float32")),
+    Needs(("async_tensor_parallel_unfused",), "enable_async_tensor_parallel", (True,)),
     Rule(
         "fsdp_backward_prefetch",
         lambda c: c.fsdp_backward_prefetch and c.fsdp_reshard_after_forward in ("never", 1),
@@ -210,11 +194,6 @@ _FSDP2_CONFIG = (
             f"with fsdp_reshard_after_forward = {c.fsdp_reshard_after_forward!r} the backward gathers nothing: set one of "
             "them to its default"
         ),
-    ),
-    Rule(
-        "mixed_precision_cast_inputs",
-        lambda c: c.mixed_precision_cast_inputs and c.mixed_precision_param is None,
-        "to which type? Set mixed_precision_param, or leave this out",
     ),
     Rule(
         "autocast_dtype",
@@ -235,11 +214,6 @@ _FSDP2_CONFIG = (
         "enable_async_tensor_parallel",
         lambda c: c.enable_async_tensor_parallel and _missing_for_async_tp(c, c.compile),
         lambda c: f"it needs {' and '.join(_missing_for_async_tp(c, c.compile))}",
-    ),
-    Rule(
-        "async_tensor_parallel_unfused",
-        lambda c: c.async_tensor_parallel_unfused != "error" and not c.enable_async_tensor_parallel,
-        "nothing is to be fused: set enable_async_tensor_parallel to true, or leave it out",
     ),
 )
 
@@ -266,8 +240,7 @@ def _missing_in_job(job: Any) -> list[str]:
 
 _DDP_CONFIG = (
     *_DDP,
-    *_WAITING,
-    *_RECOMPUTED_AND_COMPILED,
+    *_SHARED,
     Rule(
         "split_compiled_blocks",
         lambda c: c.split_compiled_blocks and not c.compile.blocks,
@@ -326,44 +299,30 @@ _MEGATRON_FSDP_CONFIG = (
 
 # ---------------------------------------------------------------- a job
 
-
-def _loader(section: str) -> tuple[Rule, ...]:
-    def loader(job: Any) -> Any:
-        return getattr(job, section).dataloader
-
-    return tuple(
-        Rule(
-            f"{section}.dataloader.{key}",
-            lambda job, key=key: getattr(loader(job), key) and loader(job).num_workers == 0,
-            f"it needs workers: set {section}.dataloader.num_workers above 0",
-        )
-        for key in ("persistent_workers", "prefetch_factor")
-    )
-
-
-_FSDP2_ONLY = {
-    "parallelism": (
-        "fsdp_reshard_after_forward",
-        "fsdp_forward_prefetch",
-        "fsdp_backward_prefetch",
-        "fsdp_towers",
-        "fsdp_defer_grad_sync",
-        "fsdp_keep_gathered",
-        "enable_fsdp_symm_mem",
+_FSDP2_ONLY = (
+    *(
+        f"parallelism.fsdp_{name}"
+        for name in ("reshard_after_forward", "forward_prefetch", "backward_prefetch")
     ),
-    "training": (
-        "enable_cpu_offload",
-        "pin_cpu_memory",
-        "mixed_precision_output",
-        "mixed_precision_cast_inputs",
-    ),
-    "validation": ("unshard",),
-}
-"""Keys that DDP has no counterpart of, but for mixed_precision_reduce, whose value in a job is not its default."""
-
-
-def _strategy(job: Any) -> str:
-    return job.parallelism.data_parallel_strategy
+    *(f"parallelism.fsdp_{name}" for name in ("towers", "defer_grad_sync", "keep_gathered")),
+    "parallelism.enable_fsdp_symm_mem",
+    "parallelism.tensor_parallel_degree",
+    "training.enable_cpu_offload",
+    "training.pin_cpu_memory",
+    "training.mixed_precision_reduce",
+    "training.mixed_precision_output",
+    "training.mixed_precision_cast_inputs",
+    "validation.unshard",
+)
+"""Keys that DDP has no counterpart of."""
+_DDP_ONLY = (
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+)
+_STRATEGY = "parallelism.data_parallel_strategy"
 
 
 def schedule_steps(job: Any) -> int:
@@ -392,52 +351,21 @@ _JOB = (
     ),
     Rule(
         "parallelism.data_parallel_strategy",
-        lambda job: _strategy(job) == "megatron_fsdp",
+        lambda job: _get(job, _STRATEGY) == "megatron_fsdp",
         "it is not supported in a job: torchtitan's trainer initialises and saves models in ways that its wrapper has not: "
         'take "fsdp2", or in a loop of your own ParallelManager(MegatronFSDPConfig())',
     ),
-    *(
-        Rule(
-            f"ddp.{name}",
-            lambda job, name=name: _strategy(job) != "ddp" and _changed(job.ddp, name),
-            lambda job: (
-                f'parallelism.data_parallel_strategy = "{_strategy(job)}": set that to "ddp", or leave [ddp] out'
-            ),
-        )
-        for name in (
-            "bucket_cap_mb",
-            "find_unused_parameters",
-            "static_graph",
-            "gradient_as_bucket_view",
-            "broadcast_buffers",
-            "defer_grad_sync",
-            "split_compiled_blocks",
-        )
+    Needs(
+        tuple(f"ddp.{name}" for name in (*_DDP_ONLY, "defer_grad_sync", "split_compiled_blocks")),
+        _STRATEGY,
+        ("ddp",),
     ),
-    *(
-        Rule(
-            f"parallelism.{key}",
-            lambda job, key=key: _strategy(job) == "ddp" and getattr(job.parallelism, key) > 1,
-            'parallelism.data_parallel_strategy = "ddp" copies whole models: take "fsdp2" with '
-            "data_parallel_replicate_degree for the copies, or leave the degree out",
-        )
-        for key in ("tensor_parallel_degree", "data_parallel_shard_degree")
-    ),
-    *(
-        Rule(
-            f"{section}.{name}",
-            lambda job, section=section, name=name: (
-                _strategy(job) == "ddp" and _changed(getattr(job, section), name)
-            ),
-            'it is FSDP2\'s, and parallelism.data_parallel_strategy = "ddp": leave it out, or take "fsdp2"',
-        )
-        for section, names in _FSDP2_ONLY.items()
-        for name in names
-    ),
+    Needs(_FSDP2_ONLY, _STRATEGY, ("fsdp2",)),
     Rule(
-        "training.mixed_precision_reduce",
-        lambda job: _strategy(job) == "ddp" and job.training.mixed_precision_reduce != "float32",
-        'it is FSDP2\'s, and parallelism.data_parallel_strategy = "ddp": leave it out, or take "fsdp2"',
+        "parallelism.data_parallel_shard_degree",
+        lambda job: _get(job, _STRATEGY) == "ddp" and job.parallelism.data_parallel_shard_degree > 1,
+        'DDP copies whole models: take parallelism.data_parallel_strategy = "fsdp2" with data_parallel_replicate_degree for '
+        "the copies, or leave the degree out",
     ),
     Rule(
         "model.config",
@@ -470,8 +398,17 @@ _JOB = (
             f"{near_multiples(job.training.global_batch_size, job.training.local_batch_size)} would work"
         ),
     ),
-    *_loader("training"),
-    *_loader("validation"),
+    *(
+        Rule(
+            f"{section}.dataloader.{key}",
+            lambda job, loader=f"{section}.dataloader", key=key: (
+                _get(job, f"{loader}.{key}") and _get(job, f"{loader}.num_workers") == 0
+            ),
+            f"it needs workers: set {section}.dataloader.num_workers above 0",
+        )
+        for section in ("training", "validation")
+        for key in ("persistent_workers", "prefetch_factor")
+    ),
     Rule(
         "lr_scheduler.total_steps",
         lambda job: (job.lr_scheduler.total_steps or job.training.steps) < job.training.steps,
@@ -529,13 +466,13 @@ _JOB = (
         lambda job: not job.checkpoint.folder.strip(),
         'it names no folder: "checkpoint" is the default',
     ),
-    *(
-        Rule(
-            f"checkpoint.{key}",
-            lambda job, key=key: not job.checkpoint.enable and _changed(job.checkpoint, key),
-            "nothing is loaded or saved: set checkpoint.enable to true",
-        )
-        for key in ("initial_load_path", "load_step", "load_only", "create_seed_checkpoint")
+    Needs(
+        tuple(
+            f"checkpoint.{key}"
+            for key in ("initial_load_path", "load_step", "load_only", "create_seed_checkpoint")
+        ),
+        "checkpoint.enable",
+        (True,),
     ),
     *(
         Rule(
@@ -562,11 +499,7 @@ _JOB = (
             "would work"
         ),
     ),
-    Rule(
-        "debug.deterministic_warn_only",
-        lambda job: job.debug.deterministic_warn_only and not job.debug.deterministic,
-        "it does nothing without debug.deterministic = true",
-    ),
+    Needs(("debug.deterministic_warn_only",), "debug.deterministic", (True,)),
 )
 
 # ---------------------------------------------------------------- a strategy on a mesh, for a model
@@ -593,7 +526,7 @@ class Placement:
         return self.config.activation_checkpoint
 
 
-_PLACEMENT = (
+PLACEMENT = (
     Rule(
         "plan",
         lambda p: getattr(p.config, "plan", None) is not None and p.tp == 1,
@@ -717,7 +650,7 @@ def _recomputes_attention(ac: Any) -> bool:
     return ac.mode in ("full", "selective", "keep_mixer")
 
 
-RULES: dict[str, tuple[Rule, ...]] = {
+RULES: dict[str, tuple[Rule | Needs, ...]] = {
     "ActivationCheckpoint": _ACTIVATION_CHECKPOINT,
     "Compile": _COMPILE,
     "Float8": _FLOAT8,
@@ -735,7 +668,6 @@ def check_placement(placement: Placement) -> None:
     Raises:
         OptionError: the first row that refuses it.
     """
-    for rule in _PLACEMENT:
-        if rule.broken(placement):
-            why = rule.why if isinstance(rule.why, str) else rule.why(placement)
-            raise placement.config.error(rule.option, why)
+    for rule in PLACEMENT:
+        for option, why in rule.refusals(placement):
+            raise placement.config.error(option, why)

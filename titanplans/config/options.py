@@ -75,8 +75,8 @@ class Options:
                 ) from None
             object.__setattr__(self, name, value)
         for rule in RULES.get(type(self).__name__, ()):
-            if rule.broken(self):
-                raise self.error(rule.option, rule.why if isinstance(rule.why, str) else rule.why(self))
+            for option, why in rule.refusals(self):
+                raise self.error(option, why)
 
     def error(self, option: str, why: str) -> OptionError:
         """Return the error for the value of `option`, which may be one of a nested group: "compile.mode"."""

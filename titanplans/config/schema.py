@@ -16,7 +16,7 @@ from titanplans.config.sections.parallelism import DDP, ActivationCheckpoint, Co
 from titanplans.config.sections.quantize import Float8, Quantize
 from titanplans.config.sections.run import Comm, Debug, Experimental, Job, Metrics, Profiling
 from titanplans.config.strategies import DDPConfig, FSDP2Config
-from titanplans.config.values import is_options
+from titanplans.config.values import is_options, without_none_type
 from titanplans.errors import OptionError
 
 
@@ -81,7 +81,9 @@ def _keys(options: Options, section: str) -> list[Key]:
         if is_options(field.hint):
             nested += _keys(value, f"{section}.{field.name}".lstrip("."))
         else:
-            found.append(Key(section, field.name, field.hint, value, field.doc))
+            # None has no word in TOML, so it is only ever a default.
+            hint = field.hint if value is None else without_none_type(field.hint)
+            found.append(Key(section, field.name, hint, value, field.doc))
     return found + nested
 
 

@@ -144,6 +144,13 @@ def in_toml(hint: Any) -> Any:
     return hint
 
 
+def without_none_type(hint: Any) -> Any:
+    """Return a type without None, which it may be a union with."""
+    if not _is_union(hint):
+        return hint
+    return Union[tuple(option for option in get_args(hint) if option is not types.NoneType)]  # noqa: UP007
+
+
 def show(value: Any) -> str:
     """Write a value as its author would, on one line: true, not True."""
     if isinstance(value, bool):
