@@ -21,14 +21,12 @@ from titanplans.parallel import process_group
 ROOT = Path(__file__).parents[1]
 NOT_YET = (
     "cli",
-    "modeling",
     "observe",
     "proof",
-    "tensor_parallel",
-    "training",
-    "parallel/megatron_fsdp.py",
 )
 """What still reaches private names by itself."""
+OTHERS = {"_no_split_modules", "_initialize_weights", "_megatron_fsdp_model", "_reset_parameters"}
+"""Private names of transformers and megatron-fsdp, and a method that modules of torch's have."""
 PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "_fields"}
 """nn.Module's tables, which it documents for those who walk modules, and the methods of named tuples."""
 LIBRARIES = ("torch", "torchtitan", "torchao")
@@ -576,10 +574,10 @@ def private_names(file: Path, own: set[str]) -> list[str]:
                 and written.count("._") == 1
             ):
                 continue
-            parts = [] if node.attr in PUBLIC_TABLES | own else [node.attr]
+            parts = [] if node.attr in PUBLIC_TABLES | OTHERS | own else [node.attr]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             name = node.args[1]
-            parts = [name.value] if isinstance(name, ast.Constant) and name.value not in own else []
+            parts = [name.value] if isinstance(name, ast.Constant) and name.value not in OTHERS | own else []
         else:
             continue
         if any(str(part).startswith("_") and not str(part).startswith("__") for part in parts):

@@ -27,6 +27,7 @@ from transformers.initialization import guard_torch_init_functions
 from titanplans.errors import ModelError
 from titanplans.modeling.build import construct
 from titanplans.tensor_parallel.decoder import join
+from titanplans.torch_private import version
 
 
 class Unit(NamedTuple):
@@ -115,12 +116,12 @@ class Reference:
         """What `PreTrainedModel.initialize_weights` does, on the modules of one unit."""
         own = {id(p) for module in members.values() for p in module._parameters.values()}
         others = {name: p for name, p in self.model.named_parameters() if id(p) not in own}
-        versions = {name: p._version for name, p in others.items()}
+        versions = {name: version(p) for name, p in others.items()}
         with torch.no_grad(), guard_torch_init_functions():
             for module in members.values():
                 unit.owner._initialize_weights(module, unit.owner.is_custom_code())
         for name, parameter in others.items():
-            if parameter._version != versions[name]:
+            if version(parameter) != versions[name]:
                 raise ModelError(
                     f"{name} can't be initialised by itself: {_initializer(unit)} writes it together with "
                     f"{unit.path or 'the model'!r}"

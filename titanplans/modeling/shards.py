@@ -9,9 +9,10 @@ import math
 
 import torch
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ModelError
+from titanplans.torch_private import StridedShard
 
 
 def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> None:
@@ -19,7 +20,7 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
 
     Args:
         destination: a plain tensor of `full`'s shape, or a DTensor of that global shape with any mix
-            of Replicate, Shard and _StridedShard placements, uneven and empty shards included.
+            of Replicate, Shard and StridedShard placements, uneven and empty shards included.
         full: the whole tensor, equal on every rank.
         name: the parameter's name, for errors.
 
@@ -52,7 +53,7 @@ def local_shard(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ModelError(f"{name}: this rank is not in the mesh {mesh}")
-    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, StridedShard)]
     plain = [axis for axis in range(len(placements)) if axis not in strided]
     part = full
     # A strided shard says: cut after the mesh axes to its right that share its tensor dimension.
@@ -60,9 +61,9 @@ def local_shard(
         placement = placements[axis]
         if isinstance(placement, Replicate):
             continue
-        if not isinstance(placement, Shard | _StridedShard):
+        if not isinstance(placement, Shard | StridedShard):
             raise ModelError(f"{name}: can't take a part of a tensor with the placement {placement}")
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             before = math.prod(
                 mesh.size(later)
                 for later, other in enumerate(placements)

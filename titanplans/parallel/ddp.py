@@ -28,11 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import memory_budget
+from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.autocast import apply_autocast
 from titanplans.torch_private import (
     DDP,
-    ActivationWrapper,
     compiled_call,
     has_static_graph,
     hide_ddp_from_compiler,
@@ -196,9 +195,7 @@ def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
             "before, or set it to false"
         )
     mode = config.activation_checkpoint.mode
-    recomputes = any(
-        isinstance(m, ActivationWrapper) or memory_budget(m) is not None for m in model.modules()
-    )
+    recomputes = any(map(is_recomputed, model.modules()))
     if mode != "none" and not recomputes:
         raise ParallelError(
             f'ddp with activation_checkpoint.mode = "{mode}", and nothing of the model is recomputed: apply the policy '

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import MegatronFSDPConfig
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import memory_budget
+from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.torch_private import ActivationWrapper, compiled_call
+from titanplans.torch_private import compiled_call
 
 _INSTEAD = "take FSDP2Config"
 _NAMES = {
@@ -226,7 +226,7 @@ def _refuse_model(model: nn.Module, config: MegatronFSDPConfig) -> None:
                 f"megatron_fsdp: {name} is split over the mesh {parameter.device_mesh.mesh_dim_names} already; {_INSTEAD}"
             )
     for name, module in model.named_modules():
-        if isinstance(module, ActivationWrapper) or memory_budget(module) is not None:
+        if is_recomputed(module):
             raise ParallelError(
                 f"megatron_fsdp: {name} is recomputed, which it is not known to bear; leave that out, or {_INSTEAD}"
             )

@@ -70,7 +70,7 @@ class Float8Border(Border):
         return _Leave.apply(x, self.stream.dim, self.group, self.as_bytes, self.mm_config, dtype)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, dim, length, group, as_bytes, mm_config, dtype):
@@ -83,7 +83,7 @@ class _Enter(torch.autograd.Function):
         return summed, None, None, None, None, None, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, dim, group, as_bytes, mm_config, dtype):

@@ -72,7 +72,7 @@ def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
     return subclass(cls, {"forward": forward})
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, w, w_scale, mm_config, config: Float8LinearConfig, split: Split):

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from titanplans.torch_private import local_tensor
+
 
 class Layout(NamedTuple):
     """How one parameter lies on the TP mesh, and how its local gradient does."""
@@ -102,14 +104,15 @@ class _ReadUneven(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param):
-        ctx.spec = param._spec
-        return param._local_tensor.view_as(param._local_tensor)
+        ctx.mesh, ctx.placements = param.device_mesh, param.placements
+        ctx.shape, ctx.stride = param.shape, param.stride()
+        local = local_tensor(param)
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        meta = ctx.spec.tensor_meta
         return DTensor.from_local(
-            grad, ctx.spec.mesh, ctx.spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+            grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
 
 

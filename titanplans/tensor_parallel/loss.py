@@ -6,12 +6,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.stream import shard_size
+from titanplans.tensor_parallel.stream import Group, all_reduce, shard_size
 from titanplans.torch_private import assert_async
 
 IGNORED = -100
@@ -52,7 +51,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: int | torc
             size = shard_size(vocabulary, mesh.size())
             # By `narrow`, not by arithmetic on the rank: it also differs between ranks that one process simulates.
             firsts = torch.arange(mesh.size(), device=labels.device) * size
-            shard = firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, mesh.get_group()
+            group: Group = mesh.get_group().group_name, mesh.size()
+            shard = firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, group
         logits = logits.to_local()
     flat = logits.flatten(0, -2)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -92,12 +92,12 @@ class _Sharded(torch.autograd.Function):
         first: torch.Tensor,
         size: int,
         vocabulary: int,
-        group: Any,
+        group: Group,
     ) -> torch.Tensor:
         width = logits.shape[-1]
         # A rank may hold none of the vocabulary.
         largest = logits.amax(-1) if width else logits.new_full(labels.shape, -torch.inf)
-        largest = collectives.all_reduce(largest, "max", group)
+        largest = all_reduce(largest, group, "max")
         exponentials = (logits - largest[:, None]).exp()
         counts = labels != IGNORED
         assert_async(
@@ -109,8 +109,8 @@ class _Sharded(torch.autograd.Function):
         own = (
             torch.where(mine, logits.gather(-1, index)[:, 0], 0) if width else logits.new_zeros(labels.shape)
         )
-        total = collectives.all_reduce(exponentials.sum(-1), "sum", group)
-        own = collectives.all_reduce(own, "sum", group)
+        total = all_reduce(exponentials.sum(-1), group)
+        own = all_reduce(own, group)
         ctx.save_for_backward(exponentials.div_(total[:, None]), index, mine, counts)
         return torch.where(counts, total.log() + largest - own, 0).sum()
 

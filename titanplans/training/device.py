@@ -20,9 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titanplans.parallel.process_group import available_cores, default_device_type
+from titanplans.torch_private import set_group_timeout
 
 _KIB = 1024
 
@@ -39,7 +39,7 @@ def prepare_device() -> str:
     if not hasattr(torch.distributed, "set_timeout"):
         # torchtitan 0.3.0 lowers the timeouts after the first step by the name that torch gives this
         # function after 2.13; without it, that step is the last, on any device.
-        setattr(torch.distributed, "set_timeout", _set_pg_timeout)  # noqa: B010
+        setattr(torch.distributed, "set_timeout", set_group_timeout)  # noqa: B010
     if device_type == "cpu":
         _use_host_device()
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

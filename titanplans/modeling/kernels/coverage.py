@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from titanplans.errors import KernelError
 from titanplans.modeling.kernels.install import MARK
+from titanplans.torch_private import enabled_function
 
 
 def check_cpu(model: PreTrainedModel) -> None:
@@ -103,9 +104,7 @@ def _names(code: CodeType) -> Iterator[tuple[str, str]]:
 
 def _undecorated(value: Any) -> Any:
     """The function inside decorators that keep it (functools.wraps, torch.compiler.disable)."""
-    while (
-        inner := getattr(value, "__wrapped__", getattr(value, "_torchdynamo_orig_callable", None))
-    ) is not None:
+    while (inner := getattr(value, "__wrapped__", enabled_function(value))) is not None:
         value = inner
     return value
 

@@ -12,6 +12,7 @@ from titanplans.parallel.activation_checkpoint.policies import (
     MLPOnly,
     Policy,
     apply_activation_checkpointing,
+    is_recomputed,
     memory_budget,
 )
 from titanplans.parallel.activation_checkpoint.selective import Matmuls, Selective
@@ -27,5 +28,6 @@ __all__ = [
     "Policy",
     "Selective",
     "apply_activation_checkpointing",
+    "is_recomputed",
     "memory_budget",
 ]

@@ -1,13 +1,14 @@
-"""A module left outside of the recomputation around it, whatever kernels it is made of.
+"""The policy that recomputes each block but its token mixer, whatever kernels the mixer is made of.
 
-What it keeps belongs to one checkpointed call, which runs on one thread: the forward's, and the backward's.
+The mixer runs once; the recomputation around it gets the output that the forward kept. What is kept belongs to one
+checkpointed call, whose forward runs on one thread and whose recomputation on one thread, too.
 """
 
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint.policies import Contexts, Full, replace
-from titanplans.tensor_parallel.decoder import find_block
+from titanplans.tensor_parallel.decoder import Block, find_block
 from titanplans.torch_private import ActivationWrapper, checkpointed, tree_leaves, tree_map_only, version
 
 
@@ -27,17 +28,16 @@ class KeepMixer(Full):
     Works where operators can't be told apart: Triton kernels, autograd.Functions. Not in a compiled block.
     """
 
-    def _chosen(self, model: nn.Module, name: str, index: int) -> str | None:
-        return None if find_block(model.get_submodule(name)).mixer is None else name
+    nothing: ClassVar[str] = "none of its blocks has a token mixer under one of the usual names"
 
-    def _wrap(self, model: nn.Module, name: str) -> None:
+    def part(self, block: Block, index: int) -> str | None:
+        return None if block.mixer is None else block.name
+
+    def wrap(self, model: nn.Module, name: str, context_fn: Any = None) -> None:
         mixer = find_block(model.get_submodule(name), name).mixer
-        assert mixer is not None  # `_chosen` has seen to it
+        assert mixer is not None  # `part` has seen to it
         replace(model, mixer, partial(Kept, preserve_rng_state=self.preserve_rng_state))
-        self.recompute(model, name, keep_modules)
-
-    def _nothing(self, lists: list[tuple[str, ...]]) -> str:
-        return "none of its blocks has a token mixer under one of the usual names"
+        super().wrap(model, name, keep_modules)
 
 
 class _Call:

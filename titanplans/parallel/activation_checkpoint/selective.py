@@ -1,9 +1,8 @@
-"""Inside a recomputed block: which operators' outputs are kept.
+"""The policy that recomputes each block but the outputs of some operators.
 
-Operators are met at the dispatcher, so only what the dispatcher sees can be kept by name: aten, functional
-collectives, `torch.library` operators. A Triton kernel launched from Python and the body of a
-`torch.autograd.Function` are not operators; eager mode always runs them again. `keep_mixer` is for them.
-What is counted is counted within one checkpointed call.
+Only what torch's dispatcher sees can be kept: aten, functional collectives, `torch.library` operators. A Triton kernel
+launched from Python and the body of a `torch.autograd.Function` are not operators; eager mode always runs them again,
+and `keep_mixer` is for them. Products are counted within one checkpointed call.
 """
 
 from collections.abc import Callable, Collection
@@ -101,7 +100,7 @@ class Selective(Full):
                 raise ParallelError(f'recompute_linears: "{part}" is in no name of a Linear of the model')
         return super().check(model)
 
-    def _wrap(self, model: nn.Module, name: str) -> None:
+    def wrap(self, model: nn.Module, name: str, context_fn: Any = None) -> None:
         keep = SMALL | find_operators(self.operators)
         keep |= ATTENTION if self.attention else frozenset()
         keep |= COLLECTIVES if self.collectives else frozenset()
@@ -111,7 +110,7 @@ class Selective(Full):
             for inner, module in model.get_submodule(name).named_modules(prefix=name)
             if isinstance(module, nn.Linear) and any(part in inner for part in self.recompute_linears)
         }
-        self.recompute(model, name, keep_operators(keep, self.matmuls, sizes))
+        super().wrap(model, name, keep_operators(keep, self.matmuls, sizes))
 
 
 def find_operators(names: Collection[str]) -> frozenset[Any]:
