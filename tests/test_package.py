@@ -16,7 +16,7 @@ BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_
 MY_PLANS = """
 from titanplans import TPPlan, register_plan
 
-@register_plan("qwen3")
+@register_plan("my_architecture")
 class MyPlan(TPPlan):
     def attn_plan(self, attn):
         return {

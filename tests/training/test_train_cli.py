@@ -241,20 +241,33 @@ if "RANK" in os.environ:  # in the process of a rank
 
 
 def test_ddp_and_steps_that_are_left_out(folder):
-    """A learning rate that no weight survives: from the second step on the loss is finite, and no gradient is."""
+    """A learning rate that no weight survives: from the second step on no gradient is finite, in the fourth no loss."""
+    (folder / "nan_loss.py").write_text(
+        """
+from titanplans.training import trainer
+
+own = trainer.Trainer.forward_backward_step
+
+def forward_backward_step(self, **batch):
+    return own(self, **batch) * (float("nan") if self.step == 4 else 1.0)
+
+trainer.Trainer.forward_backward_step = forward_backward_step
+"""
+    )
     toml = JOB.replace(
         "tensor_parallel_degree = 2", 'data_parallel_strategy = "ddp"\ndata_parallel_replicate_degree = 2'
     )
     (folder / "job.toml").write_text(toml + "[ddp]\nbucket_cap_mb = 1\n[optimizer]\nlr = 1e30\n")
-    options = ("--training.steps", "3", "--checkpoint.no-enable", "--training.skip_nan_inf")
-    status, out, err = run(folder, "job.toml", *options)
+    options = ("--training.steps", "5", "--checkpoint.no-enable", "--experimental.custom_import", "nan_loss")
+    status, out, err = run(folder, "job.toml", *options, "--training.skip_nan_inf", PYTHONPATH=str(folder))
     assert status == 0, err
-    (_, first), (_, second), (_, third) = LOSS.findall(out)
-    assert first != second == third, "a step that is left out has changed the weights"
+    losses = dict(LOSS.findall(out))
+    assert list(losses) == ["1", "2", "3", "5"], "torchtitan does not log a loss that is not finite"
+    assert losses["1"] != losses["2"] == losses["3"], "a step that is left out has changed the weights"
     left_out = re.findall(
         r"step (\d): the gradient's norm is nan, and the step is left out \((\d) in this run\)", out
     )
-    assert left_out == [("2", "1"), ("3", "2")]  # once, not once a rank
+    assert left_out == [("2", "1"), ("3", "2"), ("4", "3"), ("5", "4")]  # once, not once a rank
 
 
 def test_wandb_gets_the_run_offline(folder):

@@ -31,6 +31,8 @@ def fail(error: Exception, rank: int) -> int:
         # Not at the top: a mistake in a TOML file is told without waiting for torch to be imported.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+        # Ranks that fail because this one is gone do so once it has ended. torchrun orders failures by whole seconds.
+        time.sleep(1.0)
         get_error_handler().record_exception(error)
     else:
         print(f"rank {rank}: {''.join(traceback.format_exception(error))}", file=sys.stderr, end="")

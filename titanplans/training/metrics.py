@@ -1,4 +1,4 @@
-"""What a run says about itself: one line a logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
+"""What a run logs: one line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
 
 torchtitan's processor collects the figures and owns the two writers; this one words the line, adds
 the time left, and leaves out what is not known: MFU on a device without a published peak, device

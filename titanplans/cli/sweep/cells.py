@@ -46,7 +46,7 @@ class Cell:
 
     @property
     def command(self) -> str:
-        """What a shell would be given to run this cell alone."""
+        """The command that runs this cell alone."""
         return shlex.join(["titanplans", "train", *self.arguments])
 
 

@@ -6,8 +6,8 @@
     128 + N    stopped by signal N; the same command goes on
 
 A cell that has finished with the same settings is not run again. One that was refused, failed, or was interrupted is
-tried again, and resumes from its checkpoint where its job writes such. Cells that have finished, or hold a checkpoint,
-and whose settings have changed since, are refused, unless --rerun says that they may go.
+tried again, and resumes from its checkpoint if its job writes them. A cell that has finished, or holds a checkpoint, and
+whose settings have changed since is refused, unless --rerun allows to delete what it wrote.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, l
 
 
 def _refuse_changed(spec: Spec, chosen: list[Cell], records: dict[str, Record | None]) -> None:
-    """Results, and checkpoints, of other settings are neither compared with today's nor deleted without a word."""
+    """Refuse cells whose results or checkpoints come from other settings: they don't compare, and only --rerun deletes."""
     for cell in chosen:
         record = records[cell.name]
         kept = None if record is None else _worth_keeping(cell, record)

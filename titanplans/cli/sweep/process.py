@@ -1,4 +1,4 @@
-"""One cell as a process: started, watched, stopped at its time limit or when the sweep is, and how it ended, in a line.
+"""Run one cell as a process: start it, stop it at its time limit or with the sweep, and say in a line how it ended.
 
 What it writes to the screen goes into `log.txt` of its folder. What it measured is `titanplans.cli.sweep.figures`'s.
 """
@@ -40,9 +40,9 @@ class Ended(NamedTuple):
 
 @contextlib.contextmanager
 def only_sweep(folder: Path) -> Iterator[int]:
-    """Yield a descriptor that locks the folder until it and its heirs are closed.
+    """Lock the folder, and yield the lock's file descriptor.
 
-    Jobs inherit it: what a killed sweep leaves running keeps the lock, and its files to itself.
+    Jobs inherit the descriptor, so that a job which a killed sweep left running still holds the lock.
 
     Raises:
         UserError: another sweep runs there, or a job of one that was killed; or the file system has no locks.
@@ -123,7 +123,7 @@ def error_line(text: str, status: int) -> str:
 
 
 def _write_holder(lock: int, job: str) -> None:
-    """Leave word of who holds the lock, for who finds it held."""
+    """Write who holds the lock, for the error that a second sweep gives."""
     os.ftruncate(lock, 0)
     os.write(lock, f"sweep {os.getpid()}{job}".encode())
 
@@ -135,7 +135,7 @@ def _stop(process: subprocess.Popen, signum: int) -> int:
         process.wait(timeout=_SECONDS_TO_STOP)
     except subprocess.TimeoutExpired:
         pass
-    finally:  # after a second Ctrl-C, too; of a session that has ended in order nobody is left
+    finally:  # after a second Ctrl-C, too; if the job ended in order, its session is empty
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
@@ -143,7 +143,7 @@ def _stop(process: subprocess.Popen, signum: int) -> int:
 
 @contextlib.contextmanager
 def _stop_on_hangup() -> Iterator[None]:
-    """Stop for a terminal that is closed, too: its signal does not reach the job's session. Not under nohup."""
+    """Stop when the terminal is closed, too: that signal does not reach the job's session. Not under nohup."""
     previous = signal.getsignal(signal.SIGHUP)
     if previous == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _raise_stopped)
