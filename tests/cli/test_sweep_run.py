@@ -99,7 +99,7 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys):
     assert first["figures"]["collectives_per_step"] == 0, "one rank"
     assert diverges["exit_status"] == 1
     assert diverges["line"].startswith("rank 0 failed: RuntimeError: Loss is not finite")
-    assert contradicts["line"].startswith("lr_scheduler.total_steps = 1 ends before training.steps = 3")
+    assert contradicts["line"].startswith("lr_scheduler.total_steps = 1: it ends before training.steps = 3")
     assert Image.open("out/table.png").format == "PNG"
     page = Path("out/table.md").read_text()
     assert f"- `diverges` failed (exit status 1): {diverges['line']}" in page

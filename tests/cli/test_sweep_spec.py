@@ -121,12 +121,12 @@ def test_values_of_every_kind_reach_the_job(write):
     )
     job = cell.job
     assert (job.compile.components, job.compile.mode, job.compile.options) == (
-        ["loss"],
+        ("loss",),
         None,
         {"max_autotune": True},
     )
     assert job.model.plan == {"model.layers.*.attn": "attn_input"}
-    assert job.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns == ["a, b", 'c"d']
+    assert job.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns == ("a, b", 'c"d')
     assert job.job.description == 'none, = --x \\ "y"'
     assert job.optimizer.lr == 1.0
     assert job.training.local_batch_size == 3, "flame's name"
@@ -143,7 +143,7 @@ def test_a_cell_that_contradicts_itself_is_a_refused_cell(write):
         """)
     )
     assert bad.job is None
-    assert bad.refusal.startswith("lr_scheduler.total_steps = 5 ends before training.steps = 10")
+    assert bad.refusal.startswith("lr_scheduler.total_steps = 5: it ends before training.steps = 10")
     assert good.refusal is None
 
 
@@ -235,8 +235,8 @@ def test_what_is_wrong_with_a_sweep_file(write, text, message):
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ("", "[sweep] base is missing"),
-        ('[sweep]\nbas = "base.toml"\n', "[sweep] bas: no such key; did you mean base?"),
+        ("", "sweep.base is missing"),
+        ('[sweep]\nbas = "base.toml"\n', 'sweep.bas = "base.toml": no such option; did you mean base?'),
         ('[sweep]\nbase = "base.toml"\ntime_limit_seconds = 0\n', "expected a number, above 0"),
         ('[sweep]\nbase = "base.toml"\ntiming_skip_steps = -1\n', "expected an integer, at least 0"),
         ("sweep = 3\n", "[sweep] = 3: expected a table"),

@@ -11,10 +11,11 @@ Each command's own options: `titanplans COMMAND --help`. Exit status: 0 done, 1 
 done as written (one line says why), 128 + N stopped by signal N.
 """
 
-import difflib
 import os
 import sys
 from typing import NoReturn
+
+from titanplans.errors import nearest
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep")
 
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         from titanplans.cli.verify.main import main as verify
 
         return verify(argv)
-    meant = difflib.get_close_matches(command, COMMANDS, 1)
-    remedy = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(COMMANDS)}"
+    meant = nearest(command, COMMANDS)
+    remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
     print(f"error: {command}: no such command; {remedy}", file=sys.stderr)
     return 2

@@ -15,7 +15,7 @@ import tomli_w
 
 from titanplans.cli.sweep.spec import Settings, Spec
 from titanplans.config import ConfigError, JobConfig, load_job
-from titanplans.config.schema import keys
+from titanplans.config.translate import flatten
 from titanplans.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]*")
@@ -112,13 +112,7 @@ def refusal(cell: Cell) -> str | None:
 
 def values_of(job: JobConfig) -> dict[str, Any]:
     """Return every key of a job with its value, as JSON has it."""
-    found = {}
-    for name, key in keys().items():
-        node: Any = job
-        for part in key.section.split("."):
-            node = getattr(node, part)
-        found[name] = getattr(node, key.name)
-    return json.loads(json.dumps(found))
+    return dict(flatten(job.to_dict(), "", "job"))
 
 
 def _cell(spec: Spec, name: str, settings: Settings) -> Cell:

@@ -4,20 +4,19 @@ Keys are a job's and are checked here one by one, so that a mistake is told befo
 together is asked cell by cell (`titanplans.cli.sweep.cells`).
 """
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from titanplans.config.options import read_toml
+from titanplans.config.options import Options, read_toml
 from titanplans.config.schema import keys
 from titanplans.config.translate import Layer, flatten, read_tables
 from titanplans.config.values import NaturalInt, PositiveFloat, from_toml, show
-from titanplans.errors import ConfigError
+from titanplans.errors import ConfigError, OptionError, nearest
 
 OWNED = {
     "job.dump_folder": "each cell has a folder of its own; [sweep] dump_folder says where",
@@ -31,12 +30,13 @@ Settings = dict[str, Any]
 """Values of their keys' types, by today's dotted key."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
+class Header(Options):
     """[sweep]."""
 
-    base: str
-    """The job that is varied: the path of its TOML, from the folder where the command is started."""
+    section = "sweep"
+
+    base: str = ""
+    """The job that is varied: the path of its TOML, from the folder where the command is started. Required."""
 
     dump_folder: str | None = None
     """Folder for the cells and the tables; None: "outputs/" and the file's name."""
@@ -77,7 +77,7 @@ def read_spec(path: str) -> Spec:
     for part in document:
         if part not in _PARTS:
             raise ConfigError(f"{path}: {_unknown_part(part)}")
-    header = _header(_table(document.get("sweep", {}), f"{path}: [sweep]"), f"{path}: [sweep]")
+    header = _header(_table(document.get("sweep", {}), f"{path}: [sweep]"), path)
     read_tables(read_toml(Path(header.base)), header.base)  # a mistake in it would be every cell's
     where = f"{path}: [set]"
     fixed = _settings(_table(document.get("set", {}), where), where)
@@ -104,27 +104,20 @@ _Point = tuple[str, Settings]
 def _unknown_part(part: str) -> str:
     if part in {key.partition(".")[0] for key in keys()}:
         return f"[{part}] is a job's section, and stands under [set.{part}] or [grid.{part}] here"
-    return f"no part {part}; {_there(part, _PARTS)}"
+    meant = nearest(part, _PARTS)
+    return f"no part {part}; " + (f"did you mean {meant}?" if meant else f"there are {', '.join(_PARTS)}")
 
 
-def _there(name: str, candidates: Iterable[str]) -> str:
-    candidates = list(candidates)
-    close = difflib.get_close_matches(name, candidates, 1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(candidates)}"
-
-
-def _header(table: dict[str, Any], where: str) -> Header:
-    hints = get_type_hints(Header, include_extras=True)
-    for key in table:
-        if key not in hints:
-            raise ConfigError(
-                f"{where} {key}: no such key; {_there(key, (item.name for item in fields(Header)))}"
-            )
-    if "base" not in table:
+def _header(table: dict[str, Any], path: str) -> Header:
+    try:
+        header = Header(**table)
+    except OptionError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not header.base:
         raise ConfigError(
-            f'{where} base is missing: the job that is varied, as base = "configs/gla_debug.toml"'
+            f'{path}: sweep.base is missing: the job that is varied, as base = "configs/gla_debug.toml"'
         )
-    return Header(**{key: from_toml(raw, hints[key], f"{where} {key}") for key, raw in table.items()})
+    return header
 
 
 def _settings(table: dict[str, Any], where: str) -> Settings:
@@ -166,7 +159,7 @@ def _axes(document: dict[str, Any], path: str) -> list[list[_Point]]:
         columns = _columns({key: value for key, value in table.items() if key != "names"}, where)
         if not columns:
             raise ConfigError(f"{where} no key varies; give it a job's keys with lists of values")
-        names = from_toml(table["names"], list[str], f"{where} names") if "names" in table else []
+        names = from_toml(table["names"], tuple[str, ...], f"{where} names") if "names" in table else ()
         lengths = {key: len(column) for key, column in columns.items()} | (
             {"names": len(names)} if names else {}
         )
