@@ -5,6 +5,8 @@ and meaning follow flash-attn 2: [B, L, H, D], fewer key than query heads, causa
 key, and windows counted from there.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -52,16 +54,11 @@ def flash_attn_func(
     left, right = window_size
     right = 0 if causal else right
     # With as many queries as keys and no window the operator makes its own mask, and skips what it hides.
-    plain_causal = False
-    if (
-        right == 0 and left < 0 and q.shape[1] == k.shape[1]
-    ):  # decided here: lengths may be a compiler's symbols
+    plain_causal, mask = False, None
+    if right == 0 and left < 0 and q.shape[1] == k.shape[1]:  # an `if`: lengths may be a compiler's symbols
         plain_causal = True
-    mask = (
-        None
-        if plain_causal or (left < 0 and right < 0)
-        else _band(q.shape[1], k.shape[1], left, right, q.device)
-    )
+    elif left >= 0 or right >= 0:
+        mask = _band(q.shape[1], k.shape[1], left, right, q.device)
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -86,11 +83,8 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """The same for sequences packed along the first dimension: q [tokens, H, D], k and v [key tokens, H_kv, D].
 
@@ -98,32 +92,19 @@ def flash_attn_varlen_func(
     a kernel's launch grid and have no use here.
 
     Raises:
-        KernelError: as `flash_attn_func`, and `block_table` (paged keys).
+        KernelError: as `flash_attn_func`, which takes the `options`, and `block_table` (paged keys).
     """
     if block_table is not None:
         raise KernelError("flash_attn_varlen_func: block_table (paged keys) is not computed on a CPU")
+    lengths_q, lengths_k = (bounds.diff().tolist() for bounds in (cu_seqlens_q, cu_seqlens_k))
+    sequences = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     outputs = [
         flash_attn_func(
-            q_n.unsqueeze(0),
-            k_n.unsqueeze(0),
-            v_n.unsqueeze(0),
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-        ).squeeze(0)
-        for q_n, k_n, v_n in zip(
-            q.split(cu_seqlens_q.diff().tolist()),
-            k.split(cu_seqlens_k.diff().tolist()),
-            v.split(cu_seqlens_k.diff().tolist()),
-            strict=True,
+            *(x[None] for x in sequence), dropout_p, softmax_scale, causal, window_size, **options
         )
+        for sequence in sequences
     ]
-    return torch.cat(outputs)
+    return torch.cat(outputs, 1).squeeze(0)
 
 
 def _band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> torch.Tensor:

@@ -4,16 +4,17 @@ The recurrence, for one head with key size K and value size V (Yang et al. 2024,
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
 
-This file checks arguments and lays tokens out in chunks; the mathematics is in `gla_chunks.py`.
+Not FLA's own `naive_recurrent_gla`, a loop over time that is too slow to train with (docs/cpu-kernels.md has the
+ratio). This file checks arguments and lays tokens out in chunks; the mathematics is in `gla_chunks.py`.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from titanplans.errors import KernelError
 from titanplans.modeling.kernels.gla_chunks import gated_recurrence
+from titanplans.modeling.kernels.packing import Result, by_sequence
 from titanplans.modeling.kernels.precision import accumulation_dtype
 
 # Measured, not derived: benchmarks/cpu_kernels.py. 32 and 64 are level in time at K=64, V=128; 64 keeps
@@ -32,7 +33,7 @@ def chunk_gla(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Result:
     """Gated linear attention over whole sequences, as `fla.ops.gla.chunk_gla`, in plain PyTorch.
 
     Args:
@@ -46,8 +47,8 @@ def chunk_gla(
             number of packed sequences.
         output_final_state: also return the states after the last token of each sequence.
         state_v_first: layout of the states that go in and come out.
-        cu_seqlens: [N + 1] boundaries of sequences packed along T; B must be 1. They are read on the
-            host, which is a graph break under `torch.compile`.
+        cu_seqlens: [N + 1] boundaries of sequences packed along T; B must be 1. One sequence is computed after the
+            other.
         cu_seqlens_cpu: a host copy of `cu_seqlens`; read instead of it if given.
 
     Returns:
@@ -57,49 +58,26 @@ def chunk_gla(
     Raises:
         KernelError: shapes that don't agree.
     """
-    _check_shapes(q, k, v, g)
-    batch, seq_len, num_heads, _ = q.shape
-    lengths = _sequence_lengths(q, cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
-    num_sequences = batch if lengths is None else len(lengths)
-    dtype = accumulation_dtype(q, k, v, g, initial_state)
-    state = _state_in(q, v, initial_state, num_sequences, state_v_first).to(dtype)
-
-    chunk_size = _chunk_size(max(lengths) if lengths else seq_len)
-    if lengths is None:
-        num_chunks = -(-seq_len // chunk_size)
-        bounds, positions = [0, num_chunks], None
-        state = state.reshape(batch * num_heads, 1, *state.shape[2:])
+    bounds = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    if not (q.shape == k.shape == g.shape and v.shape[:-1] == q.shape[:-1]):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkvg", (q, k, v, g), strict=True))
+        raise KernelError(f"chunk_gla: {shapes}; q, k and g must be [B, T, H, K] alike and v [B, T, H, V]")
+    if initial_state is not None:
+        state = initial_state.transpose(-1, -2) if state_v_first else initial_state
+        shape = (len(bounds) - 1 if bounds is not None else len(q), *q.shape[2:], v.shape[3])
+        if state.shape != shape:
+            layout = "[N, H, V, K]" if state_v_first else "[N, H, K, V]"
+            raise KernelError(f"chunk_gla: initial_state must be {layout} with N, H, K, V = {shape}")
     else:
-        bounds, positions = _chunk_bounds(lengths, chunk_size, q.device)
-        num_chunks = bounds[-1]
-        state = state.transpose(0, 1)  # [H, N, K, V]: a head is a row, its sequences are runs of chunks
-
-    def to_chunks(x_BTHD: torch.Tensor) -> torch.Tensor:
-        """[B, T, H, D] -> [B * H, M, C, D]; padded tokens are zero: no key, no decay, so no effect."""
-        x_BTHD = x_BTHD.to(dtype)
-        if positions is not None:
-            x_BTHD = x_BTHD.new_zeros(1, num_chunks * chunk_size, *x_BTHD.shape[2:]).index_copy(
-                1, positions, x_BTHD
-            )
-        elif num_chunks * chunk_size > seq_len:
-            # Not F.pad, whose gradient torch's compiler gives other strides than it has where the length is a symbol.
-            missing = num_chunks * chunk_size - seq_len
-            x_BTHD = torch.cat([x_BTHD, x_BTHD.new_zeros(batch, missing, *x_BTHD.shape[2:])], 1)
-        x_BHTD = x_BTHD.transpose(1, 2).contiguous()
-        return x_BHTD.view(batch * num_heads, num_chunks, chunk_size, x_BHTD.shape[-1])
-
+        state = None
+    dtype = accumulation_dtype(q, k, v, g, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    # A gemm in bfloat16 would lose what the accumulation dtype is for.
-    with torch.autocast(q.device.type, enabled=False):
-        o, state, _, _ = gated_recurrence(
-            to_chunks(q) * scale, to_chunks(k), to_chunks(v), to_chunks(g), state, bounds
-        )
-    o = o.reshape(batch, num_heads, num_chunks * chunk_size, v.shape[-1]).transpose(1, 2)
-    o = o[:, :seq_len] if positions is None else o.index_select(1, positions)
+    inputs = {name: x.to(dtype) for name, x in zip("qkvg", (q, k, v, g), strict=True)}
+    inputs["q"] = inputs["q"] * scale
+    o, final = by_sequence(_chunked, inputs, None if state is None else state.to(dtype), bounds)
     if not output_final_state:
         return o.to(v.dtype), None
-    state = state.reshape(batch, num_heads, *state.shape[2:]) if lengths is None else state.transpose(0, 1)
-    return o.to(v.dtype), (state.transpose(-1, -2) if state_v_first else state).contiguous()
+    return o.to(v.dtype), (final.transpose(-1, -2) if state_v_first else final).contiguous()
 
 
 def fused_recurrent_gla(
@@ -115,7 +93,7 @@ def fused_recurrent_gla(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Result:
     """The same function under the name FLA uses for T <= 64 and for decoding; a CPU gains nothing from a second one.
 
     Arguments as for `chunk_gla`; `gk` is its `g` (no decay if None), and `reverse` runs every sequence
@@ -144,62 +122,37 @@ def fused_recurrent_gla(
     return o, state
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> None:
-    if not (q.shape == k.shape == g.shape and v.shape[:-1] == q.shape[:-1]):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkvg", (q, k, v, g), strict=True))
-        raise KernelError(f"chunk_gla: {shapes}; q, k and g must be [B, T, H, K] alike and v [B, T, H, V]")
-
-
-def _sequence_lengths(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[int] | None:
-    """Lengths of the packed sequences, on the host; None for an ordinary batch."""
-    if cu_seqlens is None:
-        return None
-    bounds = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in pairwise(bounds)]
-    if q.shape[0] != 1:
-        raise KernelError(
-            f"chunk_gla: batch size {q.shape[0]} with cu_seqlens; flatten the sequences to batch size 1"
-        )
-    if bounds[0] != 0 or bounds[-1] != q.shape[1] or min(lengths, default=0) < 0:
-        raise KernelError(f"chunk_gla: cu_seqlens {bounds} must rise from 0 to T={q.shape[1]}")
-    return lengths
-
-
-def _state_in(
-    q: torch.Tensor, v: torch.Tensor, state: torch.Tensor | None, num_sequences: int, state_v_first: bool
-) -> torch.Tensor:
-    """The initial states as [N, H, K, V]."""
-    shape = (num_sequences, q.shape[2], q.shape[3], v.shape[3])
+def _chunked(inputs: dict[str, torch.Tensor], state: torch.Tensor | None) -> Result:
+    """The recurrence over q (scaled), k, g [B, T, H, K] and v [B, T, H, V], all of one dtype, from `state` [B, H, K, V]."""
+    v = inputs["v"]
+    batch, seq_len, num_heads, value_size = v.shape
+    chunk_size = _chunk_size(seq_len)
+    num_chunks = -(-seq_len // chunk_size)
     if state is None:
-        return v.new_zeros(shape)
-    state = state.transpose(-1, -2) if state_v_first else state
-    if state.shape != shape:
-        layout = "[N, H, V, K]" if state_v_first else "[N, H, K, V]"
-        raise KernelError(f"chunk_gla: initial_state must be {layout} with N, H, K, V = {shape}")
-    return state
+        state = v.new_zeros(batch, num_heads, inputs["k"].shape[-1], value_size)
+
+    def to_chunks(x_BTHD: torch.Tensor) -> torch.Tensor:
+        """[B, T, H, D] -> [B * H, M, C, D]; padded tokens are zero: no key, no decay, so no effect."""
+        if num_chunks * chunk_size > seq_len:
+            # Not F.pad, whose gradient torch's compiler gives other strides than it has where the length is a symbol.
+            missing = num_chunks * chunk_size - seq_len
+            x_BTHD = torch.cat([x_BTHD, x_BTHD.new_zeros(batch, missing, *x_BTHD.shape[2:])], 1)
+        x_BHTD = x_BTHD.transpose(1, 2).contiguous()
+        return x_BHTD.view(batch * num_heads, num_chunks, chunk_size, x_BHTD.shape[-1])
+
+    # A gemm in bfloat16 would lose what the accumulation dtype is for.
+    with torch.autocast(v.device.type, enabled=False):
+        o, final, _, _ = gated_recurrence(*(to_chunks(inputs[name]) for name in "qkvg"), state.flatten(0, 1))
+    o = o.reshape(batch, num_heads, num_chunks * chunk_size, value_size).transpose(1, 2)[:, :seq_len]
+    return o, final.view_as(state)
 
 
-def _chunk_bounds(
-    lengths: list[int], chunk_size: int, device: torch.device
-) -> tuple[list[int], torch.Tensor]:
-    """The chunks at which sequences begin (and the last one ends), and every token's place among the padded chunks.
-
-    >>> _chunk_bounds([3, 4, 1], chunk_size=2, device=torch.device("cpu"))
-    ([0, 2, 4, 5], tensor([0, 1, 2, 4, 5, 6, 7, 8]))
-    """
-    bounds, positions = [0], []
-    for length in lengths:
-        positions.append(torch.arange(length, device=device) + bounds[-1] * chunk_size)
-        bounds.append(bounds[-1] + -(-length // chunk_size))
-    return bounds, torch.cat(positions)
-
-
-def _chunk_size(longest: int) -> int:
-    """`CHUNK_SIZE`, or the power of two that holds sequences shorter than that.
+def _chunk_size(seq_len: int) -> int:
+    """`CHUNK_SIZE`, or the power of two that holds a sequence shorter than that.
 
     By comparisons: `torch.compile` then compiles once for all lengths of one chunk size, not for each length.
     """
     size = 1
-    while size < min(longest, CHUNK_SIZE):
+    while size < min(seq_len, CHUNK_SIZE):
         size *= 2
     return size

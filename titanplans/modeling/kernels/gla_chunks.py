@@ -18,8 +18,6 @@ Between chunks a [K, V] state is carried, one step a chunk.
 Shapes: R rows (batch x heads), M chunks, C tokens a chunk, K and V; N = R * M.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,12 +34,10 @@ def gated_recurrence(
     v: torch.Tensor,
     g: torch.Tensor,
     state: torch.Tensor,
-    bounds: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs [R, M, C, V], final states [R, S, K, V], and for the backward pass A [N, C, C] and the entering states.
+    """Outputs [R, M, C, V], final states [R, K, V], and for the backward pass A [N, C, C] and the entering states.
 
-    q (scaled), k, g: [R, M, C, K] and contiguous, v: [R, M, C, V], state: [R, S, K, V], all of one dtype. `bounds`
-    are the S + 1 chunks at which the S sequences of a row begin and the last one ends.
+    q (scaled), k, g: [R, M, C, K] and contiguous, v: [R, M, C, V], state: [R, K, V], all of one dtype.
 
     It is one operator to PyTorch, so that `torch.compile` neither breaks its graph here nor spends minutes on
     unrolled loops whose time is in matrix products anyway.
@@ -49,7 +45,7 @@ def gated_recurrence(
     levels, from_start, to_end = _decays(g)
     scores_NCC = _scores(q, k, levels)
     update = (k * to_end).transpose(2, 3) @ v
-    states, final = _scan(update, from_start[:, :, -1], state, bounds)
+    states, final = _scan(update, from_start[:, :, -1], state)
     o = scores_NCC @ v.flatten(0, 1)
     o.baddbmm_((q * from_start).flatten(0, 1), states.flatten(0, 1))
     return o.view_as(v), final, scores_NCC, states
@@ -65,7 +61,6 @@ def gated_recurrence_backward(
     states: torch.Tensor,
     do: torch.Tensor,
     dfinal: torch.Tensor,
-    bounds: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The adjoint of every line of `gated_recurrence`, last line first: gradients of q, k, v, g and state."""
     levels, from_start, to_end = _decays(g)
@@ -74,7 +69,7 @@ def gated_recurrence_backward(
 
     # dstates[m] is the gradient of the state that chunk m leaves behind.
     dupdate = (q * from_start).transpose(2, 3) @ do
-    dstates, dstate = _scan_back(dupdate, chunk_decay, dfinal, bounds)
+    dstates, dstate = _scan_back(dupdate, chunk_decay, dfinal)
 
     dscores_NCC = do_NCV @ v_NCV.transpose(1, 2)
     dv = scores_NCC.transpose(1, 2) @ do_NCV
@@ -97,7 +92,6 @@ def _(
     v: torch.Tensor,
     g: torch.Tensor,
     state: torch.Tensor,
-    bounds: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, num_chunks, chunk_size, key_dim = q.shape
     scores = q.new_empty(rows * num_chunks, chunk_size, chunk_size)
@@ -119,14 +113,13 @@ def _(
     states: torch.Tensor,
     do: torch.Tensor,
     dfinal: torch.Tensor,
-    bounds: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     empty = torch.empty_like
     return empty(q), empty(k), empty(v), empty(g), empty(dfinal)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, g, _, ctx.bounds = inputs
+    q, k, v, g, _ = inputs
     _, final, scores_NCC, states = output
     ctx.save_for_backward(q, k, v, g, scores_NCC, states)
     ctx.final_shape = final.shape
@@ -141,8 +134,7 @@ def _backward(
     dfinal = states.new_zeros(ctx.final_shape) if dfinal is None else dfinal.contiguous()
     # A gemm in bfloat16, where a backward pass runs under autocast, would lose the accumulation dtype.
     with torch.autocast(do.device.type, enabled=False):
-        gradients = gated_recurrence_backward(q, k, v, g, scores_NCC, states, do, dfinal, ctx.bounds)
-    return *gradients, None
+        return gated_recurrence_backward(q, k, v, g, scores_NCC, states, do, dfinal)
 
 
 gated_recurrence.register_autograd(_backward, setup_context=_save)
@@ -224,31 +216,28 @@ def _levels_back(
 
 
 def _scan(
-    update: torch.Tensor, decay: torch.Tensor, state: torch.Tensor, bounds: Sequence[int]
+    update: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """States that enter each chunk, [R, M, K, V], and those that leave each sequence, [R, sequences, K, V]."""
-    entering, leaving = torch.empty_like(update), torch.empty_like(state)
-    for n, (first, end) in enumerate(pairwise(bounds)):
-        current = state[:, n]
-        for m in range(first, end):
-            entering[:, m] = current
-            current = torch.addcmul(update[:, m], current, decay[:, m, :, None])
-        leaving[:, n] = current
-    return entering, leaving
+    """States that enter each chunk, [R, M, K, V], and the one that leaves the last, [R, K, V]."""
+    entering = torch.empty_like(update)
+    for m in range(update.shape[1]):
+        entering[:, m] = state
+        state = torch.addcmul(update[:, m], state, decay[:, m, :, None])
+    return (
+        entering,
+        state.clone(),
+    )  # an operator may not return its input, which it is where there is no chunk
 
 
 def _scan_back(
-    dupdate: torch.Tensor, decay: torch.Tensor, dleaving: torch.Tensor, bounds: Sequence[int]
+    dupdate: torch.Tensor, decay: torch.Tensor, dstate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, from the last chunk to the first, on gradients."""
-    dstates, dstate = torch.empty_like(dupdate), torch.empty_like(dleaving)
-    for n, (first, end) in enumerate(pairwise(bounds)):
-        current = dleaving[:, n]
-        for m in reversed(range(first, end)):
-            dstates[:, m] = current
-            current = torch.addcmul(dupdate[:, m], current, decay[:, m, :, None])
-        dstate[:, n] = current
-    return dstates, dstate
+    dstates = torch.empty_like(dupdate)
+    for m in reversed(range(dupdate.shape[1])):
+        dstates[:, m] = dstate
+        dstate = torch.addcmul(dupdate[:, m], dstate, decay[:, m, :, None])
+    return dstates, dstate.clone()
 
 
 def _block_sizes(chunk_size: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""Attention residuals (`attnres_block_size` in FLA's configs): the mix of earlier blocks' outputs, on a CPU."""
+"""Attention residuals (`attnres_block_size` in FLA's configs): the mix of earlier blocks' outputs, on a CPU.
+
+Not FLA's own `naive_attnres`: its einsum can't be simulated where the ranks' parts of a sequence differ in length.
+"""
 
 from collections.abc import Sequence
 
@@ -8,6 +11,7 @@ import torch.nn.functional as F
 from titanplans.modeling.kernels.precision import accumulation_dtype
 
 
+@torch.compiler.disable
 def fused_attnres(
     query: torch.Tensor,
     residuals: Sequence[torch.Tensor],

@@ -1,0 +1,84 @@
+"""The tiny models that tests run: every registered architecture, and one of nobody's library. The one list of them.
+
+    config = zoo.config("gla")                      # with the options that change a style of its plan
+    config = zoo.config("gla", options=False)       # as plain as it gets
+    model, inputs = zoo.build("gla"), zoo.inputs("gla", seq_len=16)
+
+Sizes are small and the structure is the family's own: its debug flavor of eight heads, and in most families fewer
+key/value heads, cut down to two blocks, 64 wide. "tiny" is the model of tests/tiny.py, which has no config.
+A new architecture is a line in `ARCHITECTURES`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from tiny import Tiny, TinyPlan
+from torch import nn
+from transformers import PretrainedConfig
+
+from titanplans import TPPlan, modeling, registered_plans
+from titanplans.modeling import kernels
+from titanplans.modeling.samples import build_real, sample_inputs
+
+
+class Architecture(NamedTuple):
+    """Fields of the config that differ from the debug flavor."""
+
+    sizes: dict[str, Any]
+    options: dict[str, Any]
+    """Those that change a style of the plan, or what it is applied to: all together are worth a proof."""
+
+
+_FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
+_DENSE = _FLA | dict(head_dim=16)
+
+ARCHITECTURES = {
+    "transformer": Architecture(_FLA, dict(num_kv_heads=4, qk_norm=True, qkv_bias=True)),
+    "gla": Architecture(_FLA, dict(num_kv_heads=2, use_short_conv=True)),
+    "llama": Architecture(_DENSE, dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True)),
+    "mistral": Architecture(_DENSE, dict(num_key_value_heads=2, sliding_window=6)),
+    "qwen2": Architecture(_FLA, dict(num_key_value_heads=4)),  # the only one without head_dim
+    "qwen3": Architecture(_DENSE, dict(num_key_value_heads=8, tie_word_embeddings=True)),
+    "gemma3_text": Architecture(_DENSE, dict(final_logit_softcapping=20.0, attn_logit_softcapping=30.0)),
+    # Its image tokens are the last of the debug flavor's vocabulary.
+    "gemma3": Architecture(
+        {name: size for name, size in _DENSE.items() if name != "vocab_size"}
+        | dict(vision_config=dict(num_hidden_layers=1)),
+        {},
+    ),
+}
+ODD = dict(intermediate_size=45, vocab_size=97)
+"""Sizes that no degree divides. Of gemma3 only the first."""
+EVERY = (*ARCHITECTURES, "tiny")
+"""Names of all models, the one of nobody's library last."""
+
+
+def config(name: str, *, options: bool = True, **overrides: Any) -> PretrainedConfig:
+    """Return the tiny config of a registered architecture; `overrides` are fields of it."""
+    architecture = ARCHITECTURES[name]
+    fields = architecture.sizes | (architecture.options if options else {}) | overrides
+    return modeling.load_config(name, "debug", **fields)
+
+
+def build(
+    name: str, *, dtype: torch.dtype = torch.float64, options: bool = True, **overrides: Any
+) -> nn.Module:
+    """Return a tiny model with weights on the CPU, the same each time."""
+    if name == "tiny":
+        torch.manual_seed(0)
+        return Tiny(**overrides).to(dtype)
+    kernels.install("cpu")
+    return build_real(config(name, options=options, **overrides), dtype=dtype)
+
+
+def inputs(name: str, *, batch_size: int = 2, seq_len: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return keyword arguments for a forward pass: tokens, and of gemma3 an image in each sequence."""
+    if name == "tiny":
+        generator = torch.Generator().manual_seed(seed)
+        return {"input_ids": torch.randint(32, (batch_size, seq_len), generator=generator)}
+    return sample_inputs(config(name), batch_size=batch_size, seq_len=seq_len, seed=seed)
+
+
+def plan(name: str) -> type[TPPlan]:
+    """Return the plan of a tiny model."""
+    return TinyPlan if name == "tiny" else registered_plans()[name]

@@ -1,0 +1,72 @@
+"""Which function computes what on a CPU: {place in FLA: reference}.
+
+A place is a function or an autograd.Function; the reference takes the same arguments (of a Function: those of `apply`)
+and is differentiated by torch. A reference of FLA's own, `fla/ops/*/naive.py`, is given by its place, and `recurrence`
+calls it: another mixer is a line here. Those of this package are for what FLA has no reference for, or none that
+holds float64 and simulated ranks, or, of GLA, none that is fast enough to train with.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from titanplans.modeling.kernels import (
+    activations,
+    attention,
+    convolution,
+    gla,
+    losses,
+    norms,
+    residuals,
+    rotary,
+)
+
+_FLASH_ATTENTION = {
+    # The modules import flash-attn, which may be absent: then the names are None, or missing.
+    f"fla.layers.{module}:{function.__name__}": function
+    for module in ("attn", "bitattn", "mla", "rodimus")
+    for function in (attention.flash_attn_func, attention.flash_attn_varlen_func)
+}
+
+_NAIVE = {
+    "delta_rule": ("delta_rule_recurrence", "chunk", "fused_recurrent"),
+    "gated_delta_rule": ("naive_recurrent_gated_delta_rule", "chunk", "fused_recurrent"),
+    "kda": ("naive_recurrent_kda", "chunk", "fused_recurrent"),
+    "simple_gla": ("naive_recurrent_simple_gla", "chunk", "fused_chunk", "fused_recurrent", "parallel"),
+}
+"""Folder of fla.ops -> the reference in its naive.py, and the kernels that it stands for: `chunk_delta_rule`, ..."""
+
+REFERENCES: dict[str, Callable[..., Any] | str] = {
+    "fla.modules.norm.layernorm:LayerNormFunction": norms.layer_norm,
+    "fla.modules.norm.layernorm:LayerNormLinearFunction": norms.layer_norm_linear,
+    "fla.modules.norm.fused_norm_gate:LayerNormGatedFunction": norms.layer_norm_gated,
+    "fla.modules.norm.fused_norm_gate:LayerNormGatedLinearFunction": norms.layer_norm_gated_linear,
+    "fla.modules.norm.l2norm:L2NormFunction": norms.l2norm,
+    "fla.modules.activations.ops:SigmoidFunction": activations.sigmoid,
+    "fla.modules.activations.ops:LogSigmoidFunction": activations.logsigmoid,
+    "fla.modules.activations.ops:SwishFunction": activations.swish,
+    "fla.modules.activations.ops:ELUPlusOneFunction": activations.elu_plus_one,
+    "fla.modules.activations.ops:GeLUFunction": activations.bias_gelu,
+    "fla.modules.activations.ops:FastGeLUFunction": activations.gelu,
+    "fla.modules.activations.ops:SquaredReLUFunction": activations.squared_relu,
+    "fla.modules.activations.ops:SwiGLUFunction": activations.swiglu,
+    "fla.modules.activations.ops:SwiGLULinearFunction": activations.swiglu_linear,
+    "fla.modules.activations.ops:PowGLUFunction": activations.powglu,
+    "fla.modules.activations.ops:PowGLULinearFunction": activations.powglu_linear,
+    "fla.modules.causal_conv1d.ops:CausalConv1dFunction": convolution.causal_conv1d,
+    "fla.modules.causal_conv1d.ops:causal_conv1d_update": convolution.causal_conv1d_update,
+    "fla.modules.causal_conv1d.ops:causal_conv1d_update_states": convolution.causal_conv1d_update_states,
+    "fla.modules.rotary.ops:RotaryEmbeddingFunction": rotary.rotary_embedding,
+    "fla.modules.fused_cross_entropy.ops:cross_entropy_loss": losses.cross_entropy_loss,
+    "fla.modules.fused_cross_entropy.ops:FusedCrossEntropyLoss.forward": losses.fused_cross_entropy_module,
+    "fla.modules.fused_linear_cross_entropy.ops:fused_linear_cross_entropy_loss": losses.fused_linear_cross_entropy_loss,
+    "fla.ops.attnres.fused:fused_attnres": residuals.fused_attnres,
+    **_FLASH_ATTENTION,
+    "fla.ops.gla.chunk:chunk_gla": gla.chunk_gla,
+    "fla.ops.gla.fused_recurrent:fused_recurrent_gla": gla.fused_recurrent_gla,
+    **{
+        f"fla.ops.{folder}.{kind}:{kind}_{folder}": f"fla.ops.{folder}.naive:{reference}"
+        for folder, (reference, *kinds) in _NAIVE.items()
+        for kind in kinds
+    },
+}
+"""Place in FLA, "module:name" -> what computes CPU tensors there."""
