@@ -33,6 +33,7 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
     from titanplans.cli.sweep.cells import make_cells
     from titanplans.cli.sweep.spec import read_spec
     from titanplans.config import load_job
+    from titanplans.modeling.families import read_family
 
     monkeypatch.chdir(ROOT)  # a sweep names its base job
 
@@ -41,6 +42,8 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
         job.write_text(block)
         if "[sweep]" in block:
             assert all(cell.job for cell in make_cells(read_spec(str(job))))
+        elif block.startswith("config_class"):
+            assert read_family(job).flavors
         else:
             load_job([str(job)])
 

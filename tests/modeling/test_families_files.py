@@ -11,7 +11,7 @@ import pytest
 from titanplans.modeling import ModelError, available
 from titanplans.modeling import configs as configs_module
 from titanplans.modeling.configs import load_config
-from titanplans.modeling.families import _read, families
+from titanplans.modeling.families import families, read_family
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
         'config_class = "a.B"\n[defaults]\nwindow = 4\nrope = { kind = "linear", factor = 8.0 }\n'
         '[small]\nrope.factor = 2.0\n[full]\nwindow = "none"\nrope = "none"\n'
     )
-    assert _read(file).flavors == {
+    assert read_family(file).flavors == {
         "small": {"window": 4, "rope": {"kind": "linear", "factor": 2.0}},
         "full": {"window": None, "rope": None},
     }
@@ -63,7 +63,7 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
 def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, text, words):
     file = tmp_path / "x.toml"
     file.write_text(text)
-    monkeypatch.setattr(configs_module, "families", lambda: {"x": _read(file)})
+    monkeypatch.setattr(configs_module, "families", lambda: {"x": read_family(file)})
     with pytest.raises(ModelError) as refusal:
         load_config("x", "debug")
     assert "\n" not in str(refusal.value)

@@ -50,7 +50,7 @@ def families() -> dict[str, Family]:
                 raise ModelError(
                     f"model {name!r} is in two files: {found[name].source} and {file}; rename one"
                 )
-            found[name] = _read(file)
+            found[name] = read_family(file)
     return dict(sorted(found.items()))
 
 
@@ -66,7 +66,8 @@ def _packages() -> Iterator[Traversable]:
         yield resources.files(package)
 
 
-def _read(file: Traversable) -> Family:
+def read_family(file: Traversable) -> Family:
+    """Return the family of one file; ModelError if it is not what `titanplans.models` says."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # TOMLDecodeError names line and column, UnicodeDecodeError the byte
