@@ -10,19 +10,20 @@ from torch import nn
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
 from titanplans import apply_plan, modeling, registered_plans
-from titanplans.cli.async_tp.capture import capture
-from titanplans.cli.async_tp.decide import decide
-from titanplans.cli.async_tp.verdict import verdicts
+from titanplans.cli.async_tp.decide import _prepare_block, decide
+from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.source import Source
 from titanplans.cli.verify.subject import Subject
 from titanplans.modeling import kernels
-from titanplans.observe.graph_collectives import recording_graphs
+from titanplans.observe.async_tp.capture import capture
+from titanplans.observe.async_tp.verdict import verdicts
+from titanplans.observe.graphs import recording_graphs
 from titanplans.proof.simulate import fake_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "async-tp.md"
-TITLES = ("architecture", "forward", "backward", "left, since torch's pass has no form for it")
+TITLES = ("architecture", "forward", "backward", "left: torch's pass does not support it")
 NAMES = [name for name in modeling.available() if name in registered_plans()]
 
 
@@ -46,15 +47,8 @@ def row(name):
         decision = decided(name, batch_size=1)
     (blocks,) = (found for found in decision.blocks if found.names)
     assert len(blocks.names) >= 2  # the first, too, but for the gather where the stream begins
-    counts = []
-    for backward in (False, True):
-        those = [v for v in blocks.verdicts if v.backward == backward]
-        counts.append(f"{sum(v.fused for v in those)}/{len(those)}")
-    left = [
-        f"{v.place}: {v.obstacle.removesuffix(', and the pass takes one')}"
-        for v in blocks.verdicts
-        if not v.fused
-    ]
+    counts = ["/".join(map(str, blocks.count(backward=backward))) for backward in (False, True)]
+    left = [f"{v.place}: {v.obstacle}" for v in blocks.verdicts if not v.fused]
     assert decision.complete, left
     return f"| {' | '.join([f'`{name}`', *counts, '; '.join(left)])} |", decision, record
 
@@ -65,9 +59,9 @@ def test_the_page_has_what_is_decided(name):
     assert line in PAGE.read_text().splitlines()
     # The recorder of a training run counts the same, over the captured blocks: the first, and one of each kind.
     captured = [c for c in record.collectives() if c.operation != "all_reduce"]
-    fused = {(c.operation, c.backward) for c in captured if c.fused}
-    assert {("all_gather", False), ("reduce_scatter", False), ("all_gather", True)} == fused
-    assert all(c.products >= 1 and c.received > 0 for c in captured if c.fused)
+    fused = {(c.operation, c.phase) for c in captured if c.fused}
+    assert {("all_gather", "forward"), ("reduce_scatter", "forward"), ("all_gather", "backward")} == fused
+    assert all(c.received > 0 for c in captured if c.fused)
     assert sum(c.fused for c in captured) % sum(decision.count(backward=b)[0] for b in (False, True)) == 0
 
 
@@ -84,8 +78,8 @@ def test_every_registered_architecture_is_on_the_page():
 def test_a_length_that_the_degree_does_not_divide_is_padded_and_nothing_is_fused(capsys):
     assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 1
     out = capsys.readouterr().out
-    assert "not fused: slice, view between it and q_proj and k_proj and v_proj" in out
-    assert "not fused: concatenation, view between it and o_proj" in out
+    assert "not fused: slice, view between it and q_proj, k_proj, v_proj" in out
+    assert "not fused: cat, view between it and o_proj" in out
     assert "NOT all is fused that could be: forward 0 of 4" in out
 
 
@@ -167,10 +161,8 @@ def test_what_stands_between_is_said_in_words():
     decision = decide(Subject(Source("own", make=normed), NormedPlan), Request("async-tp", "own"), 2, quietly)
     assert not decision.complete
     said = {(v.place, v.backward): v.obstacle for b in decision.blocks for v in b.verdicts if not v.fused}
-    assert said["mlp in", False] == (
-        "norm mlp.norm, view between it and gate_proj and up_proj; its result is saved for the backward, too"
-    )
-    assert said["mlp out", False] == "product element by element, view between it and down_proj"
+    assert said["mlp in", False] == ("mlp.norm, view between it and gate_proj, up_proj")
+    assert said["mlp out", False] == "mul, view between it and down_proj"
 
 
 def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators():
@@ -184,13 +176,14 @@ def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators(
         def run():
             model(**inputs).logits.sum().backward()
 
-        graphs = capture(model, [name], run, group)[name]
+        with graphs_end_as_on_a_gpu():
+            graphs = capture(model, [name], run, group, _prepare_block)[name]
     block = model.get_submodule(name)
     found = verdicts(graphs, {str(id(module)): path for path, module in block.named_modules()})
     # Not prepared: the MLP's last product is within FLA's swiglu_linear.
     said = {(v.place, v.backward): v.obstacle for v in found if not v.fused and v.possible}
     assert said == {
-        ("mlp out", False): "its input comes into the graph without a product: a graph break parts them",
-        ("mlp out", True): "its result leaves the graph without a product: a graph break parts them",
+        ("mlp out", False): "a graph break parts it from its product",
+        ("mlp out", True): "a graph break parts it from its product",
     }
     assert block.mlp.fuse_swiglu is True

@@ -108,9 +108,7 @@ def test_a_figure_that_is_not_there_has_a_reason_and_is_no_0(tmp_path):
     assert set(found.values()) == {"the run wrote no metrics.jsonl", "the run wrote no parallelism.json"}
 
     write_rows(tmp_path / "metrics.jsonl", [*rows_of([1]), {"step": 2, "loss_metrics/global_avg_loss": None}])
-    (tmp_path / "parallelism.json").write_text(
-        '{"step": {"collectives": null, "bytes": null, "reason": "so"}}'
-    )
+    (tmp_path / "parallelism.json").write_text('{"step": null, "reasons": {"step": "so"}}')
     found = read_figures(tmp_path, skip_steps=5)
     assert found["loss_last"] == "not finite"
     assert found["loss_validation"] == "validation.enable = false"

@@ -1,17 +1,22 @@
-"""Operators that communicate: what each does, over which ranks, how much of it a rank receives.
+"""Operators that communicate: what each does, over which ranks, and how many bytes a rank receives.
 
-The names are those of torch's dispatcher, of the functional collectives (`_c10d_functional`), of process groups (`c10d`),
-and of DTensor. Who counts what is issued is elsewhere: `titanplans.proof.traffic` for a proof, others in training.
+The one table and the one ring formula: the recorder (`recorder`) looks up operators as they run, the graph reader
+(`graphs`) those of compiled graphs. Names are those of torch's dispatcher: functional collectives (`_c10d_functional`),
+process groups (`c10d`), DTensor, and symmetric memory, whose fused operators multiply matrices meanwhile.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor
 from torch.utils._pytree import tree_leaves
 
-NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor")
+Phase = Literal["forward", "backward", "recomputed", "update", "log"]
+"""recomputed: a forward again, for the backward. update: after the last backward. log: see `Places.log_begins`."""
+
+NAMESPACES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 """Where these operators are registered."""
 
 _OPERATIONS = {
@@ -38,7 +43,45 @@ _NO_DATA = (
     "mesh_get_process_group",
 )
 
-_RING_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "min_reduce": 2}
+_RING_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+
+
+class Collective(NamedTuple):
+    """One collective, as one rank issues it."""
+
+    operation: str
+    """all_gather, reduce_scatter, all_reduce, ..."""
+
+    reduction: str | None
+    """sum, avg, min, ... of a functional collective that reduces; None: not known."""
+
+    group: tuple[int, ...]
+    """The ranks that take part."""
+
+    elements: int | None
+    """Of the whole tensor: what is gathered, summed or to be scattered; None: a graph has symbolic sizes."""
+
+    bytes: int | None
+    """Of the whole tensor."""
+
+    fused: bool
+    """Issued by an operator that multiplies matrices meanwhile (async tensor parallelism)."""
+
+    module: str | None = None
+    """Fully qualified name of the innermost module in whose forward, or in the backward of whose forward, it is issued;
+    of FSDP2, the first module of the unit. "" for the model's own, None outside of the model or if it is not known."""
+
+    phase: Phase = "forward"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return len(self.group)
+
+    @property
+    def received(self) -> int | None:
+        """Bytes that a rank receives on a ring."""
+        return None if self.bytes is None else received(self.operation, self.bytes, self.ranks)
 
 
 def received(operation: str, size: int, ranks: int) -> int:
@@ -56,26 +99,54 @@ def received(operation: str, size: int, ranks: int) -> int:
     return size if passes is None else passes * size * (ranks - 1) // ranks
 
 
-def operation_of(func: Any, args: Any = ()) -> str | None:
-    """Return what the operator does with `args`, such as all_gather, reduce_scatter, all_reduce; None if it sends nothing.
+def operation_of(func: Any) -> str | None:
+    """Return what the operator does, such as all_gather, reduce_scatter, all_reduce; None if it sends nothing.
 
     Raises:
-        NotImplementedError: an operator that is not known here.
+        NotImplementedError: a communication operator that is not in the table.
     """
-    name = func._schema.name.partition("::")[2]
-    if name in _NO_DATA:
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace not in NAMESPACES or name in _NO_DATA:
         return None
     plain = name.replace("_", "")
-    for part, operation in _OPERATIONS.items():
-        if part in plain:
-            # A functional one names its reduction second; there a process group's own has the group.
-            reduction = args[1] if len(args) > 1 and isinstance(args[1], str) else None
-            return "min_reduce" if operation == "all_reduce" and reduction == "min" else operation
-    raise NotImplementedError(f"operator {func} is not known here, so its bytes would go uncounted")
+    operation = next((operation for part, operation in _OPERATIONS.items() if part in plain), None)
+    if operation is None and namespace != "symm_mem":  # which has much besides: barriers, handles, products
+        raise NotImplementedError(f"{func} is not in the table of operators, so its bytes can't be counted")
+    return operation
 
 
-def size_of(argument: Any) -> tuple[int, int]:
-    """Return elements and bytes of a tensor or a list of them; of simulated ranks, the largest's."""
+def is_fused(func: Any) -> bool:
+    """Whether the operator is a collective that multiplies matrices meanwhile."""
+    return func._schema.name.startswith("symm_mem::fused_")
+
+
+def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
+    """Return the collective that the operator issues with these tensors, real or fake; None if it sends nothing.
+
+    Raises:
+        NotImplementedError: as `operation_of`.
+    """
+    operation = operation_of(func)
+    if operation is None:
+        return None
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    group = tuple(dist.get_process_group_ranks(_group(given)))
+    fused = is_fused(func)
+    if fused:
+        elements, size = _fused_size(operation, given, len(group))
+    else:
+        # Inputs and outputs of whatever operator: the whole tensor is the largest of them.
+        sizes = [_size(argument) for argument in (*given.values(), result)]
+        known = all(isinstance(number, int) for pair in sizes for number in pair)
+        elements, size = max(sizes) if known else (None, None)
+    reduction = given.get("reduce_op")
+    return Collective(
+        operation, reduction if isinstance(reduction, str) else None, group, elements, size, fused
+    )
+
+
+def _size(argument: Any) -> tuple[int, int]:
+    """Elements and bytes of a tensor or a list of them; of simulated ranks, the largest's."""
     tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
     elements = [
         max(t.numel() for t in x._local_tensors.values()) if isinstance(x, LocalTensor) else x.numel()
@@ -84,20 +155,20 @@ def size_of(argument: Any) -> tuple[int, int]:
     return sum(elements), sum(n * x.element_size() for n, x in zip(elements, tensors, strict=True))
 
 
-def ranks_of(func: Any, args: Any, kwargs: Any) -> int:
-    """Return the size of the process group that a collective operator was given."""
-    given = _given(func, args, kwargs)
-    return given["group_size"] if "group_size" in given else group_of(func, args, kwargs).size()
+def _fused_size(operation: str, given: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None]:
+    """Elements and bytes of the tensor that a fused operator gathers, or of the product that it scatters."""
+    a = given["A"]
+    if operation == "all_gather":
+        elements, width = a.numel() * ranks, a.element_size()
+    else:
+        elements = a.numel() // a.shape[-1] * given["B"].shape[-1]
+        width = (given.get("out_dtype") or a.dtype).itemsize
+    return (elements, elements * width) if isinstance(elements, int) else (None, None)
 
 
-def group_of(func: Any, args: Any, kwargs: Any) -> dist.ProcessGroup:
-    """Return the process group that a collective operator was given, by name or as it is."""
-    given = _given(func, args, kwargs)
+def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The process group that an operator was given, by name or as it is."""
     group = next(value for name, value in given.items() if name in ("group_name", "process_group"))
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs

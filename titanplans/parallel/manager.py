@@ -18,7 +18,7 @@ from torch import nn
 
 from titanplans.config import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
 from titanplans.errors import ParallelError
-from titanplans.observe.effect import Effect
+from titanplans.observe.report import ParallelismReport
 from titanplans.parallel import ddp, megatron_fsdp
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
 from titanplans.parallel.degrees import Degrees, refuse_unsupported
@@ -27,6 +27,7 @@ from titanplans.parallel.mesh import Mesh
 from titanplans.parallel.parallelize import check_compatible, on_meta, parallelize, policy_of
 from titanplans.parallel.process_group import default_device_type
 from titanplans.parallel.replica_check import check_equal_values
+from titanplans.parallel.report import parallelism_report
 from titanplans.tensor_parallel import gradients
 from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
 from titanplans.torch_private import group_device_types
@@ -206,9 +207,9 @@ class ParallelManager:
         """
         return cross_entropy(logits, labels, self.count_tokens(labels) if tokens is None else tokens)
 
-    def effect(self) -> Effect:
-        """Return what took effect: its `report`, into which `measuring` puts what one step does; see `effect`."""
-        return Effect(self._parallel(), self.mesh, self.config)
+    def parallelism_report(self) -> ParallelismReport:
+        """Return the report on the model; its `measuring` adds what one step does."""
+        return parallelism_report(self._parallel(), self.mesh, self.config)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the model's gradients to `max_norm` and return their norm before, over all ranks; see `gradients`."""

@@ -36,6 +36,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         enable_jsonl: bool = False
         """Append the figures to metrics.jsonl."""
 
+        measure_first_step: bool = True
+        """Record what the first step communicates and compiles; see `titanplans.training.parallelism_report`."""
+
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any):
         super().__init__(config, dump_folder=dump_folder, **kwargs)
         if config.enable_jsonl:

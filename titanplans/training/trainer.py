@@ -23,10 +23,10 @@ from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.training.checkpoint_card import write_model_card
-from titanplans.training.effect import EffectReport
 from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import LanguageModel
 from titanplans.training.optimizer import prepare_optimizer
+from titanplans.training.parallelism_report import JobReport
 from titanplans.training.step import Skipped, clipping
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -64,8 +64,13 @@ class Trainer(torchtitan.trainer.Trainer):
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, config.strategy.compile)
         lm: Any = self.model_parts[0].lm
-        self.effect = EffectReport(
-            lm, self.parallel_dims, config.strategy, config.dump_folder, self.gradient_accumulation_steps
+        self.report = JobReport(
+            lm,
+            self.parallel_dims,
+            config.strategy,
+            config.dump_folder,
+            self.gradient_accumulation_steps,
+            config.metrics.measure_first_step,  # pyrefly: ignore[missing-attribute]
         )
 
     def train(self) -> None:
@@ -81,7 +86,7 @@ class Trainer(torchtitan.trainer.Trainer):
         if checkpoint.create_seed_checkpoint:
             self.checkpointer.save(curr_step=0, last_step=True)
         else:
-            self.effect.start()
+            self.report.start()
             super().train()
 
     def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
@@ -102,10 +107,13 @@ class Trainer(torchtitan.trainer.Trainer):
         """torchtitan's, with the norm of the gradient, and with what is done where it is not finite, from here.
 
         Raises:
-            ConfigError: in this run's first step async tensor parallelism had no effect, or a block that was to be
+            ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
                 compiled ran eagerly.
         """
-        with self.effect.of_step(self.step, self.lr_schedulers):
+        if self.report.steps_to_measure:
+            with self.report.measuring(self.step, self.lr_schedulers):
+                self._train_step(data_iterator)
+        else:
             self._train_step(data_iterator)
         strategy = self.config.strategy
         if not self._checked_async_tp and getattr(strategy, "enable_async_tensor_parallel", False):

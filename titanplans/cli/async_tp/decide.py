@@ -1,8 +1,9 @@
-"""One model, decided: split over ranks that do not exist, its blocks' graphs captured, each collective judged."""
+"""What the command line asks, prepared: the model, split over ranks that do not exist; `observe.async_tp` decides."""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from titanplans import modeling
-from titanplans.cli.async_tp.capture import capture, graph_breaks
-from titanplans.cli.async_tp.verdict import BEGINS, Verdict, verdicts
+from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.cut import kind
 from titanplans.cli.verify.group import Ranks
 from titanplans.cli.verify.prepare import Prepared, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
+from titanplans.observe.async_tp.capture import graph_breaks
+from titanplans.observe.async_tp.decision import Blocks, decide_blocks
 from titanplans.parallel.compile import async_tp
+from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 from titanplans.parallel.float8 import keep_plain_between_graphs
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel import apply_plan
@@ -27,18 +30,6 @@ from titanplans.tensor_parallel.decoder import Decoder, find_decoder
 
 _TOKENS = 128
 """In a sequence: more than the 64 up to which FLA's mixers take another kernel."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks whose collectives have the same verdicts."""
-
-    title: str
-    names: tuple[str, ...]
-    graphs: int
-    """Graphs that each becomes, forward."""
-
-    verdicts: tuple[Verdict, ...]
 
 
 @dataclass(frozen=True)
@@ -58,8 +49,8 @@ class Decision:
 
     def count(self, *, backward: bool) -> tuple[int, int]:
         """Return how many collectives are fused, of how many, in one block of each kind together."""
-        those = [v for b in self.blocks for v in b.verdicts if v.backward == backward]
-        return sum(v.fused for v in those), len(those)
+        counts = [blocks.count(backward=backward) for blocks in self.blocks]
+        return sum(fused for fused, _ in counts), sum(total for _, total in counts)
 
     @property
     def complete(self) -> bool:
@@ -95,35 +86,24 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
         async_tp.prepare(model)
         tell("the graphs")
         try:
-            captured = capture(model, list(alike), lambda: _step(model, inputs), mesh.get_group().group_name)
+            group = mesh.get_group().group_name
+            with graphs_end_as_on_a_gpu():
+                blocks = decide_blocks(
+                    model, alike, kinds, partial(_step, model, inputs), group, _prepare_block
+                )
         except TorchDynamoException as error:
             reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise VerifyError(
                 f"async-tp {request.subject}: the blocks can't be compiled as in training: {reason}; leave out what is "
                 "special, such as float8, or see TORCH_LOGS=+dynamo"
             ) from error
-    found: dict[Any, Blocks] = {}
-    for name, names in alike.items():
-        block = model.get_submodule(name)
-        modules = {str(id(module)): path for path, module in block.named_modules()}
-        own = tuple(verdicts(captured[name], modules))
-        begun = tuple(v for v in own if v.obstacle == BEGINS)
-        rest = tuple(v for v in own if v.obstacle != BEGINS)
-        graphs = sum(not graph.backward for graph in captured[name]) - bool(begun)
-        for title, verdict, held in (
-            (kinds[name], rest, names),
-            (f"{name}, where the sharded stream begins", begun, ()),
-        ):
-            if verdict:
-                before = found.get((title, verdict), Blocks(title, (), graphs, verdict))
-                found[title, verdict] = replace(before, names=(*before.names, *held))
     return Decision(
         subject.source.words,
         degree,
         prepared.batch_size,
         prepared.seq_len,
         prepared.notes,
-        tuple(found.values()),
+        blocks,
         graph_breaks(),
         time.perf_counter() - start,
     )
@@ -152,6 +132,13 @@ def _alike(decoder: Decoder) -> dict[str, tuple[str, ...]]:
     for block in decoder.blocks:
         found.setdefault(kind(block.module), []).append(block.name)
     return {names[0]: tuple(names) for names in found.values()}
+
+
+def _prepare_block(block: nn.Module) -> bool:
+    """Let the graphs of a block of flash-linear-attention end at its kernels; return whether it is one graph."""
+    if several := holds_fla(block):
+        end_graphs_at_kernels(block)
+    return not several
 
 
 def _give_values(model: nn.Module) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from titanplans.cli.async_tp.decide import Blocks, Decision
-from titanplans.cli.async_tp.verdict import Verdict
+from titanplans.cli.async_tp.decide import Decision
+from titanplans.observe.async_tp.decision import Blocks
+from titanplans.observe.async_tp.verdict import Verdict
 
 
 def text(decision: Decision) -> str:
@@ -34,7 +35,7 @@ def verdict(decision: Decision) -> str:
         )
     )
     words = (
-        "all that torch's pass can fuse is fused" if decision.complete else "NOT all is fused that could be"
+        "all that torch's pass supports is fused" if decision.complete else "NOT all is fused that could be"
     )
     return f"{words}: {counts}; {decision.seconds:.1f} s"
 
@@ -85,7 +86,7 @@ def _outcome(verdict: Verdict) -> str:
     if verdict.fused:
         rest = f", {verdict.obstacle}" if verdict.obstacle else ""
         return f"fused with {', '.join(verdict.products) or 'its product'}{rest}"
-    return f"{'not fused' if verdict.possible else 'no form'}: {verdict.obstacle}"
+    return f"{'not fused' if verdict.possible else 'not supported'}: {verdict.obstacle}"
 
 
 def _breaks(breaks: Mapping[str, int]) -> str:

@@ -97,6 +97,7 @@ def _from_parallelism(path: Path) -> Figures:
     found = {"collectives_per_step": "collectives", "bytes_per_step": "bytes"}
     if not path.is_file():
         return dict.fromkeys(found, f"the run wrote no {PARALLELISM}")
-    step = json.loads(path.read_text(encoding="utf-8")).get("step") or {}
-    why = step.get("reason") or f"{PARALLELISM} does not say"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    step = report.get("step") or {}
+    why = report.get("reasons", {}).get("step") or f"{PARALLELISM} does not say"
     return {name: why if step.get(key) is None else step[key] for name, key in found.items()}

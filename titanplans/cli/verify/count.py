@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanplans.cli.verify.group import Ranks
+from titanplans.observe.communication import Communication, count_communication
 from titanplans.proof import Report, step
-from titanplans.proof.communication import Communication, count_communication
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel import TPOptions, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource

@@ -50,6 +50,9 @@ class Metrics(Options):
     enable_jsonl: bool = False
     """Write the metrics into dump_folder/metrics.jsonl, too: one JSON object a logged step."""
 
+    measure_first_step: bool = True
+    """Record what the run's first step communicates and compiles, for dump_folder/parallelism.json."""
+
 
 class Profiling(Options):
     """Traces of where time and memory go."""

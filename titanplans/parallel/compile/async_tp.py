@@ -1,9 +1,9 @@
-"""Async tensor parallelism: what it needs, how it is switched on, and whether it took effect.
+"""Async tensor parallelism: what it needs, how it is switched on, and whether anything was fused.
 
 inductor's pass `micro_pipeline_tp` replaces an all-gather and the matrix products that read it, or a product and
 the reduce-scatter of it, by one operator that works in pieces, so that a piece is sent while another is
 multiplied. Where it finds no such pair it leaves the graph as it is and says nothing. So what was fused is
-counted in the finished graphs (`titanplans.observe.graph_collectives`), and nothing fused is an error. Which collectives
+counted in the finished graphs (`titanplans.observe.graphs`), and nothing fused is an error. Which collectives
 of which model can be fused is decided without a GPU by `titanplans async-tp`.
 """
 
@@ -47,7 +47,7 @@ def enable(model: nn.Module, mesh: Any) -> None:
         model: split by its plan.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
     """
-    from titanplans.observe.graph_collectives import install_record
+    from titanplans.observe.graphs import install_record
 
     enable_symmetric_memory(mesh.get_mesh("tp").get_group())
     setattr(inductor_config(), ASYNC_TP_SETTING, True)
@@ -83,7 +83,8 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
     Raises:
         ParallelError: nothing was fused; or it can't be known.
     """
-    from titanplans.observe.graph_collectives import installed_record
+    from titanplans.observe.graphs import installed_record
+    from titanplans.observe.guard import reason
 
     record = installed_record()
     if record is None:
@@ -91,7 +92,7 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
             "enable_async_tensor_parallel: what was fused is unknown, since inductor's graphs are not recorded: switch it "
             "on by async_tp.enable, and append to torch._inductor.config.post_grad_custom_post_pass instead of replacing it"
         )
-    group = mesh.get_mesh("tp").get_group().group_name
+    group = tuple(dist.get_process_group_ranks(mesh.get_mesh("tp").get_group()))
     found = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
     result = Fused(sum(c.fused for c in found), len(found))
     if result.fused:
@@ -99,6 +100,9 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
             f"Async TP: {result.fused} of {result.total} gathers and scatters in the compiled graphs are fused with matrix "
             "products (equal blocks count once)"
         )
+        return result
+    if (failure := record.guard.failure) is not None:
+        _log.warning(f"Async TP: what was fused is unknown: {reason(failure)}")
         return result
     if record.hidden:
         raise ParallelError(

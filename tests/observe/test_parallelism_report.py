@@ -1,18 +1,22 @@
-"""What a report says took effect is held against formulas, the counter of the proof, and the compiler's own accounts."""
+"""The parallelism report against formulas, the proof's count of the plan alone, and the compiler's own accounts."""
 
 import json
 from collections import Counter
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 import worlds
 from test_compile import gla, tiny
 from tiny import TinyPlan
+from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from titanplans.observe.collective_record import record_collectives
-from titanplans.observe.effect_words import after_step, at_start
+from titanplans.observe.places import fsdp_units
+from titanplans.observe.recorder import record_collectives
+from titanplans.observe.summary import after_step, at_start
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelError, ParallelManager
 
 TOKENS = torch.arange(32).reshape(2, 16)
@@ -64,33 +68,51 @@ def step(manager, model, optimizer):
     return loss.item(), norm.item()
 
 
+def in_the_path(model):
+    """Everything that a step goes through beside the model's own code: hooks, modes, what was put in place of a method."""
+
+    def of(owner):
+        hooks = {key: len(value) for key, value in vars(owner).items() if key.endswith("_hooks")}
+        own = {
+            key: value.__qualname__ for key, value in vars(owner).items() if hasattr(value, "__qualname__")
+        }
+        return hooks, own, type(owner).__qualname__
+
+    modules = {name: of(module) for name, module in model.named_modules()}
+    units = {name: of(unit) for name, unit in fsdp_units(model)}
+    parameters = {name: len(p._backward_hooks or ()) for name, p in model.named_parameters()}
+    guard_hook = set_guard_complete_hook(None)
+    set_guard_complete_hook(guard_hook)
+    modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+    return modules, units, parameters, modes, guard_hook
+
+
 def trained(config, degrees, measured: bool):
     """Losses and norms of three steps, of which the first is measured or not; the report; graphs after each."""
     manager, model, optimizer = prepared(config, degrees)
-    effect = manager.effect()
+    report = manager.parallelism_report()
     values, graphs = [], []
     for number in range(3):
         if measured and number == 0:
-            with effect.measuring(1):
+            with report.measuring(1):
                 values.append(step(manager, model, optimizer))
         else:
             values.append(step(manager, model, optimizer))
         graphs.append(counters["stats"]["unique_graphs"])
-    leftovers = [name for name, m in model.named_modules() if "bracketed" in str(m._compiled_call_impl)]
-    return values, effect.report, graphs, leftovers
+    return values, report.values, graphs, in_the_path(model)
 
 
 def proofs_count():
-    """What the counter of the proof says of the plan alone, by operation and direction."""
+    """What the recorder says of the plan alone, by operation and direction."""
+
     from titanplans import apply_plan
-    from titanplans.proof.traffic import record_collectives as proofs_record
 
     manager = ParallelManager(FSDP2Config(), TP)
     model = tiny(LAYERS)
     apply_plan(model, manager.mesh.get_mesh("tp"), plan=TinyPlan)
-    with proofs_record(model) as found:
+    with record_collectives(model) as record:
         manager.cross_entropy(model(TOKENS).logits, TOKENS).backward()
-    return sorted((c.operation, c.backward, c.received) for c in found if c.ranks > 1)
+    return sorted((c.operation, c.phase == "backward", c.received) for c in record.collectives)
 
 
 def fused_operators():
@@ -100,7 +122,7 @@ def fused_operators():
     manager, model, _ = prepared(FSDP2Config(plan=TinyPlan), TP)
     name = manager.mesh.get_mesh("tp").get_group().group_name
     shard, weight = torch.empty(8, 16, device="meta"), torch.empty(16, 24, device="meta")
-    with record_collectives(model, manager.mesh) as record:
+    with record_collectives(model) as record:
         torch.ops.symm_mem.fused_all_gather_matmul(shard, [weight, weight], 0, name)
         torch.ops.symm_mem.fused_matmul_reduce_scatter(shard, weight, "sum", 0, name)
     return [(c.operation, c.group, c.fused, c.received) for c in record.collectives]
@@ -144,18 +166,18 @@ def eager_cases():
     }
 
 
-def beside_the_blocks():
-    """Graphs beside the blocks with a compiled loss that is the one that trains; and the error where it is not."""
+def outside_the_blocks():
+    """Graphs outside the blocks with a compiled loss that is the one that trains; and the error where it is not."""
     config = FSDP2Config(compile=compiled() | {"components": ["model", "loss"]})
     manager, model, optimizer = prepared(config, DATA)
     loss = manager.prepare_loss(manager.cross_entropy)
-    effect = manager.effect()
-    with effect.measuring(1):
+    report = manager.parallelism_report()
+    with report.measuring(1):
         loss(model(TOKENS).logits, TOKENS, TOKENS.numel()).backward()
     manager, model, optimizer = prepared(config, DATA)
-    with pytest.raises(ParallelError) as error, manager.effect().measuring(1):
+    with pytest.raises(ParallelError) as error, manager.parallelism_report().measuring(1):
         step(manager, model, optimizer)
-    return effect.report["compile"]["graphs_beside_blocks"], str(error.value)
+    return report.values["graphs"]["outside_blocks"], str(error.value)
 
 
 def eager_errors():
@@ -165,48 +187,103 @@ def eager_errors():
         manager, model, optimizer = prepared(FSDP2Config(compile=options), DATA)
         if change is not None:
             change(model)
-        with setting(), pytest.raises(ParallelError) as error, manager.effect().measuring(1):
+        with setting(), pytest.raises(ParallelError) as error, manager.parallelism_report().measuring(1):
             step(manager, model, optimizer)
         errors[name] = str(error.value)
     for name in ("lost before", "lost later"):
         manager, model, optimizer = prepared(FSDP2Config(compile=compiled()), DATA)
-        effect = None if name == "lost before" else manager.effect()
+        report = None if name == "lost before" else manager.parallelism_report()
         drop(model)
-        with pytest.raises(ParallelError) as error, (effect or manager.effect()).measuring(1):
+        with pytest.raises(ParallelError) as error, (report or manager.parallelism_report()).measuring(1):
             step(manager, model, optimizer)
         errors[name] = str(error.value)
     return errors
+
+
+STEP = {"step", "blocks", "other_modules"}
+FAILURES = {
+    "operators": ("titanplans.observe.recorder.describe", STEP | {"graphs"}),
+    "start": ("titanplans.observe.recorder.follow", STEP | {"graphs"}),
+    "places": ("titanplans.observe.places.Places.leave", STEP | {"graphs"}),
+    "compiler": ("titanplans.observe.compilation.CompileRecord.book", {"graphs"}),
+    "tables": ("titanplans.observe.report._rows", STEP),
+    "model": ("titanplans.parallel.report.fsdp_units", {"data_parallel"}),
+}
+"""What fails in the observer, and the fields that are null for it."""
+
+
+def fail(*args, **kwargs):
+    raise KeyError("no such name in this torch")
+
+
+def observer_failures():
+    """Of each failure: whether the step was the same step, the fields that are null for it, and the words."""
+    config = FSDP2Config(plan=TinyPlan, compile=compiled())
+    manager, model, optimizer = prepared(config, TP)
+    expected, path = step(manager, model, optimizer), in_the_path(model)
+    found = {}
+    for name, (where, _) in FAILURES.items():
+        manager, model, optimizer = prepared(config, TP)
+        with mock.patch(where, fail):
+            report = manager.parallelism_report()
+            with report.measuring(1):
+                same = step(manager, model, optimizer) == expected
+        values = report.values
+        json.dumps(values)
+        null = {field for field in values["reasons"] if values[field] is None}
+        words = [*values["reasons"].values(), *at_start(values), *after_step(values)]
+        found[name] = same, null, in_the_path(model) == path, words
+    return found
+
+
+def failing_step():
+    """Whether a step that runs out of memory leaves the same on the model where it is measured."""
+
+    def out_of_memory(module, args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    paths = []
+    for measured in (False, True):
+        manager, model, optimizer = prepared(FSDP2Config(plan=TinyPlan), TP)
+        report = manager.parallelism_report()
+        model.layers[1].mlp.register_forward_pre_hook(out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError), report.measuring(1) if measured else nothing():
+            step(manager, model, optimizer)
+        paths.append(in_the_path(model))
+    return paths[0] == paths[1]
 
 
 def on_two_ranks(rank):
     results = {}
     for name, (config, degrees) in CASES.items():
         plain = trained(config, degrees, measured=False)
-        values, report, graphs, leftovers = trained(config, degrees, measured=True)
+        values, report, graphs, path = trained(config, degrees, measured=True)
         results[name] = {
             "report": report,
             "same": (values, graphs) == (plain[0], plain[2]),
             "graphs": graphs,
-            "leftovers": leftovers,
+            "clean": path == plain[3],
             "learns": values[-1][0] < values[0][0],
         }
     results["proof"], results["fused"] = proofs_count(), fused_operators()
     manager, model, optimizer = prepared(FSDP2Config(plan=TinyPlan), TP)
-    with record_collectives(model, manager.mesh) as record:
+    with record_collectives(model) as record:
         for _ in range(2):  # micro batches
             manager.cross_entropy(model(TOKENS).logits, TOKENS).backward()
         manager.clip_gradients(1.0)
-        record.places.log_begins()
+        record.log_begins()
         torch.distributed.all_reduce(torch.zeros(4))
     results["two"] = list(record.collectives)
     config = FSDP2Config(compile=compiled(), activation_checkpoint=FULL)
     manager, model, optimizer = prepared(config, TP, lambda: gla(2))
-    effect = manager.effect()
-    with effect.measuring(1):
+    report = manager.parallelism_report()
+    with report.measuring(1):
         step(manager, model, optimizer)
-    results["gla"] = effect.report, counters["stats"]["unique_graphs"], counters["graph_break"].total()
-    results["beside"] = beside_the_blocks()
+    results["gla"] = report.values, counters["stats"]["unique_graphs"], counters["graph_break"].total()
+    results["outside"] = outside_the_blocks()
     results["eager"] = eager_errors()
+    results["failures"] = observer_failures()
+    results["clean after a failing step"] = failing_step()
     return results
 
 
@@ -216,19 +293,19 @@ def two():
 
 
 def rows(report, place=None):
-    """The table of the last block, or of a part beside the blocks, as {(phase, operation, group): (count, bytes)}."""
+    """The table of the last block, or of another module, as {(phase, operation, group): (count, bytes)}."""
     parts = {name: kind for kind in report["blocks"] for name in kind["names"]}
-    parts |= {part["name"]: part for part in report["beside_blocks"]}
+    parts |= {part["name"]: part for part in report["other_modules"]}
     found = parts[f"layers.{LAYERS - 2}" if place is None else place]["collectives"]
     return {(row["phase"], row["operation"], row["group"]): (row["count"], row["bytes"]) for row in found}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_measured_run_is_the_same_run(two, case):
+def test_a_measured_run_is_the_same_run_and_nothing_of_it_stays(two, case):
     found = two[case]
     assert found["same"], "losses and norms, to the last bit, and graphs after each step"
     assert found["learns"]
-    assert not found["leftovers"]
+    assert found["clean"], "no hook, mode or wrapped function is left"
     assert len(set(found["graphs"])) == 1, "nothing is compiled anew when the record goes"
     json.dumps(found["report"])
 
@@ -251,7 +328,7 @@ def test_the_same_is_counted_as_in_the_proof_and_in_compiled_blocks(two):
     proof = two["proof"]
     for case in ("tp", "tp, aot_eager", "tp, inductor"):
         report = two[case]["report"]
-        everything = [*report["blocks"], *report["beside_blocks"]]
+        everything = [*report["blocks"], *report["other_modules"]]
         for phase, backward in (("forward", False), ("backward", True)):
             found = Counter()
             for part in everything:
@@ -307,8 +384,8 @@ def test_copies_sum_their_gradients(two):
     hsdp = rows(two["hsdp"]["report"])
     assert hsdp == {("backward", "all_reduce", "dp_replicate"): (1, BLOCK * 4)}
     # One bucket, of which it would be wrong to say whose it is.
-    beside = {part["name"]: part["collectives"] for part in two["ddp"]["report"]["beside_blocks"]}
-    backward = [row for row in beside[None] if row["phase"] == "backward"]
+    others = {part["name"]: part["collectives"] for part in two["ddp"]["report"]["other_modules"]}
+    backward = [row for row in others[None] if row["phase"] == "backward"]
     assert [(row["count"], row["bytes"]) for row in backward] == [(1, everything * 4)]
     assert all(not kind["collectives"] for kind in two["ddp"]["report"]["blocks"])
 
@@ -316,8 +393,8 @@ def test_copies_sum_their_gradients(two):
 def test_what_is_fused_with_matrix_products_counts_as_the_collective_that_it_is(two):
     # The other rank's shard of 8 x 16, and one of two halves of the product of 8 x 24; float32.
     assert two["fused"] == [
-        ("all_gather", "tp", True, 8 * 16 * 4),
-        ("reduce_scatter", "tp", True, 4 * 24 * 4),
+        ("all_gather", (0, 1), True, 8 * 16 * 4),
+        ("reduce_scatter", (0, 1), True, 4 * 24 * 4),
     ]
 
 
@@ -334,13 +411,17 @@ def test_micro_batches_add_up_and_the_log_is_apart(two):
 
 
 def test_what_was_compiled_is_what_the_compiler_counted(two):
-    report = two["tp, aot_eager"]["report"]["compile"]
-    (kind,) = report["kinds"]
-    assert (report["blocks"], report["of"], kind["ran_compiled"]) == (LAYERS, LAYERS, LAYERS)
+    report = two["tp, aot_eager"]["report"]
+    (kind,) = report["graphs"]["blocks"]
+    assert (report["compile"]["blocks"], report["compile"]["of"], kind["ran_compiled"]) == (
+        LAYERS,
+        LAYERS,
+        LAYERS,
+    )
     assert kind["graphs"] == two["tp, aot_eager"]["graphs"][0]
     assert kind["graph_breaks"] == kind["recompilations"] == 0
     report, graphs, breaks = two["gla"]
-    (kind,) = report["compile"]["kinds"]
+    (kind,) = report["graphs"]["blocks"]
     assert kind["class"] == "GLABlock"
     assert (kind["graphs"], kind["graph_breaks"], kind["ran_compiled"]) == (graphs, breaks, 2)
     assert min(graphs, breaks) > 1, "its kernels are outside of every graph"
@@ -349,9 +430,9 @@ def test_what_was_compiled_is_what_the_compiler_counted(two):
 
 
 def test_a_compiled_loss_that_is_not_the_one_that_trains_is_an_error(two):
-    graphs, error = two["beside"]
+    graphs, error = two["outside"]
     assert graphs == 1
-    assert error.startswith("compile.components has loss, but beside the blocks 0 graphs were made")
+    assert error.startswith("compile.components has loss, but outside the blocks 0 graphs were made")
 
 
 WHY = {
@@ -375,10 +456,23 @@ def test_a_compiled_block_that_ran_eagerly_is_an_error(two, name):
     assert "\n" not in error
 
 
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_of_the_observer_does_not_end_the_run(two, name):
+    same, null, clean, words = two["failures"][name]
+    assert same, "loss and norm, to the last bit"
+    assert null == FAILURES[name][1]
+    assert clean, "no hook, mode or wrapped function is left"
+    assert any("the observer failed: KeyError: 'no such name in this torch'" in line for line in words)
+
+
+def test_a_failure_of_the_step_is_raised(two):
+    assert two["clean after a failing step"]
+
+
 def test_the_report_in_words(two):
     report = two["tp, aot_eager"]["report"]
     (where, what), (first, *_) = at_start(report), after_step(report)
-    assert "fsdp2 on 2 ranks, tp 2 (gloo); in this order: tensor parallelism, compile, FSDP2" in where
+    assert "fsdp2 on 2 ranks, tp 2 (gloo); applied in order: tensor parallelism, compile, FSDP2" in where
     assert "TinyPlan with sequence parallel and loss parallel" in what
     assert f"compiled by aot_eager: {LAYERS} of {LAYERS} blocks" in what
     assert f"{report['step']['collectives']} collectives" in first

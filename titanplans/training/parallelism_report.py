@@ -1,6 +1,7 @@
-"""What took effect, written and logged: at start what was done to the model, after a step what it did.
+"""The parallelism report of a job, written and logged: at start what was done to the model, after a step what it did.
 
-What is found out, and how, is `observe.effect`'s. The file is `parallelism.json` in the job's dump folder, of rank 0.
+What is in it, and how it is found out, is `titanplans.observe.report`'s. The file is `parallelism.json` in the job's
+dump folder, of rank 0.
 """
 
 import json
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from titanplans.config import by_job_key
-from titanplans.observe.effect import Effect
-from titanplans.observe.effect_words import after_step, at_start
+from titanplans.observe.summary import after_step, at_start
 from titanplans.parallel import DDPConfig, FSDP2Config
+from titanplans.parallel.report import parallelism_report
 
 FILE = "parallelism.json"
 _WIDTH = 130
@@ -25,7 +26,7 @@ _WIDTH = 130
 _log = logging.getLogger(__name__)
 
 
-class EffectReport:
+class JobReport:
     """Writes and logs the report of one run.
 
     Args:
@@ -34,6 +35,10 @@ class EffectReport:
         config: the strategy by which it was.
         dump_folder: the job's.
         micro_batches: of a step.
+        measure: whether to measure a step.
+
+    Attributes:
+        steps_to_measure: that are left.
 
     Raises:
         ConfigError: what was to be compiled is not.
@@ -46,23 +51,26 @@ class EffectReport:
         config: FSDP2Config | DDPConfig,
         dump_folder: str,
         micro_batches: int,
+        measure: bool,
     ):
         with by_job_key():
-            self.effect = Effect(model, mesh, config)
-        self.effect.report["micro_batches"] = micro_batches
+            self.report = parallelism_report(model, mesh, config)
+        self.report.values["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
         # After the first step DDP's reducer sorts its buckets anew, by the order in which gradients came.
-        self._steps = 2 if isinstance(config, DDPConfig) else 1
+        self.steps_to_measure = (2 if isinstance(config, DDPConfig) else 1) if measure else 0
+        if not measure:
+            self.report.not_measured("metrics.measure_first_step = false")
 
     def start(self) -> None:
         """Write and log what is known before the first step."""
         self._write()
-        for line in at_start(self.effect.report):
+        for line in at_start(self.report.values):
             _log.info(line)
 
     @contextmanager
-    def of_step(self, step: int, schedulers: Any) -> Iterator[None]:
-        """Measure the training step that runs inside, if it is one to measure.
+    def measuring(self, step: int, schedulers: Any) -> Iterator[None]:
+        """Measure the training step that runs inside.
 
         Args:
             step: its number.
@@ -72,19 +80,16 @@ class EffectReport:
         Raises:
             ConfigError: a block that was to be compiled ran eagerly.
         """
-        if not self._steps:
-            yield
-            return
-        self._steps -= 1
+        self.steps_to_measure -= 1
         with (
             by_job_key(),
-            self.effect.measuring(step) as record,
-            _after(schedulers, "step", record.places.log_begins),
+            self.report.measuring(step) as record,
+            _after(schedulers, "step", record.log_begins),
         ):
             yield
         self._write()
-        if not self._steps:
-            for line in after_step(self.effect.report):
+        if not self.steps_to_measure:
+            for line in after_step(self.report.values):
                 _log.info(line)
 
     def _write(self) -> None:
@@ -93,7 +98,7 @@ class EffectReport:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: a sweep may read it while the job runs.
         part = self.file.with_suffix(".part")
-        part.write_text(f"{_json(self.effect.report)}\n")
+        part.write_text(f"{_json(self.report.values)}\n")
         os.replace(part, self.file)
 
 

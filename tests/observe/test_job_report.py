@@ -1,4 +1,4 @@
-"""What a job writes and logs of what took effect, on two real ranks; one spawn, shared by all cases."""
+"""The parallelism report that a job writes and logs, on two real ranks; one spawn, shared by all cases."""
 
 import json
 import logging
@@ -30,14 +30,14 @@ CASES = {
 
 
 class Lines(logging.Handler):
-    """What is logged of the effect."""
+    """What the report logs."""
 
     def __init__(self):
         super().__init__()
         self.lines = []
 
     def emit(self, record):
-        if record.name == "titanplans.training.effect":
+        if record.name == "titanplans.training.parallelism_report":
             self.lines.append(record.getMessage())
 
 
@@ -47,23 +47,21 @@ def run(folder: Path, name: str, *options: str, measured: bool = True):
     states = []
 
     def prepare(trainer):
-        if not measured:
-            trainer.effect._steps = 0
-            return
-        start = trainer.effect.start
+        start = trainer.report.start
 
         def noted():
             start()
             if file.exists():  # rank 0's
                 states.append(json.loads(file.read_text()))
 
-        trainer.effect.start = noted
+        trainer.report.start = noted
 
     handler = Lines()
-    logger = logging.getLogger("titanplans.training.effect")
+    logger = logging.getLogger("titanplans.training.parallelism_report")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    recorder, _ = train(folder, "gla", name, STEPS, *options, prepare=prepare)
+    off = () if measured else ("--no-metrics.measure_first_step",)
+    recorder, _ = train(folder, "gla", name, STEPS, *options, *off, prepare=prepare)
     logger.removeHandler(handler)
     states += [json.loads(file.read_text())] if file.exists() else []
     return (recorder.losses(), recorder.losses("grad_norm")), states, handler.lines
@@ -78,7 +76,9 @@ def on_two_ranks(rank: int) -> dict:
     results = {}
     for name, options in CASES.items():
         measured = run(folder, name, *options)
-        results[name] = (*measured, run(folder, f"{name} unseen", *options, measured=False)[0] == measured[0])
+        unmeasured, states, _ = run(folder, f"{name} unmeasured", *options, measured=False)
+        results[name] = (*measured, unmeasured == measured[0])
+        results["unmeasured"] = states
     results["files"] = sorted(str(path.relative_to(folder)) for path in folder.glob("tp/**/*.part"))
     with torch.compiler.set_stance("force_eager"), pytest.raises(UserError) as error:
         run(folder, "eager", *CASES["compiled"])
@@ -95,29 +95,37 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_job_states_what_took_effect_and_trains_the_same(two, case):
+def test_a_job_states_its_parallelism_and_trains_the_same(two, case):
     (losses, _), (start, end), lines, same = two[case]
     assert same, "losses and norms of the gradient, to the last bit"
     assert list(losses) == [1, 2, 3]
     assert start["measured_after_step"] is None
-    assert start["step"] == {"collectives": None, "bytes": None, "reason": "no step has ended yet"}
+    assert start["step"] is None
+    assert start["reasons"]["step"] == "no step was measured yet"
     # DDP sorts its buckets anew after the first step.
     assert end["measured_after_step"] == (2 if case == "ddp" else 1)
     assert {
         key: end[key]
         for key in start
-        if key not in ("measured_after_step", "step", "blocks", "beside_blocks", "compile")
+        if key not in ("measured_after_step", "step", "blocks", "other_modules", "graphs", "reasons")
     } == {
         key: start[key]
         for key in start
-        if key not in ("measured_after_step", "step", "blocks", "beside_blocks", "compile")
+        if key not in ("measured_after_step", "step", "blocks", "other_modules", "graphs", "reasons")
     }
-    assert lines[0].startswith(f"In effect: {'ddp' if case == 'ddp' else 'fsdp2'} on 2 ranks")
+    assert lines[0].startswith(f"Parallelism: {'ddp' if case == 'ddp' else 'fsdp2'} on 2 ranks")
     assert any(
         line.startswith(f"Step {end['measured_after_step']}: {end['step']['collectives']} coll")
         for line in lines
     )
     assert len(lines) <= 6, "a few lines, not a dump"
+
+
+def test_a_job_that_measures_nothing_says_so(two):
+    for report in two["unmeasured"]:
+        assert report["measured_after_step"] is None
+        assert [report[field] for field in ("step", "blocks", "other_modules", "graphs")] == [None] * 4
+        assert set(report["reasons"].values()) == {"metrics.measure_first_step = false"}
 
 
 def test_the_sums_are_those_of_the_parts(two):
@@ -131,7 +139,7 @@ def test_the_sums_are_those_of_the_parts(two):
             rows = [
                 row[ours] * len(kind["names"]) for kind in report["blocks"] for row in kind["collectives"]
             ]
-            rows += [row[ours] for part in report["beside_blocks"] for row in part["collectives"]]
+            rows += [row[ours] for part in report["other_modules"] for row in part["collectives"]]
             assert sum(rows) == report["step"][theirs]
 
 
@@ -158,10 +166,10 @@ def test_what_is_summed_up_for_the_log_alone_counts_apart(two):
 def test_compiled_blocks_communicate_as_eager_ones_do(two):
     eager, compiled = (two[case][1][-1] for case in ("tp", "compiled"))
     assert compiled["blocks"] == eager["blocks"]
-    (kind,) = compiled["compile"]["kinds"]
+    (kind,) = compiled["graphs"]["blocks"]
     assert (kind["class"], kind["ran_compiled"], kind["blocks"]) == ("GLABlock", 2, 2)
     assert kind["graphs"] > 0
-    assert compiled["compile"]["graphs_beside_blocks"] == 1, "the loss"
+    assert compiled["graphs"]["outside_blocks"] == 1, "the loss"
     assert eager["compile"] is None
 
 

@@ -1,8 +1,7 @@
 """The collectives of a split model beside the least that it needs, part by part, forward and backward.
 
-What is issued is seen by plans/proof/traffic.py, what is needed is said by plans/proof/communication_bound.py.
-Numbers of elements are of whole tensors, as the published formulas count; bytes are what one rank
-receives on a ring.
+What is issued is recorded by `recorder`, what is needed is said by `bound`. Numbers of elements are of whole tensors,
+as the published formulas count; bytes are what one rank receives on a ring.
 """
 
 from collections import Counter
@@ -12,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from titanplans.proof.communication_bound import Allowance, Bound, bound, exceeding, part_of
-from titanplans.proof.traffic import Collective, record_collectives
+from titanplans.errors import PlanError
+from titanplans.observe.bound import Allowance, Bound, bound, exceeding, part_of
+from titanplans.observe.operators import Collective
+from titanplans.observe.recorder import record_collectives
 from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join
 from titanplans.tensor_parallel.plan import TPOptions
 
@@ -28,10 +29,7 @@ class Communication:
     """In the order in which they were issued."""
 
     bounds: Mapping[str, Bound]
-    """By part: see `titanplans.proof.communication_bound`."""
-
-    kinds: Mapping[str, str]
-    """Class of each block, of its mixer and of its MLP, by the block's fully qualified name."""
+    """By part: see `titanplans.observe.bound`."""
 
     gradients: Mapping[str, int]
     """Bytes of each replicated parameter whose gradient is reduced once a step, by name."""
@@ -43,7 +41,7 @@ class Communication:
         return [
             c
             for c in self.collectives
-            if _DIRECTIONS[c.backward] == direction and part_of(c.module, self.decoder) == part
+            if _direction(c) == direction and part_of(c.module, self.decoder) == part
         ]
 
     def needed(self, part: str, direction: str) -> tuple[Allowance, ...]:
@@ -73,7 +71,7 @@ class Communication:
             for direction in _DIRECTIONS:
                 held, needed = self.of(part, direction), self.needed(part, direction)
                 if held or needed:
-                    received = _bytes(sum(c.received for c in held)) if held else ""
+                    received = _bytes(sum(c.received or 0 for c in held)) if held else ""
                     what = _numbers([c.operation] for c in held), _numbers(a.operations for a in needed)
                     rows.append(("" if rows[-1][0] == label else label, direction, *what, received))
                 over += [
@@ -93,11 +91,9 @@ class Communication:
                 {"name": label, "parts": parts}
                 | {
                     direction: {
-                        "collectives": [
-                            c._asdict() | {"received": c.received} for c in self.of(parts[0], direction)
-                        ],
+                        "collectives": [_as_json(c) for c in self.of(parts[0], direction)],
                         "needed": [a._asdict() for a in self.needed(parts[0], direction)],
-                        "exceeding": [c._asdict() for c in self.exceeding(parts[0], direction)],
+                        "exceeding": [_as_json(c) for c in self.exceeding(parts[0], direction)],
                     }
                     for direction in _DIRECTIONS
                 }
@@ -109,11 +105,12 @@ class Communication:
     def _alike(self) -> Iterator[tuple[str, list[str]]]:
         """Yield blocks of one kind that issue the same together, every other part by itself."""
         groups: dict[Any, list[str]] = {}
+        kinds = {block.name: block.kind for block in self.decoder.blocks}
         for part in self.parts:
             issued = [tuple((c.operation, c.elements) for c in self.of(part, d)) for d in _DIRECTIONS]
-            groups.setdefault((self.kinds.get(part, part), *issued), []).append(part)
+            groups.setdefault((kinds.get(part, part), *issued), []).append(part)
         for (kind, *_), parts in groups.items():
-            yield (f"{len(parts)} x {kind}" if parts[0] in self.kinds else kind), parts
+            yield (f"{len(parts)} x {kind}" if parts[0] in kinds else kind), parts
 
     def _gradient_line(self) -> list[str]:
         if not self.gradients:
@@ -131,7 +128,7 @@ def count_communication(
 
     Args:
         model: a causal language model that `apply_plan` has split, before FSDP, whose collectives would
-            count as too many; where it may run is said in plans/proof/traffic.py.
+            count as too many; where it may run is said in `recorder`.
         run: does one forward, the loss and its backward. With loss parallelism, a loss that
             gathers the logits is counted too, and exceeds the bound.
         options: those with which the model was split.
@@ -140,12 +137,19 @@ def count_communication(
 
     Raises:
         PlanError: the model has no blocks, or neither embedding nor head; or its activations are checkpointed.
+        NotImplementedError: an operator that communicates is not in the table.
     """
     decoder, bounds = find_decoder(model), bound(model, options, batch=batch, sequence=sequence)
-    with record_collectives(model) as collectives:
+    with record_collectives(model) as record:
         run()
-    kinds = {block.name: block.kind for block in decoder.blocks}
-    return Communication(tuple(collectives), bounds, kinds, summed_gradients(model), decoder)
+    if record.guard.failure is not None:
+        raise record.guard.failure  # a proof is not to rest on part of a record
+    if (again := next((c.module for c in record.collectives if c.phase == "recomputed"), None)) is not None:
+        raise PlanError(
+            f"{again} is called again in the backward: count the "
+            "communication without activation checkpointing, which adds its forward's collectives to every plan alike"
+        )
+    return Communication(tuple(record.collectives), bounds, summed_gradients(model), decoder)
 
 
 def summed_gradients(model: nn.Module) -> dict[str, int]:
@@ -163,6 +167,15 @@ def summed_gradients(model: nn.Module) -> dict[str, int]:
                 seen.add(id(param))
                 gradients[join(name, key)] = param.numel() * param.element_size()
     return gradients
+
+
+def _direction(collective: Collective) -> str:
+    return _DIRECTIONS[collective.phase == "backward"]
+
+
+def _as_json(collective: Collective) -> dict[str, Any]:
+    names = ("operation", "module", "phase", "elements", "bytes", "ranks", "received")
+    return {name: getattr(collective, name) for name in names}
 
 
 def _numbers(operations: Iterable[Iterable[str]]) -> str:

@@ -1,6 +1,6 @@
-"""The report of what took effect (`effect`) in words, for a log: a few lines at start, a few after the measured step."""
+"""The parallelism report (`report`) in words, for a log: a few lines at start, a few after the measured step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 Report = dict[str, Any]
@@ -8,53 +8,65 @@ Report = dict[str, Any]
 
 def at_start(report: Report) -> list[str]:
     """Return what was done to the model, as lines."""
-    meshes = [f"{name} {mesh['ranks']} ({mesh['backend']})" for name, mesh in report["meshes"].items()]
+    meshes = [
+        f"{name} {mesh['ranks']} ({mesh['backend']})" for name, mesh in (report["meshes"] or {}).items()
+    ]
     where = ", ".join([f"{report['strategy']} on {_of(report['world_size'], 'rank')}", *meshes])
-    parts = [_data_parallel(report["data_parallel"])]
+    absent = []
+    for name in ("tensor_parallel", "data_parallel", "recomputation", "compile", "float8"):
+        if report[name] is None:
+            why = report["reasons"].get(name)
+            absent.append(f"no {name.replace('_', ' ')}" if why is None else f"{name} unknown: {why}")
+    return [
+        f"Parallelism: {where}; applied in order: {', '.join(report['steps_taken'] or ()) or 'nothing'}",
+        f"Parallelism: {'; '.join([*_done(report), *absent])}",
+    ]
+
+
+def _done(report: Report) -> Iterator[str]:
     if (tp := report["tensor_parallel"]) is not None:
         on = [name.replace("_", " ") for name in ("sequence_parallel", "loss_parallel") if tp[name]]
-        parts.insert(0, " with ".join([tp["plan"], *([" and ".join(on)] if on else [])]))
+        yield " with ".join([tp["plan"], *([" and ".join(on)] if on else [])])
+    if (data := report["data_parallel"]) is not None:
+        yield _data_parallel(data)
     if (recomputed := report["recomputation"]) is not None:
         policy = str(recomputed["policy"]).partition("(")[0]
-        parts.append(f"{recomputed['blocks']} of {_of(recomputed['of'], 'block')} recomputed ({policy})")
-    else:
-        parts.append("nothing recomputed")
+        yield f"{recomputed['blocks']} of {_of(recomputed['of'], 'block')} recomputed ({policy})"
     if (compiled := report["compile"]) is not None:
         blocks = f"{compiled['blocks']} of {_of(compiled['of'], 'block')}"
-        others = [name for name in ("loss", "optimizer") if compiled[name]]
-        parts.append(f"compiled by {compiled['backend']}: {', '.join([blocks, *others])}")
-    else:
-        parts.append("nothing compiled")
-    parts.append("no float8" if report["float8"] is None else _float8(report["float8"]))
-    return [
-        f"In effect: {where}; in this order: {', '.join(report['steps_taken']) or 'nothing'}",
-        f"In effect: {'; '.join(parts)}",
-    ]
+        others = [name for name in compiled["components"] if name != "model"]
+        yield f"compiled by {compiled['backend']}: {', '.join([blocks, *others])}"
+    if report["float8"] is not None:
+        yield _float8(report["float8"])
 
 
 def after_step(report: Report) -> list[str]:
     """Return what the measured step did, as lines."""
     step, number = report["step"], report["measured_after_step"]
-    if step["bytes"] is None:
-        lines = [f"Step {number}: collectives not counted: {step['reason']}"]
+    if step is None:
+        lines = [f"Step {number}: collectives not counted: {report['reasons']['step']}"]
     else:
         groups = ", ".join(f"{sums['collectives']} over {name}" for name, sums in step["by_group"].items())
         total = f"{_of(step['collectives'], 'collective')}, {_size(step['bytes'])} received by this rank"
         fused = f"; {step['fused']} fused with matrix products" if step["collectives"] else ""
         lines = [f"Step {number}: {total}" + (f" ({groups})" if groups else "") + fused]
-    for kind in report["blocks"]:
+    for kind in report["blocks"] or ():
         if kind["collectives"]:
             size = sum(row["bytes"] for row in kind["collectives"])
             name = kind["names"][0] if len(kind["names"]) == 1 else f"each of {len(kind['names'])}"
             lines.append(f"{kind['class']}, {name}: {_phases(kind['collectives'])}, {_size(size)}")
-    for kind in (report["compile"] or {}).get("kinds") or []:
+    if (graphs := report["graphs"]) is None:
+        return lines + [
+            f"Step {number}: graphs unknown: {why}" for why in (report["reasons"].get("graphs"),) if why
+        ]
+    for kind in graphs["blocks"]:
         parts = [_of(kind["graphs"], "graph"), _of(kind["graph_breaks"], "graph break")]
         if kind["recompilations"]:
-            parts.append(f"{_of(kind['recompilations'], 'piece')} of code compiled once more")
+            parts.append(_of(kind["recompilations"], "recompilation"))
         ran = f"{kind['ran_compiled']} of {_of(kind['blocks'], kind['class'])} ran compiled"
         lines.append(f"{ran}: {', '.join(parts)}")
-    if beside := (report["compile"] or {}).get("graphs_beside_blocks"):
-        lines.append(f"Beside the blocks {_of(beside, 'graph')} of the loss or the optimizer's step")
+    if outside := graphs["outside_blocks"]:
+        lines.append(f"{_of(outside, 'graph')} outside the blocks: the loss or the optimizer's step")
     return lines
 
 

@@ -1,15 +1,15 @@
 """The graphs of a split model's blocks as inductor would finish them under async tensor parallelism, without a GPU.
 
 The ranks do not exist (`titanplans.proof.simulate.fake_ranks`), the model is on the CPU. Each block is compiled by
-dynamo, AOTAutograd and inductor as it is in training, partitioner, decompositions and passes included, up to
-the point where inductor would write kernels: its pass that fuses runs on the graph, and zeros are returned in
-place of results, so that the backward is captured too. The pass asks for NCCL and for symmetric memory; for its
-duration it is told that both are there. What is fused is said by `titanplans.cli.async_tp.verdict`.
+dynamo, AOTAutograd and inductor as in training, partitioner, decompositions and passes included, up to the point
+where inductor would write kernels: its pass that fuses runs on the graph, and zeros are returned in place of
+results, so that the backward is captured too. The pass asks for NCCL and for symmetric memory; for its duration it
+is told that both are there.
 """
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +28,8 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshap
 from torch._inductor.virtualized import V
 from torch.distributed._symmetric_memory import _test_mode
 
-from titanplans.cli.async_tp.chains import chains, words
-from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
-from titanplans.observe.graph_collectives import is_backward, kind_of
-from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
+from titanplans.observe.async_tp.chains import adjacent, operation
+from titanplans.observe.graphs import is_backward
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,16 @@ class Captured:
     collectives: tuple[torch.fx.Node, ...]
     """Gathers, scatters and reductions of more than one number, before the pass; those that it fused are erased."""
 
-    beside: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
-    """The products that stand next to each gather and scatter, with nothing but a view between; likewise."""
-
-    graph: torch.fx.Graph
+    adjacent: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
+    """The products that stood next to each gather and scatter before the pass, with nothing but a view between."""
 
 
 def capture(
-    model: nn.Module, blocks: Sequence[str], run: Callable[[], object], group: str
+    model: nn.Module,
+    blocks: Iterable[str],
+    run: Callable[[], object],
+    group: str,
+    prepare: Callable[[nn.Module], bool] = lambda block: True,
 ) -> dict[str, list[Captured]]:
     """Compile `blocks` of `model`, each by itself, and return their graphs in the order of capture.
 
@@ -61,15 +61,14 @@ def capture(
         blocks: fully qualified names.
         run: runs forward and backward.
         group: name of the TP group.
+        prepare: prepares a block for its compilation, and returns whether it is to be one graph.
     """
     captured: dict[str, list[Captured]] = {name: [] for name in blocks}
     with _as_under_async_tp(group):
         for name in blocks:
             block = model.get_submodule(name)
-            if several := holds_fla(block):
-                end_graphs_at_kernels(block)
             # Blocks with different backends are compiled apart, also where their code is the same.
-            block.compile(backend=_Capture(captured[name]), fullgraph=not several)
+            block.compile(backend=_Capture(captured[name]), fullgraph=prepare(block))
         run()
     return captured
 
@@ -100,14 +99,14 @@ class _Capture:
         made = make_boxed_func(_Zeros(module.graph))
         # But for the scales of float8, which are reduced by minimum.
         collectives = tuple(
-            node for node in module.graph.nodes if kind_of(node) is not None and node.args[1:2] != ("min",)
+            node for node in module.graph.nodes if operation(node) is not None and node.args[1:2] != ("min",)
         )
-        beside = {node: _beside(node) for node in collectives}
+        products = {node: adjacent(node) for node in collectives}
         with V.set_fake_mode(fake):
             post_grad_passes(module, is_inference=options.get("is_inference", False))
         number = options.get("graph_id") or 0
         backward = is_backward(module.graph)
-        self.captured.append(Captured(number, backward, collectives, beside, module.graph))
+        self.captured.append(Captured(number, backward, collectives, products))
         return made
 
 
@@ -134,21 +133,12 @@ def _made(output: Any, inputs: Sequence[Any]) -> Any:
     return made.zero_()
 
 
-def _beside(collective: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
-    """The products that read a gather's result, or whose result is scattered, without anything but a view between."""
-    if collective.target is torch.ops._c10d_functional.all_reduce.default:
-        return ()
-    return tuple(
-        chain.product for chain in chains(collective) if all(words(step) == "view" for step in chain.steps)
-    )
-
-
 @contextmanager
 def _as_under_async_tp(group: str) -> Iterator[None]:
     """Compile as with async TP switched on for `group`, from a clean slate, and leave no trace."""
     nccl = dist.is_nccl_available
     with ExitStack() as stack:
-        # `end_graphs_at_kernels` sets the one for good; blocks are compiled apart, so often.
+        # `prepare` may set the one for good; blocks are compiled apart, so often.
         stack.enter_context(
             torch._dynamo.config.patch(
                 nested_graph_breaks=torch._dynamo.config.nested_graph_breaks, recompile_limit=1000
@@ -157,7 +147,6 @@ def _as_under_async_tp(group: str) -> Iterator[None]:
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch._inductor.config.patch(_micro_pipeline_tp=True, fx_graph_cache=False))
         stack.enter_context(_test_mode({group}))
-        stack.enter_context(graphs_end_as_on_a_gpu())
         torch._dynamo.reset()
         counters["graph_break"].clear()
         log = logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp")

@@ -1,4 +1,4 @@
-"""From a collective of one of inductor's graphs to the matrix products beside it: which, and over which operators.
+"""From a collective of one of inductor's graphs to the matrix products next to it: which, and over which operators.
 
 A gather is followed to what reads its result, a scatter back to what made its input. What belongs to the
 collective itself, how shards become a whole and a whole shards, does not count as a step.
@@ -11,37 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.fx
 
-from titanplans.observe.graph_collectives import kind_of
+from titanplans.observe.operators import operation_of
 
-_aten = torch.ops.aten
-_PRODUCTS = (
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten._scaled_mm.default,
-)
-_WORDS = {
-    "_scaled_mm": "float8 product",
-    "_to_copy": "cast",
-    "_unsafe_view": "view",
-    "add": "sum",
-    "addmm": "addmm, a product with its bias",
-    "baddbmm": "baddbmm, a product of batches with its bias",
-    "bmm": "bmm, a product of batches",
-    "cat": "concatenation",
-    "clone": "copy",
-    "constant_pad_nd": "padding",
-    "convert_element_type": "cast",
-    "div": "quotient",
-    "mul": "product element by element",
-    "permute": "transpose",
-    "reshape": "view",
-    "squeeze": "view",
-    "t": "transpose",
-    "unsqueeze": "view",
-}
-"""Operators in words; others by their names."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+"""Matrix products, in any form that a Linear takes."""
+
+VIEWS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 
 
 class Chain(NamedTuple):
@@ -53,9 +28,9 @@ class Chain(NamedTuple):
     product: torch.fx.Node
 
 
-def is_product(node: torch.fx.Node) -> bool:
-    """Whether a node is a matrix product, in any form that a Linear takes."""
-    return node.op == "call_function" and node.target in _PRODUCTS
+def operation(node: torch.fx.Node) -> str | None:
+    """Return the collective that a node issues; None if it is none."""
+    return operation_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
 
 
 def name_of(node: torch.fx.Node) -> str:
@@ -65,26 +40,20 @@ def name_of(node: torch.fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else node.op
 
 
-def words(node: torch.fx.Node) -> str:
-    """Return a node's operator in words."""
-    name = name_of(node)
-    return _WORDS.get(name, name)
-
-
 def chains(collective: torch.fx.Node) -> list[Chain]:
-    """Return the ways to the products beside a gather or scatter, the shortest first, each product once.
+    """Return the ways to the products next to a gather or scatter, the shortest first, each product once.
 
     Over no other product or collective.
     """
-    gathers, start = _is(collective, "all_gather"), edge(collective)
+    gathers, start = operation(collective) == "all_gather", edge(collective)
     waiting: deque[Chain] = deque(Chain((), node) for node in (start.users if gathers else [start]))
     seen, found = {start}, []
     while waiting:
         chain = waiting.popleft()
         node = chain.product
-        if is_product(node):
+        if name_of(node) in PRODUCTS:
             found.append(chain)
-        elif node.op == "call_function" and kind_of(node) is None:
+        elif node.op == "call_function" and operation(node) is None:
             for other in node.users if gathers else node.all_input_nodes:
                 if other not in seen:
                     seen.add(other)
@@ -92,9 +61,16 @@ def chains(collective: torch.fx.Node) -> list[Chain]:
     return found
 
 
+def adjacent(collective: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    """Return the products that read a gather's result, or whose result is scattered, with nothing but a view between."""
+    if operation(collective) not in ("all_gather", "reduce_scatter"):
+        return ()
+    return tuple(c.product for c in chains(collective) if all(name_of(step) in VIEWS for step in c.steps))
+
+
 def edge(collective: torch.fx.Node) -> torch.fx.Node:
     """Return the node where what belongs to a collective ends: a gather's whole result, or a scatter's whole input."""
-    if _is(collective, "all_gather"):
+    if operation(collective) == "all_gather":
         (wait,) = collective.users
         wholes = {cat for piece in wait.users for cat in _cats(piece)}
         return wholes.pop() if len(wholes) == 1 else wait
@@ -105,22 +81,12 @@ def edge(collective: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def summed(node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
-    """Return the products whose sum `node` is, and what else is added to them."""
-    terms = list(_terms(node))
-    return [term for term in terms if is_product(term)], [term for term in terms if not is_product(term)]
-
-
-def _terms(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What `node` is the sum of, views and casts aside; itself if it is none."""
+def summed_products(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the products that `node` is a sum of, views and casts aside; itself if it is one."""
     name = name_of(node)
-    if name in ("reshape", "view", "convert_element_type"):
-        yield from _terms(node.all_input_nodes[0])
-    elif name == "add":
-        for part in node.all_input_nodes:
-            yield from _terms(part)
-    else:
-        yield node
+    if name in ("add", "reshape", "view", "convert_element_type"):
+        return [product for part in node.all_input_nodes for product in summed_products(part)]
+    return [node] if name in PRODUCTS else []
 
 
 def _cats(piece: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -137,8 +103,3 @@ def _whole(piece: torch.fx.Node) -> torch.fx.Node | None:
     if name_of(piece) == "getitem" and name_of(split := piece.all_input_nodes[0]).startswith("split"):
         return split.all_input_nodes[0]
     return None
-
-
-def _is(node: torch.fx.Node, operation: str) -> bool:
-    kind = kind_of(node)
-    return kind is not None and kind[0] == operation

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.proof.traffic import Collective
+from titanplans.observe.operators import Collective
 from titanplans.tensor_parallel.decoder import Decoder, find_decoder
 from titanplans.tensor_parallel.plan import TPOptions
 from titanplans.tensor_parallel.stream import shard_size
@@ -59,7 +59,7 @@ def part_of(module: str | None, decoder: Decoder) -> str:
         return "embedding"
     if _within(module, decoder.head) or _within(module, decoder.norm):
         return "head"
-    return next((layer for layer in decoder.names if _within(module, layer)), module or "the model")
+    return next((block for block in decoder.names if _within(module, block)), module or "the model")
 
 
 def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) -> dict[str, Bound]:
@@ -74,7 +74,8 @@ def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) ->
     Raises:
         PlanError: the model has no blocks, or neither embedding nor head.
     """
-    decoder, (vocabulary, hidden) = find_decoder(model), _vocabulary_and_hidden(model)
+    decoder = find_decoder(model)
+    vocabulary, hidden = _vocabulary_and_hidden(model, decoder)
     parallel, ranks = options.sequence_parallel, options.degree
     # Ranks hold shards of one size: what the degree does not divide is filled up.
     length = shard_size(sequence, ranks) * ranks if parallel else sequence
@@ -100,8 +101,8 @@ def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) ->
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
     """Return those of a part's `collectives` in one direction that are too many or too large."""
     left = sorted(needed, key=lambda allowance: allowance.elements)
-    sent = [collective for collective in collectives if collective.operation != "min_reduce"]
-    over = sorted(sent, key=lambda collective: -collective.elements)
+    sent = [collective for collective in collectives if collective.reduction != "min"]
+    over = sorted(sent, key=lambda collective: -_elements(collective))
     # First each region's own, so that of two gathers in one region not another's is said to be too many.
     for anywhere in (False, True):
         for collective in list(over):
@@ -115,17 +116,21 @@ def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) ->
 def _fits(collective: Collective, allowance: Allowance, anywhere: bool) -> bool:
     return (
         collective.operation in allowance.operations
-        and collective.elements <= allowance.elements
+        and _elements(collective) <= allowance.elements
         and (anywhere or _within(collective.module or "", allowance.module))
     )
+
+
+def _elements(collective: Collective) -> int:
+    assert collective.elements is not None  # what runs has sizes
+    return collective.elements
 
 
 def _within(name: str, part: str | None) -> bool:
     return part is not None and (name == part or name.startswith(part + "."))
 
 
-def _vocabulary_and_hidden(model: nn.Module) -> tuple[int, int]:
-    decoder = find_decoder(model)
+def _vocabulary_and_hidden(model: nn.Module, decoder: Decoder) -> tuple[int, int]:
     matrix = decoder.head or decoder.embedding
     if matrix is None:
         raise PlanError(

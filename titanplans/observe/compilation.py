@@ -1,0 +1,218 @@
+"""What became of the blocks that were to be compiled: graphs, graph breaks, recompilations, and what ran eagerly.
+
+torch.compile gives up in silence or with a warning: switched off by an environment variable, an error that is
+suppressed, the limit of recompilations, a compiled module that was replaced by another. Here three of torch's own
+accounts are read: whether the compiled call was called (`places`), what the compiler says it made while the block
+ran, and at each later frame whether what was made was found.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+from titanplans.errors import ParallelError
+from titanplans.observe.guard import Guard
+from titanplans.observe.places import Places
+
+_EVERY_COMPILATION = 1_000_000
+"""How many of its compilations torch is to remember meanwhile; by itself 64."""
+
+_AT_BREAKS = ("Unsupported", "SkipFrame")
+"""What the compiler can't trace next to a graph break; it runs eagerly, as it has to."""
+
+_LIMIT = "Dynamo recompile limit exceeded"
+
+
+@dataclass
+class Compilation:
+    """What the compiler did while one module ran."""
+
+    graphs: int = 0
+    """That were made. A block that is like one before needs none of its own."""
+
+    found: int = 0
+    """Pieces of code for which something compiled before was found, and ran. Some may hold no graph."""
+
+    missed: int = 0
+    """Pieces of code for which nothing that was there fitted."""
+
+    recompilations: int = 0
+    """Of these, how often one was compiled for them then."""
+
+    breaks: Counter[str] = field(default_factory=Counter)
+    """Reasons why graphs ended before the block did, as often as they were met while it was traced."""
+
+    failures: list[str] = field(default_factory=list)
+    """Reasons why pieces of code were not compiled and ran eagerly."""
+
+    @property
+    def eager(self) -> str | None:
+        """Why the block ran eagerly, or something in it that could have been compiled; None if nothing did."""
+        if serious := [failure for failure in self.failures if not failure.startswith(_AT_BREAKS)]:
+            return f"torch.compile gave up: {serious[0]}"
+        if self.missed > self.recompilations + len(self.failures):
+            return "no graph that torch.compile had fitted, and it made no other: it was at its limit of recompilations"
+        if not self.graphs and not self.found:
+            return (
+                "torch.compile made no graph of it: see that neither TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE nor a "
+                "stance switches it off, and that its forward is not marked torch.compiler.disable"
+            )
+        return None
+
+
+class CompileRecord:
+    """What the compiler did, module by module; made by `record_compilation`.
+
+    Attributes:
+        by_module: by the module's name; None for what runs outside of the model.
+        guard: of the record's own code; after a failure the record is incomplete.
+    """
+
+    def __init__(self) -> None:
+        self.by_module: dict[str | None, Compilation] = {}
+        self.guard = Guard()
+        self._graphs = 0
+        self._compilations = 0
+        self._breaks: Counter[str] = Counter()
+
+    def of(self, module: str | None) -> Compilation:
+        """Return the module's entry."""
+        return self.by_module.setdefault(module, Compilation())
+
+    def skip(self) -> None:
+        """Forget what torch counted before."""
+        self.book(None)
+        self.by_module.clear()
+
+    def book(self, module: str | None) -> None:
+        """Book on `module` what torch has counted since the last time."""
+        from torch._dynamo.utils import counters, get_compilation_metrics
+
+        graphs = counters["stats"]["unique_graphs"]
+        breaks = Counter(counters["graph_break"])
+        compilations = get_compilation_metrics()
+        if len(compilations) == self._compilations and graphs == self._graphs and breaks == self._breaks:
+            return
+        entry = self.of(module)
+        entry.graphs += graphs - self._graphs
+        for why, count in (breaks - self._breaks).items():
+            entry.breaks[_short(why)] += count
+        for made in compilations[self._compilations :]:
+            if made.fail_type is not None:
+                why = str(made.fail_reason)
+                kind = "RecompileLimitExceeded" if why.startswith(_LIMIT) else made.fail_type
+                entry.failures.append(f"{kind}: {' '.join(why.split(chr(10))[:2])}".strip())
+            elif made.has_guarded_code and not str(made.compile_id).endswith("/0"):
+                entry.recompilations += 1
+        self._graphs, self._compilations, self._breaks = graphs, len(compilations), breaks
+
+
+@contextmanager
+def record_compilation(places: Places) -> Iterator[CompileRecord]:
+    """Record what the compiler does in the step that `places` follows."""
+    from torch._C._dynamo.eval_frame import set_guard_complete_hook
+    from torch._dynamo.utils import DEFAULT_COMPILATION_METRICS_LIMIT, set_compilation_metrics_limit
+
+    record = CompileRecord()
+    previous: Any = None
+
+    def note(cache_hit: bool) -> None:
+        entry = record.of(places.module)
+        entry.found += cache_hit
+        entry.missed += not cache_hit
+
+    def guards_checked(cache_hit: bool) -> bool:
+        record.guard(note, cache_hit)
+        return cache_hit if previous is None else previous(cache_hit)
+
+    set_compilation_metrics_limit(_EVERY_COMPILATION)
+    record.guard(record.skip)
+    places.on_change = partial(record.guard, record.book)
+    previous = set_guard_complete_hook(guards_checked)
+    try:
+        yield record
+    finally:
+        set_guard_complete_hook(previous)
+        record.guard(record.book, places.module)
+        set_compilation_metrics_limit(DEFAULT_COMPILATION_METRICS_LIMIT)
+
+
+def is_compiled(block: nn.Module) -> bool:
+    """Whether `block`, or what activation checkpointing has wrapped, has a compiled call."""
+    inner = block._checkpoint_wrapped_module if isinstance(block, ActivationWrapper) else None
+    return any(module is not None and module._compiled_call_impl is not None for module in (block, inner))
+
+
+def check_still_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Refuse that one of `blocks`, all of which were compiled, has lost its compiled call.
+
+    Raises:
+        ParallelError: naming the first.
+    """
+    if lost := [block for block in blocks if not is_compiled(model.get_submodule(block))]:
+        raise ParallelError(
+            f"compile: {lost[0]} was to be compiled, and is not: replace, copy or wrap a block before it is "
+            "compiled, not after; or switch compile off"
+        )
+
+
+def check_compiled(
+    blocks: Iterable[str], optional: Sequence[str], places: Places, record: CompileRecord
+) -> None:
+    """Refuse that one of `blocks`, all of which were to be compiled, ran eagerly.
+
+    Args:
+        blocks: fully qualified names.
+        optional: those among them that may not run at all: a vision tower's, to which no image came.
+        places: of the step.
+        record: of the step.
+
+    Raises:
+        ParallelError: naming the first such block, and why.
+    """
+    for name in blocks:
+        why = None
+        if not places.compiled_calls[name] and (places.calls[name] or name not in optional):
+            why = "its compiled form was never called: replace, copy or wrap a block before it is compiled, not after"
+        elif places.calls[name]:
+            why = record.by_module.get(name, Compilation()).eager
+        if why is not None:
+            raise ParallelError(
+                f"compile: {name} was to be compiled, but ran eagerly: {why}; or switch compile off"
+            )
+
+
+def check_outside_blocks(record: CompileRecord, components: Sequence[str]) -> None:
+    """Refuse that the loss, or the optimizer's step, was to be compiled and ran eagerly, where that is certain.
+
+    Which of the two a graph is of is not known; each is one graph at least.
+
+    Args:
+        record: of the step.
+        components: those of the two that were to be compiled.
+
+    Raises:
+        ParallelError: fewer graphs ran than there are such components.
+    """
+    outside = record.by_module.get(None, Compilation())
+    if outside.graphs + outside.found < len(components):
+        raise ParallelError(
+            f"compile.components has {' and '.join(components)}, but outside the blocks {outside.graphs} graphs were made: "
+            "what trains is not what prepare_loss or prepare_optimizer returned, or torch.compile is switched off; "
+            "use that, or leave it out of components"
+        )
+
+
+def _short(why: str) -> str:
+    """The compiler's reason for a graph break on one line: what it is, and what stood there."""
+    what, _, rest = why.partition("\n")
+    where = rest.partition("Developer debug context:")[2].strip().partition("\n")[0]
+    where = re.sub(r" at 0x[0-9a-f]+", "", where)
+    return f"{what}: {where}" if where else what

@@ -1,0 +1,146 @@
+"""The collectives of inductor's finished graphs, and which of them were fused with matrix products.
+
+    with recording_graphs() as record:
+        ...  # compile, run forward and backward
+    record.graphs[0].collectives
+
+A graph is read in inductor's last hook for passes of one's own, after the pass that fuses (`micro_pipeline_tp_pass`).
+A graph that comes out of a compile cache never passes there. So while a record is installed inductor's cache of
+graphs, and AOTAutograd's with it, is left out by default; with `keep_cache` it stays, and `hidden` counts the
+graphs that came out of it unseen. What stands between a collective and its product is told by `async_tp`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch._inductor.config as config
+import torch.fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+
+from titanplans.errors import ParallelError
+from titanplans.observe.guard import Guard
+from titanplans.observe.operators import Collective, describe, operation_of
+
+
+class Graph(NamedTuple):
+    """What is known of one graph."""
+
+    compile_id: str
+    """dynamo's number of the frame and of its compilation, such as "0/0"; forward and backward share it."""
+
+    backward: bool
+    collectives: tuple[Collective, ...]
+
+
+def collectives_of(graph: torch.fx.Graph) -> tuple[Collective, ...]:
+    """Return the collectives of one of inductor's graphs, in order, without modules.
+
+    Raises:
+        NotImplementedError: a communication operator that is not in the table.
+    """
+    phase, found = "backward" if is_backward(graph) else "forward", []
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and operation_of(node.target) is not None:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
+            collective = describe(node.target, args, kwargs, node.meta.get("val"))
+            assert collective is not None  # it has an operation
+            found.append(collective._replace(phase=phase))
+    return tuple(found)
+
+
+def is_backward(graph: torch.fx.Graph) -> bool:
+    """Whether `graph` is a backward: AOTAutograd calls the gradients that come in "tangents"."""
+    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+
+
+class GraphRecord(CustomGraphPass):
+    """A hook of inductor's that changes nothing, and what it has seen. Made by `install_record`."""
+
+    def __init__(self, keep_cache: bool):
+        self.keep_cache = keep_cache
+        self.graphs: list[Graph] = []
+        """In the order in which inductor finished them."""
+        self.guard = Guard()
+        """Of reading; after a failure the record is incomplete."""
+        self._hits = _cache_hits()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.guard(self._read, graph)
+
+    def _read(self, graph: torch.fx.Graph) -> None:
+        compile_id = torch._guards.CompileContext.current_compile_id()
+        self.graphs.append(Graph(str(compile_id or ""), is_backward(graph), collectives_of(graph)))
+
+    def uuid(self) -> Any:
+        # inductor caches no graph that has passed a hook without one.
+        return "titanplans.GraphRecord" if self.keep_cache else None
+
+    @property
+    def hidden(self) -> int:
+        """How many compilations came out of a cache, with graphs that were not seen."""
+        return _cache_hits() - self._hits
+
+    def collectives(self, group: tuple[int, ...] | None = None) -> list[Collective]:
+        """Return the collectives of all graphs, or those over the process group of these ranks."""
+        return [c for graph in self.graphs for c in graph.collectives if group in (None, c.group)]
+
+
+def install_record(*, keep_cache: bool = False) -> GraphRecord:
+    """Record inductor's graphs from now on; a hook of the user's own stays, and runs before.
+
+    One record is installed in a process: a second call returns it, without a cache if either asks for that.
+    """
+    record = installed_record()
+    if record is None:
+        record = _append(GraphRecord(keep_cache))
+    record.keep_cache &= keep_cache
+    return record
+
+
+def installed_record() -> GraphRecord | None:
+    """Return the record that is installed in this process."""
+    return next((p for p in _hooks() if isinstance(p, GraphRecord)), None)
+
+
+@contextmanager
+def recording_graphs(*, keep_cache: bool = False) -> Iterator[GraphRecord]:
+    """Record the graphs that inductor finishes inside, also beside a record that is installed.
+
+    Raises:
+        ParallelError: another hook was put in the record's place, so graphs went unseen.
+    """
+    record = _append(GraphRecord(keep_cache))
+    try:
+        yield record
+        if record not in _hooks():
+            raise ParallelError(
+                "torch._inductor.config.post_grad_custom_post_pass was set anew while graphs were recorded, and some went "
+                "unseen: append to what is there, or set it before"
+            )
+    finally:
+        config.post_grad_custom_post_pass = [p for p in _hooks() if p is not record] or None
+
+
+def _hooks() -> tuple[Any, ...]:
+    return get_custom_graph_passes(config.post_grad_custom_post_pass)
+
+
+def _append(record: GraphRecord) -> GraphRecord:
+    config.post_grad_custom_post_pass = [*_hooks(), record]
+    return record
+
+
+def _cache_hits() -> int:
+    # AOTAutograd's cache holds forward and backward together, inductor's each by itself.
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def _value(node: torch.fx.Node) -> Any:
+    """A node's value; those that a pass puts in have none yet, and the size of their first input."""
+    while "val" not in node.meta:
+        node = node.all_input_nodes[0]
+    return node.meta["val"]

@@ -1,0 +1,127 @@
+"""What was done to a model, for its parallelism report: read off the model and its strategy, once it is parallel.
+
+What a step then communicates and compiles, and the report itself, is `titanplans.observe.report`'s.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+from titanplans.config import DDPConfig, FSDP2Config, Strategy
+from titanplans.observe.compilation import is_compiled
+from titanplans.observe.places import fsdp_units
+from titanplans.observe.report import ParallelismReport
+from titanplans.parallel.activation_checkpoint import Kept, memory_budget
+from titanplans.parallel.float8 import float8_report
+from titanplans.parallel.steps import steps_taken
+from titanplans.tensor_parallel.custom import resolve_plan
+from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.plan import TPOptions
+
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> ParallelismReport:
+    """Return the report on `model`, which is parallel, and under DDP has its values.
+
+    Args:
+        model: parallelised.
+        mesh: a `Mesh`, or torchtitan's ParallelDims.
+        config: the strategy by which it was.
+
+    Raises:
+        ParallelError: a block that was to be compiled is not.
+    """
+    decoder = find_decoder(model)
+    blocks = [*decoder.names, *(name for names in decoder.towers for name in names)]
+    steps = {step["step"]: step for step in steps_taken(model)}
+    return ParallelismReport(
+        model,
+        mesh,
+        decoder,
+        {
+            "strategy": lambda: config.title,
+            "world_size": dist.get_world_size,
+            "degrees": lambda: {name: getattr(mesh, name) for name in _DEGREES},
+            "steps_taken": lambda: list(steps),
+            "tensor_parallel": lambda: _tensor_parallel(model, mesh, config, steps),
+            "float8": lambda: float8_report(model),
+            "recomputation": lambda: _recomputation(model, blocks, steps),
+            "compile": lambda: _compile(model, blocks, config),
+            "autocast": lambda: getattr(config, "autocast_dtype", None),
+            "data_parallel": lambda: _data_parallel(model, mesh, config),
+        },
+    )
+
+
+_Steps = dict[str, dict[str, Any]]
+
+
+def _tensor_parallel(model: nn.Module, mesh: Any, config: Strategy, steps: _Steps) -> dict[str, Any] | None:
+    if "tensor parallelism" not in steps or not isinstance(config, FSDP2Config):
+        return None
+    loss_parallel, sequence_parallel = not config.disable_loss_parallel, config.enable_sequence_parallel
+    options = TPOptions(mesh.tp, loss_parallel, sequence_parallel)
+    return {
+        "plan": type(resolve_plan(config.plan, model, options)).__name__,
+        "styles": steps["tensor parallelism"]["styles"],
+        "sequence_parallel": sequence_parallel,
+        "loss_parallel": loss_parallel,
+    }
+
+
+def _recomputation(model: nn.Module, blocks: list[str], steps: _Steps) -> dict[str, Any] | None:
+    recomputed, kept = Counter(), 0
+    for block in blocks:
+        for module in model.get_submodule(block).modules():
+            kept += isinstance(module, Kept)
+            wrapped = isinstance(module, ActivationWrapper) and not isinstance(module, Kept)
+            recomputed[block] += wrapped or memory_budget(module) is not None
+    if not recomputed.total():
+        return None
+    return {
+        "policy": steps.get("activation checkpointing", {}).get("policy"),
+        "blocks": len(+recomputed),
+        "of": len(blocks),
+        "kept_mixers": kept,
+    }
+
+
+def _compile(model: nn.Module, blocks: list[str], config: Strategy) -> dict[str, Any] | None:
+    options = getattr(config, "compile", None)
+    if options is None or not options.enable:
+        return None
+    return {
+        "components": list(options.components),
+        "blocks": sum(is_compiled(model.get_submodule(block)) for block in blocks),
+        "of": len(blocks),
+        **{name: getattr(options, name) for name in ("backend", "mode", "fullgraph", "dynamic")},
+        "async_tensor_parallel": getattr(config, "enable_async_tensor_parallel", False),
+    }
+
+
+def _data_parallel(model: nn.Module, mesh: Any, config: Strategy) -> dict[str, Any]:
+    common = {"shards": mesh.dp_shard * mesh.cp, "copies": mesh.dp_replicate}
+    if isinstance(config, DDPConfig):
+        return {"kind": "DDP", **common, "bucket_cap_mb": config.bucket_cap_mb}
+    units = fsdp_units(model)
+    if not units:
+        return {"kind": config.title, **common}
+    policy = units[0][1].mp_policy
+    return {
+        "kind": "FSDP2",
+        **common,
+        "units": len(units),
+        "unit_names": [name for name, _ in units],
+        "param_dtype": _dtype(policy.param_dtype),
+        "reduce_dtype": _dtype(policy.reduce_dtype or policy.param_dtype),
+        "cpu_offload": getattr(config, "enable_cpu_offload", False),
+    }
+
+
+def _dtype(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
