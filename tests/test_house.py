@@ -26,7 +26,7 @@ ABOVE = {
     },
     "tensor_parallel": {"proof", "parallel", "modeling", "training", "cli", *LIBRARIES},
     "proof": {"parallel", "modeling", "training", "cli", *LIBRARIES},
-    "observe": {"proof", "modeling", "training", "cli", *LIBRARIES - {"torchao"}},
+    "observe": {"proof", "parallel", "modeling", "training", "cli", *LIBRARIES},
     "parallel": {"modeling", "training", "cli", *LIBRARIES - {"torchao"}},
     "modeling": {"parallel", "training", "cli", "torchtitan", "torchao"},
     "training": {"cli"},

@@ -78,8 +78,8 @@ def test_every_registered_architecture_is_on_the_page():
 def test_a_length_that_the_degree_does_not_divide_is_padded_and_nothing_is_fused(capsys):
     assert main(["async-tp", "qwen3", "--seq-len", "33", "--vocab-size", "64", "--batch-size", "1"]) == 1
     out = capsys.readouterr().out
-    assert "not fused: slice, view between it and q_proj, k_proj, v_proj" in out
-    assert "not fused: cat, view between it and o_proj" in out
+    assert "not fused: slice, reshape between it and q_proj, k_proj, v_proj" in out
+    assert "not fused: cat, reshape between it and o_proj" in out
     assert "NOT all is fused that could be: forward 0 of 4" in out
 
 
@@ -161,8 +161,8 @@ def test_what_stands_between_is_said_in_words():
     decision = decide(Subject(Source("own", make=normed), NormedPlan), Request("async-tp", "own"), 2, quietly)
     assert not decision.complete
     said = {(v.place, v.backward): v.obstacle for b in decision.blocks for v in b.verdicts if not v.fused}
-    assert said["mlp in", False] == ("mlp.norm, view between it and gate_proj, up_proj")
-    assert said["mlp out", False] == "mul, view between it and down_proj"
+    assert said["mlp in", False] == ("mlp.norm, reshape between it and gate_proj, up_proj")
+    assert said["mlp out", False] == "mul, reshape between it and down_proj"
 
 
 def test_a_product_beyond_a_graph_break_is_told_from_one_behind_other_operators():

@@ -60,7 +60,7 @@ def run(folder: Path, name: str, *options: str, measured: bool = True):
     logger = logging.getLogger("titanplans.training.parallelism_report")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    off = () if measured else ("--no-metrics.measure_first_step",)
+    off = () if measured else ("--metrics.no-measure_first_step",)
     recorder, _ = train(folder, "gla", name, STEPS, *options, *off, prepare=prepare)
     logger.removeHandler(handler)
     states += [json.loads(file.read_text())] if file.exists() else []

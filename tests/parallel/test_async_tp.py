@@ -1,6 +1,6 @@
 """Async tensor parallelism without a GPU: what is refused, what is recorded of compiled graphs, what the check says.
 
-That anything is really fused is decided on graphs here (tests/training/test_async_tp_command.py) and was never run.
+That anything is really fused is decided on graphs here (tests/cli/test_async_tp_command.py) and was never run.
 """
 
 import copy

@@ -8,7 +8,7 @@ import torch.fx
 from titanplans.observe.async_tp.capture import Captured
 from titanplans.observe.async_tp.chains import PRODUCTS, chains, edge, name_of, operation, summed_products
 
-BEGINS = "where the sharded stream begins: no product reads this gradient"
+BEGINS = "no product reads the gradient of what comes before the sharded stream"
 """What becomes of the backward's gather there."""
 
 _MIRRORED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
