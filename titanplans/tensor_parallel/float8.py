@@ -1,8 +1,8 @@
 """Which modules of a model torchao has converted to float8, and by which recipe.
 
-That they are converted, and which, is decided before a plan is applied (`titanplans.parallel.float8`). What a split one
-computes is in `float8_linear`, how a sequence crosses a border in float8 in `float8_border`, what is refused
-in `float8_checks`. torchao is not imported before a model holds one of its modules.
+They are converted before a plan is applied (`titanplans.parallel.float8`). `float8_linear` has the product of a split
+module, `float8_border` how a sequence crosses a border in float8, `float8_checks` what is refused and which borders are
+crossed so. torchao is imported only if a model holds one of its modules.
 """
 
 from functools import cache
@@ -51,7 +51,7 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def is_cast(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is torchao's, of float8 numbers and their scale."""
+    """Whether `tensor` is torchao's tensor of float8 numbers and their scale."""
     return type(tensor).__name__ == "Float8TrainingTensor"
 
 
@@ -64,7 +64,7 @@ def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
     """Return the recipe by which the Linear modules of `model` were converted.
 
     Raises:
-        PlanError: by several, or by a config of one's own, whose scales no style knows.
+        PlanError: there are several recipes, or a config that is none of them, whose scales no style knows.
     """
     found: dict[str, str] = {}
     for name, module in float8_linears(model).items():

@@ -1,10 +1,10 @@
-"""A border that a sequence crosses in float8: cast once, with the scale of the whole, and gathered as bytes.
+"""A border that the sequence crosses in float8: it is cast once, with the scale of the whole, and gathered as bytes.
 
-For the recipe tensorwise, where a tensor has one scale, as torchao's float8 parallel styles do it for DTensors:
+For the recipe tensorwise, where a tensor has one scale. torchao's float8 parallel styles do the same for DTensors.
 
-    border   what crosses in float8
-    enter    the activations in the forward, for all projections behind it; gradients are summed, and stay as they are
-    leave    the gradients of the output in the backward; the output is summed, and stays as it is
+    border   in float8                                                   in high precision, because it is summed
+    enter    the activations in the forward, for all projections inside  their gradients
+    leave    the gradients of the output in the backward                 the output
 """
 
 from typing import Any
@@ -30,15 +30,16 @@ from titanplans.tensor_parallel.stream import (
     all_reduce,
     reduce_scatter,
 )
+from titanplans.torch_private import float8_data
 
 
 class Float8Border(Border):
-    """As `Border`, with what crosses it in float8.
+    """A border of which one direction, or both, is crossed in float8.
 
     Args:
         mesh: the 1-D TP mesh.
         stream: the residual stream.
-        module: the region's, which holds converted modules.
+        module: the module of the region or of the head; it holds converted modules.
         enter: the sequence enters in float8: `module` is called with a `Float8TrainingTensor`.
         leave: gradients of what leaves come back in float8, as a `Float8TrainingTensor`.
     """
@@ -50,13 +51,13 @@ class Float8Border(Border):
         self.mm_config = linear.linear_mm_config
         self.dtype = linear.config.cast_config_input.target_dtype
         self.gradient_dtype = linear.config.cast_config_grad_output.target_dtype
-        # gloo knows no float8; a byte is a byte. NCCL's gather in float8 is what async tensor parallelism looks for.
+        # gloo has no float8, but it has bytes. Async tensor parallelism looks for NCCL's gather in float8.
         self.as_bytes = dist.get_backend(mesh.get_group()) == "gloo"
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if not self.casts_input:
             return super().enter(x)
-        if torch.is_autocast_enabled():  # CUDA's alone, as torchao's modules do before they cast
+        if torch.is_autocast_enabled():  # on CUDA; torchao's modules do the same before they cast
             x = x.to(torch.get_autocast_dtype("cuda"))
         dim, length = self.stream.dim, self.stream.length
         if dim is not None:
@@ -112,7 +113,7 @@ def _cast_and_gather(
     scale = tensor_to_scale(x, dtype)
     if dim is not None:
         scale = all_reduce(scale, group, "min")  # of the largest number on any rank
-    data = hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role)._data
+    data = float8_data(hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role))
     if dim is not None:
         data = all_gather(data.view(torch.uint8) if as_bytes else data, dim, length, group).view(dtype)
     return Float8TrainingTensor(data, scale, x.dtype, mm_config, role)

@@ -59,34 +59,33 @@ def check_torchao_styles(
 ) -> None:
     """Refuse torchao's own float8 styles where they would be wrong, or fail.
 
-    Their guard asks whether scales are dynamic, not whether a tensor has one, so that rows pass it.
+    They check that scales are dynamic, but not that a tensor has one scale, so the rowwise recipes pass their check.
 
     Args:
-        plan: a user's, which may hold any ParallelStyle.
+        plan: the user's plan, which may hold any ParallelStyle.
         model: not yet split.
-        backend: of the TP group; None: not known yet.
+        backend: the TP group's; None if it is not known yet.
 
     Raises:
-        PlanError: by rows; on what is not converted; over gloo, which has no float8.
+        PlanError: the recipe scales rows; the module is not converted; the backend is gloo, which has no float8.
     """
     recipe = recipe_of(model)
     for key, style in plan.items():
         if type(style).__module__ != "torchao.float8.float8_tensor_parallel":
             continue
-        name, module = type(style).__name__, model.get_submodule(key)
+        module = model.get_submodule(key)
         converted = any(map(is_float8, module.modules()))
         for wrong, why in (
-            (not converted, f"{type(module).__name__} is not converted to float8: convert the model first"),
+            (not converted, "the module is not converted to float8: convert the model first"),
             (
                 recipe != "tensorwise",
                 f"it gathers with one scale a tensor, and the recipe is {recipe}: take tensorwise",
             ),
-            (backend == "gloo", "it gathers in float8, which gloo has not"),
+            (backend == "gloo", "it gathers in float8, which gloo can't: use NCCL"),
         ):
             if wrong:
-                raise PlanError(
-                    f"plan key '{key}' ({name}): {why}; or use this project's styles, which do it for any recipe and backend"
-                )
+                reason = f"{why}; or use this project's styles, which work for any recipe and backend"
+                raise PlanError(reason, key=key, style=style, module=module)
 
 
 def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dict[str, Crossing]:

@@ -1,18 +1,18 @@
-"""The float8 product of a Linear that is split over ranks, with the scales of the whole one.
+"""The float8 product of a Linear that is split over ranks, with the scales of the whole Linear.
 
-torchao scales a tensor, or each row of it, by its largest number. A rank holds a part of some tensors: the
-largest number is then sought over the ranks, so that each element becomes the float8 number that it becomes
-in the whole model. What is left is the order of sums, as in any split product.
+torchao scales a tensor, or each row of it, by its largest number. Where a rank holds a part of a tensor, the largest
+number is sought over the ranks, so that each element becomes the same float8 number as in the whole model. Only the
+order of sums differs, as in any split product.
 
-A product of x [tokens, inputs] and w [inputs, outputs], and its two in the backward:
+How the tensors of the product of x [tokens, inputs] and w [inputs, outputs] lie on the ranks:
 
                     split by outputs       split by inputs     replicated in a region
     x               whole                  part of inputs      whole
     w               part of outputs        part of inputs      whole
     gradient        part of outputs        whole               a summand of it
 
-The recipes, the casts and the products are torchao's (`torchao.float8`), and one rank computes what its
-`Float8Linear` does to the last bit.
+The recipes, the casts and the products are torchao's (`torchao.float8`); on one rank the result is bitwise that of its
+`Float8Linear`.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _TOKENS, _OUTPUTS = 0, -1
 
 @dataclass(frozen=True)
 class Split:
-    """How the product of one Linear lies on the ranks; what a compiled graph can hold."""
+    """How the product of one Linear lies on the ranks, in values that a compiled graph can hold."""
 
     group: Group
     outputs: bool = False
@@ -51,9 +51,10 @@ class Split:
 
 
 def split_linear(module: nn.Module, split: Split) -> None:
-    """Let `module`, a Float8Linear with local parameters, scale as the whole one does; in place.
+    """Let `module`, a Float8Linear with local parameters, use the scales of the whole one; in place.
 
-    Who knows the scale of the whole weight, for tensorwise, may set `_weight_scale`; otherwise each product seeks it.
+    With the recipe tensorwise, `_weight_scale` may be set to the scale of the whole weight; otherwise each product
+    seeks it.
     """
     module.__dict__["_split"] = split
     module.__dict__["_weight_scale"] = None
@@ -63,7 +64,7 @@ def split_linear(module: nn.Module, split: Split) -> None:
 @cache
 def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled():  # CUDA's alone, as torchao's
+        if torch.is_autocast_enabled():  # on CUDA, as torchao's
             input = input.to(torch.get_autocast_dtype("cuda"))
         weight, scale = self.weight.t(), self._weight_scale
         output = _Product.apply(input, weight, scale, self.linear_mm_config, self.config, self._split)
@@ -79,7 +80,7 @@ class _Product(torch.autograd.Function):
         cast = _Cast(mm_config, config, split.group)
         shape, rows = x.shape, config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
         flat = x.reshape(-1, shape[-1])
-        # Cast as it comes, where it has one scale: what async tensor parallelism looks for around the product.
+        # With one scale it is cast unflattened: async tensor parallelism looks for that around the product.
         x8, x_scale = cast(
             flat if rows else x,
             config.cast_config_input,
@@ -175,5 +176,5 @@ def _summed(grad: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _share(result: torch.Tensor, split: Split) -> torch.Tensor:
-    """Give each rank that shares outputs an equal part of what all of these have computed: it is summed later."""
+    """Divide what all ranks that share outputs have computed alike, since it is summed over them later."""
     return result if split.sharing == 1 else result / split.sharing

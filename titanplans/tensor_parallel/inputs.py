@@ -1,8 +1,8 @@
-"""What a split model is called with: what it would misread comes whole, or is refused.
+"""The arguments of a split model's forward: those that its own code would misread are refused.
 
 A split model looks like the whole one from outside, but its body sees shards: of the sequence
-between the regions, of the vocabulary at the head. Where a model's own code draws a conclusion from
-those, the shards begin after it, or the call is refused.
+between the regions, of the vocabulary at the head. Where the model's code draws a conclusion from what would be a
+shard, either the stream begins after that (`begin_stream`) or the call is refused (`guard_inputs`).
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ def guard_inputs(model: nn.Module, *, loss_parallel: bool, stream: Stream, begin
         model: the split model.
         loss_parallel: the logits are sharded over the vocabulary.
         stream: its residual stream.
-        begins_stream: the stream begins at the embedding, which embeddings from outside would bypass.
+        begins_stream: the stream begins at the embedding, which `inputs_embeds` would bypass.
     """
     fused_loss = getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False)
     own_loss = not loss_parallel and not fused_loss
@@ -31,10 +31,10 @@ def guard_inputs(model: nn.Module, *, loss_parallel: bool, stream: Stream, begin
 
 
 def begin_stream(block: nn.Module, border: Border) -> None:
-    """Let each rank take its shard of the sequence where `block`, the first one, is entered.
+    """Let each rank take its shard of the sequence at the entry of `block`, the first one.
 
     Everything before it sees the whole sequence: what a model derives from its embeddings (positions,
-    masks, the places of images) needs no care.
+    masks, the places of images) is right without further care.
     """
     block.register_forward_pre_hook(partial(_begin, border), with_kwargs=True)
 

@@ -62,7 +62,7 @@ class Style(ParallelStyle):
         return None
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-        """Return how a Linear's product lies on the ranks, in words of `float8_linear.Split`; {}: whole on each."""
+        """Return how a Linear's product lies on the ranks, as arguments of `float8_linear.Split`; {} if it is whole."""
         return {}
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -145,8 +145,8 @@ class Region(Style):
         reduce_output: also reduce at the module's exit (its output, or the first of a tuple);
             otherwise a `Rowwise` inside has to.
         input_name: keyword under which the input comes if it is not the first positional argument.
-        float8_input: in a model converted to float8, the projections inside are all that reads the input,
-            which so may come in float8.
+        float8_input: only the projections inside read the input, so that in a model converted to float8 it may
+            come in float8.
     """
 
     opens = True
