@@ -6,7 +6,7 @@ import worlds
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans.parallel import ParallelError
+from titanplans.parallel import FSDP2Config, ParallelError
 from titanplans.parallel.fsdp.conditions import shard_model
 
 
@@ -94,7 +94,7 @@ def all_cases(rank):
     accepted, refused = {}, {}
     for name, conditions in ACCEPTED.items():
         model = build()
-        units = shard_model(model, conditions, mesh, reshard_after_forward="always")
+        units = shard_model(model, conditions, mesh, FSDP2Config(fsdp_reshard_after_forward="always"))
         step(model, inputs().chunk(4)[rank])
         params = dict(model.named_parameters())
         assert all(isinstance(p, DTensor) for p in params.values())

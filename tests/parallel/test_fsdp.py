@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanplans.parallel import ParallelError
+from titanplans.parallel import FSDP2Config, ParallelError
 from titanplans.parallel.fsdp import shard
 from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
 from titanplans.parallel.fsdp.units import find_units, split_dtypes
@@ -131,7 +131,7 @@ def prepare(kind, replicate, fsdp, tp, options):
         from titanplans import apply_plan
 
         apply_plan(model, mesh["tp"], loss_parallel=False, plan=TinyPlan)
-    units = shard(model, mesh["r", "f"] if replicate > 1 else mesh["f"], **options)
+    units = shard(model, mesh["r", "f"] if replicate > 1 else mesh["f"], FSDP2Config(**options))
     parts = replicate * fsdp
     part = mesh["r"].get_local_rank() * fsdp + mesh["f"].get_local_rank()
     tokens, images = (t.chunk(parts)[part] for t in data())
@@ -170,34 +170,37 @@ def one_step(kind="tiny", replicate=1, fsdp=4, tp=1, **options):
 
 STEPS = {
     "default": dict(),
-    "always": dict(reshard_after_forward="always"),
-    "never": dict(reshard_after_forward="never"),
-    "to 2 of 4": dict(reshard_after_forward=2),
-    "to 1 of 4": dict(reshard_after_forward=1),
-    "to 4 of 4": dict(reshard_after_forward=4),
+    "always": dict(fsdp_reshard_after_forward="always"),
+    "never": dict(fsdp_reshard_after_forward="never"),
+    "to 2 of 4": dict(fsdp_reshard_after_forward=2),
+    "to 1 of 4": dict(fsdp_reshard_after_forward=1),
+    "to 4 of 4": dict(fsdp_reshard_after_forward=4),
     "hsdp": dict(replicate=2, fsdp=2),
     "replicated": dict(replicate=4, fsdp=1),
     "tied": dict(kind="tied"),
-    "offload": dict(cpu_offload=True),
-    "prefetch": dict(forward_prefetch=2, backward_prefetch=2),
-    "prefetch, tied": dict(kind="tied", forward_prefetch=1, backward_prefetch=4),
+    "offload": dict(enable_cpu_offload=True),
+    "prefetch": dict(fsdp_forward_prefetch=2, fsdp_backward_prefetch=2),
+    "prefetch, tied": dict(kind="tied", fsdp_forward_prefetch=1, fsdp_backward_prefetch=4),
     "prefetch, dtypes": dict(
-        kind="dtypes", forward_prefetch=2, backward_prefetch=2, param_dtype=torch.float32
+        kind="dtypes", fsdp_forward_prefetch=2, fsdp_backward_prefetch=2, mixed_precision_param="float32"
     ),
     "frozen units": dict(kind="frozen units"),
-    "frozen units, prefetch": dict(kind="frozen units", forward_prefetch=1, backward_prefetch=3),
-    "frozen parts": dict(kind="frozen parts", param_dtype=torch.float32),
-    "dtypes": dict(kind="dtypes", param_dtype=torch.float32),
+    "frozen units, prefetch": dict(kind="frozen units", fsdp_forward_prefetch=1, fsdp_backward_prefetch=3),
+    "frozen parts": dict(kind="frozen parts", mixed_precision_param="float32"),
+    "dtypes": dict(kind="dtypes", mixed_precision_param="float32"),
     "tower": dict(kind="seeing"),
-    "tower, prefetch": dict(kind="seeing", forward_prefetch=1, backward_prefetch=1),
-    "tower in the root": dict(kind="seeing", towers="root"),
+    "tower, prefetch": dict(kind="seeing", fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
+    "tower in the root": dict(kind="seeing", fsdp_towers="root"),
     "tp": dict(tp=2, fsdp=2),
-    "tp, prefetch": dict(tp=2, fsdp=2, forward_prefetch=1, backward_prefetch=2),
-    "tp, offload": dict(tp=2, fsdp=2, cpu_offload=True, kind="tied"),
-    "bfloat16": dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bfloat16, one rank": dict(fsdp=1, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "tp, prefetch": dict(tp=2, fsdp=2, fsdp_forward_prefetch=1, fsdp_backward_prefetch=2),
+    "tp, offload": dict(tp=2, fsdp=2, enable_cpu_offload=True, kind="tied"),
+    "bfloat16": dict(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
+    "bfloat16, one rank": dict(fsdp=1, mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
     "bfloat16 in, float32 out": dict(
-        kind="dict", param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        kind="dict",
+        mixed_precision_param="bfloat16",
+        mixed_precision_reduce="float32",
+        mixed_precision_output="float32",
     ),
 }
 
@@ -235,18 +238,20 @@ def flags(model):
 BATCHES = {
     "all": dict(),
     "all, gathered": dict(keep_gathered=True),
-    "all, gathered, never resharded": dict(keep_gathered=True, reshard_after_forward="never"),
+    "all, gathered, never resharded": dict(keep_gathered=True, fsdp_reshard_after_forward="never"),
     "nothing": dict(defer="nothing"),
     "all, hsdp": dict(replicate=2, fsdp=2),
     "replicas, hsdp": dict(defer="replicas", replicate=2, fsdp=2),
     "all, tp": dict(tp=2, fsdp=2, kind="tied"),
-    "all, tp, bfloat16": dict(tp=2, fsdp=2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "all, tp, bfloat16": dict(
+        tp=2, fsdp=2, mixed_precision_param="bfloat16", mixed_precision_reduce="float32"
+    ),
 }
 
 
-def evaluation(reshard_after_forward="default", fails=False, before=False, **options):
+def evaluation(reshard="default", fails=False, before=False, **options):
     """Two forwards under `unsharded`, then a training step: calls, logits, and the step."""
-    options |= dict(reshard_after_forward=reshard_after_forward)
+    options |= dict(fsdp_reshard_after_forward=reshard)
     model, _, tokens, _ = prepare("tiny", 1, 4, 1, options)
     if before:
         loss_of(model, tokens).backward()
@@ -279,10 +284,10 @@ def evaluation(reshard_after_forward="default", fails=False, before=False, **opt
 EVALUATIONS = {
     "default": dict(),
     "default, after a step": dict(before=True),
-    "to 2 of 4": dict(reshard_after_forward=2),
-    "always": dict(reshard_after_forward="always", before=True),
+    "to 2 of 4": dict(reshard=2),
+    "always": dict(reshard="always", before=True),
     "a forward that raises": dict(fails=True),
-    "prefetched": dict(forward_prefetch=1, backward_prefetch=1),
+    "prefetched": dict(fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
 }
 
 
@@ -306,7 +311,7 @@ def chains(**options):
 
 def only_some_see():
     """Rank 0 has images, the others none: the tower is in the root, so that all ranks gather it."""
-    model, _, tokens, images = prepare("seeing", 1, 4, 1, dict(towers="root"))
+    model, _, tokens, images = prepare("seeing", 1, 4, 1, dict(fsdp_towers="root"))
     sees = torch.distributed.get_rank() == 0
     loss_of(model, tokens, images if sees else None).backward()
     return outcome(model)
@@ -325,11 +330,11 @@ def all_cases(rank):
         batches={name: in_batches(**case) for name, case in BATCHES.items()},
         evaluations={name: evaluation(**case) for name, case in EVALUATIONS.items()},
         chains=[
-            chains(forward_prefetch=2, backward_prefetch=1),
-            chains(kind="seeing", forward_prefetch=1, backward_prefetch=1),
+            chains(fsdp_forward_prefetch=2, fsdp_backward_prefetch=1),
+            chains(kind="seeing", fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
         ],
         only_some=only_some_see(),
-        groups=groups_made(reshard_after_forward=2),
+        groups=groups_made(fsdp_reshard_after_forward=2),
         refused=refused(),
     )
 
@@ -464,7 +469,7 @@ def test_unsharded_gathers_once_and_restores(name, results):
     assert got.inside == {}
     assert got.same
     assert got.sharded
-    always = EVALUATIONS[name].get("reshard_after_forward") == "always"
+    always = EVALUATIONS[name].get("reshard") == "always"
     assert got.forward == {GATHER: UNITS}
     assert got.backward[GATHER] == (UNITS if always else UNITS - 2)
     assert_same_step((got.gradients, got.weights), reference("tiny"))
@@ -497,22 +502,12 @@ def test_ranks_without_images_join_the_sum(results):
 
 
 REFUSED = {
-    "reshard_after_forward = 3: parameters are sharded over 4 ranks, of which 1, 2 or 4 can": dict(
-        reshard_after_forward=3
+    "fsdp_reshard_after_forward = 3: parameters are sharded over 4 ranks, of which 1, 2 or 4 can": dict(
+        fsdp_reshard_after_forward=3
     ),
-    "reshard_after_forward = True: 'default'": dict(reshard_after_forward=True),
-    "reshard_after_forward = 'sometimes'": dict(reshard_after_forward="sometimes"),
-    "forward_prefetch = -1: how many": dict(forward_prefetch=-1),
-    "backward_prefetch = 2.0: how many": dict(backward_prefetch=2.0),
-    "forward_prefetch = 7: the model has 7 units, so at most 6": dict(forward_prefetch=7),
-    "backward_prefetch = 1, and reshard_after_forward frees nothing": dict(
-        backward_prefetch=1, reshard_after_forward="never"
-    ),
-    "forward_prefetch = 1, and parameters are sharded over 1 rank": dict(forward_prefetch=1, fsdp=1),
-    "pin_memory = true, and there is no accelerator": dict(cpu_offload=True, pin_memory=True),
-    "pin_memory = true without cpu_offload": dict(pin_memory=True),
-    "symmetric memory needs CUDA": dict(symmetric_memory=True),
-    "towers = 'each'": dict(towers="each"),
+    "fsdp_forward_prefetch = 7: the model has 7 units, so at most 6": dict(fsdp_forward_prefetch=7),
+    "fsdp_forward_prefetch = 1: parameters are sharded over 1 rank": dict(fsdp_forward_prefetch=1, fsdp=1),
+    "pin_cpu_memory = true: there is no accelerator": dict(enable_cpu_offload=True, pin_cpu_memory=True),
     "layers.0.mlp.up_proj.weight and layers.1.mlp.up_proj.weight are one parameter": dict(kind="shared"),
     "layers.0.mlp.up_proj.weight is float64, layers.0.mlp.up_proj.bias is float32": dict(kind="one module"),
     "FSDP over a mesh of 3 dimensions": dict(fsdp=None),
@@ -538,9 +533,9 @@ def refusal(kind="tiny", fsdp=4, call=None, **options):
     mesh = world(fsdp=fsdp)["f"] if fsdp else world()["r", "f", "tp"]
     try:
         if call is None:
-            shard(model, mesh, **options)
+            shard(model, mesh, FSDP2Config(**options))
         else:
-            shard(model, mesh)
+            shard(model, mesh, FSDP2Config())
             model(data()[0])
             with call(model):
                 pass
@@ -566,7 +561,7 @@ def test_resharding_to_some_ranks_beside_another_parallelism_is_refused():
     try:
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("f", "tp"))
         with pytest.raises(ParallelError, match="covers all 8 ranks, here 4"):
-            shard(build(), mesh["f"], reshard_after_forward=2)
+            shard(build(), mesh["f"], FSDP2Config(fsdp_reshard_after_forward=2))
     finally:
         dist.destroy_process_group()
 

@@ -164,7 +164,7 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     if (autocast := dtype(config.autocast_dtype)) is not None:
         apply_autocast(model, over.device_type, autocast)
         took(model, "autocast", dtype=config.autocast_dtype)
-    shard(model, over, **_shard_options(config))
+    shard(model, over, config)
     gathers = config.float8.enable_fsdp_float8_all_gather
     if gathers:
         gather_in_float8(model)
@@ -196,7 +196,7 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config, policy: Any) -
         )
     )
     if isinstance(config, FSDP2Config):
-        check_shard(model, over, **{k: v for k, v in _shard_options(config).items() if k in _CHECKED})
+        check_shard(model, over, config)
     if config.float8.recipe_name is not None:
         check_float8_options(config.float8.recipe_name, config.float8.emulate, over.device_type)
     if policy is not None and hasattr(policy, "check"):
@@ -284,34 +284,6 @@ def _common(cls: type[Options], section: Any) -> dict[str, Any]:
     """Return the fields that a section of torchtitan's and a group of our options have in common, but for nested groups."""
     names = [field.name for field in options_of(cls) if not isinstance(field.default, Options)]
     return {name: getattr(section, name) for name in names if hasattr(section, name)}
-
-
-def _shard_options(config: FSDP2Config) -> dict[str, Any]:
-    """Return the arguments of `fsdp.shard`, but for the model and the mesh."""
-    return {
-        "param_dtype": dtype(config.mixed_precision_param),
-        "reduce_dtype": dtype(config.mixed_precision_reduce),
-        "output_dtype": dtype(config.mixed_precision_output),
-        "cast_forward_inputs": config.mixed_precision_cast_inputs,
-        "reshard_after_forward": config.fsdp_reshard_after_forward,
-        "cpu_offload": config.enable_cpu_offload,
-        "pin_memory": config.pin_cpu_memory,
-        "forward_prefetch": config.fsdp_forward_prefetch,
-        "backward_prefetch": config.fsdp_backward_prefetch,
-        "towers": config.fsdp_towers,
-        "symmetric_memory": config.enable_fsdp_symm_mem,
-    }
-
-
-_CHECKED = (
-    "reshard_after_forward",
-    "cpu_offload",
-    "pin_memory",
-    "forward_prefetch",
-    "backward_prefetch",
-    "towers",
-    "symmetric_memory",
-)
 
 
 def dtype(name: str | None) -> torch.dtype | None:

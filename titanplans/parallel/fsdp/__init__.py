@@ -1,17 +1,15 @@
 """FSDP2, and HSDP over a 2-D mesh.
 
 `units` finds which modules are gathered together; `sharding` shards a decoder by them, and `conditions` any model by
-conditions of the caller's; `policies` and `prefetch` make FSDP2's settings of ours; `construction` keeps the cost of
+conditions of the caller's; `prefetch` gathers units ahead; `construction` keeps the cost of
 sharding independent of the world size; `gradient_sync` is for accumulation and evaluation.
 """
 
 from titanplans.parallel.fsdp.conditions import shard_model
-from titanplans.parallel.fsdp.policies import Reshard, shard_size
-from titanplans.parallel.fsdp.sharding import check_shard, shard
+from titanplans.parallel.fsdp.sharding import check_shard, shard, shard_size
 from titanplans.parallel.fsdp.units import Unit, find_units, split_dtypes
 
 __all__ = [
-    "Reshard",
     "Unit",
     "check_shard",
     "find_units",

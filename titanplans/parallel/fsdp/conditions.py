@@ -1,13 +1,13 @@
 """FSDP units by a user's own conditions, for models that are not decoders or should be cut elsewhere."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Unpack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError
-from titanplans.parallel.fsdp.sharding import ShardOptions, apply_units
+from titanplans.parallel.fsdp.sharding import apply_units, check_mesh, check_unsharded
 from titanplans.parallel.fsdp.units import Unit, has_forward, has_parameters, refuse_ties, split_dtypes
 from titanplans.tensor_parallel.decoder import find_decoder
 
@@ -18,12 +18,12 @@ def shard_model(
     model: nn.Module,
     conditions: Sequence[Condition] | Mapping[str, Condition],
     mesh: DeviceMesh,
-    **options: Unpack[ShardOptions],
+    config: FSDP2Config | None = None,
 ) -> list[Unit]:
     """Shard each module of `model` for which a condition holds, and the root with the rest; in place.
 
     A unit may stand inside another one, which then holds only the rest. Modules without parameters
-    are no units. With reshard_after_forward = "default" every unit is freed after its forward but the
+    are no units. With fsdp_reshard_after_forward = "default" every unit is freed after its forward but the
     root and the last of the model's blocks, where these are found.
 
     Args:
@@ -31,7 +31,8 @@ def shard_model(
         conditions: functions of a module's fully qualified name and the module; in a mapping, by a name
             of their own for errors.
         mesh: as for `fsdp.shard`.
-        options: as for `fsdp.shard`, but without prefetch: conditions say nothing of the order of execution.
+        config: the options, as for `fsdp.shard`; None: the defaults. Not prefetch and towers: conditions say nothing of
+            the order of execution.
 
     Returns:
         The units, the root first, then in the order in which the model names them.
@@ -40,6 +41,12 @@ def shard_model(
         ParallelError: no conditions; one that holds for no module with parameters, or for a container
             that is never called; or what `fsdp.shard` refuses. Before anything is sharded.
     """
+    config = FSDP2Config() if config is None else config
+    for option in ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_towers"):
+        if getattr(config, option) != getattr(FSDP2Config(), option):
+            raise config.error(option, "conditions say nothing of the order of execution: leave it out")
+    check_unsharded(model)
+    check_mesh(mesh, config)
     if not conditions:
         raise ParallelError("no conditions: give at least one, or shard a decoder's blocks by `shard`")
     named = dict(conditions) if isinstance(conditions, Mapping) else _named(conditions)
@@ -70,7 +77,7 @@ def shard_model(
     ]
     refuse_ties(model, units)
     units = split_dtypes(model, units)
-    apply_units(model, units, mesh, **options)
+    apply_units(model, units, mesh, config)
     return units
 
 

@@ -7,31 +7,17 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from titanplans.errors import OptionError
+from titanplans.config import FSDP2Config
 from titanplans.parallel.fsdp.units import Unit, fsdp_module, managed
 
 
-def check_depth(key: str, depth: int, units: int, sharded: bool, gathers: bool) -> None:
-    """Raise ParallelError unless a prefetch of `depth` units, under the option `key`, does something.
-
-    `units`: how many there are; `sharded`: over more than one rank; `gathers`: the pass does at all.
-    """
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise OptionError(key, depth, "how many units ahead? A whole number from 0 up")
-    if depth == 0:
-        return
+def check_depth(config: FSDP2Config, option: str, units: int, ranks: int) -> None:
+    """Raise OptionError unless the prefetch that `option` asks for does something, of `units` sharded over `ranks`."""
+    depth = getattr(config, option)
     if depth >= units:
-        raise OptionError(key, depth, f"the model has {units} units, so at most {units - 1} lie ahead of one")
-    if not sharded:
-        raise OptionError(
-            key, depth, "parameters are sharded over 1 rank, so nothing is gathered: set it to 0"
-        )
-    if not gathers:
-        raise OptionError(
-            key,
-            depth,
-            "fsdp_reshard_after_forward frees nothing for the backward to gather: set the one to 0, or the other to default",
-        )
+        raise config.error(option, f"the model has {units} units, so at most {units - 1} lie ahead of one")
+    if depth and ranks == 1:
+        raise config.error(option, "parameters are sharded over 1 rank, so nothing is gathered: set it to 0")
 
 
 def chain_units(model: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:

@@ -1,67 +1,34 @@
-"""FSDP2 on a decoder: what each unit keeps gathered, its dtypes, where its shards lie, what is prefetched.
+"""FSDP2 on a decoder: what each unit keeps gathered, its dtypes, where its shards lie.
 
-Which modules are units is in `units`. `shard` applies at every size of the mesh: over one
-process it shards nothing, and still casts for mixed precision and offloads. The loss is divided by
-the number of tokens of the whole batch before the backward, so gradients are summed, not averaged.
+Which modules are units is in `units`, what is gathered ahead in `prefetch`. A mesh of one rank shards nothing; mixed
+precision and offload work there, too. Gradients are summed, not averaged: the loss is divided by the number of tokens
+of the whole batch before the backward.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
 )
 
-from titanplans.errors import OptionError, ParallelError
+from titanplans.config import FSDP2Config
+from titanplans.errors import ParallelError, either
 from titanplans.parallel.fsdp.construction import independent_of_world
-from titanplans.parallel.fsdp.policies import Reshard, fsdp_policies, shard_size
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module, split_dtypes
 from titanplans.torch_private import fsdp_group, reshard_to
 
 
-class ShardOptions(TypedDict, total=False):
-    """What `shard` and `shard_model` have in common; see `shard`."""
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    cast_forward_inputs: bool
-    reshard_after_forward: Reshard
-    cpu_offload: bool
-    pin_memory: bool | None
-    symmetric_memory: bool
-
-
-class DecoderOptions(ShardOptions, total=False):
-    """What `shard` takes besides: it knows the order in which a decoder's units run."""
-
-    forward_prefetch: int
-    backward_prefetch: int
-    towers: Literal["units", "root"]
-
-
-def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-    cast_forward_inputs: bool = False,
-    reshard_after_forward: Reshard = "default",
-    cpu_offload: bool = False,
-    pin_memory: bool | None = None,
-    forward_prefetch: int = 0,
-    backward_prefetch: int = 0,
-    towers: Literal["units", "root"] = "units",
-    symmetric_memory: bool = False,
-) -> list[Unit]:
+def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]:
     """Shard `model` over the data-parallel `mesh`, in place, and return its units.
 
     Parameters may be DTensors on a TP mesh that comes from the same root mesh as `mesh`. Gradients
@@ -70,116 +37,94 @@ def shard(
     Args:
         model: a decoder (`titanplans.tensor_parallel.decoder`), before its first forward, on meta or not.
         mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
-        param_dtype: dtype of gathered parameters, and so of compute; None: as stored.
-        reduce_dtype: dtype in which gradients are summed and, if the sum is deferred, accumulated;
-            None: that of the gradients, which is `param_dtype`.
-        output_dtype: dtype of the floating-point tensors that `model` returns (a tensor, or a dict,
-            tuple or dataclass of them); None: as computed. Units inside hand on what they compute.
-        cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`: needed for images in
-            another dtype; takes rotary tables that are handed to the blocks along.
-        reshard_after_forward: what is freed between forward and backward, and gathered again.
-            "default": blocks, towers and the embedding, not the last block, the ends, or the root,
-            which the backward needs at once; "always": every unit; "never": none; a number of ranks, a
-            divisor of the shard size: as "default", but to shards over that many neighbouring ranks,
-            from which the backward gathers; only if `mesh` covers all ranks.
-        cpu_offload: keep parameters, gradients and with them the optimizer's states on the CPU.
-        pin_memory: page-locked memory for these; None: if there is an accelerator.
-        forward_prefetch, backward_prefetch: how many units ahead are gathered, in the order of
-            execution; 0: torch's own rule (none ahead in the forward, one in the backward).
-        towers: whether each block of another list than the decoder's, such as a vision encoder's, is a
-            unit, or part of the root. As units, every rank must run the tower in a step, or none.
-        symmetric_memory: communicate through symmetric memory (CUDA, NCCL).
+        config: the options, of which those of FSDP2, mixed precision and offload are read.
 
     Raises:
         PlanError: `model` has no list of blocks.
-        ParallelError: an option can't be honoured, or parameters can't be grouped. Before anything is sharded.
+        OptionError: an option can't be honoured for this model or mesh.
+        ParallelError: the parameters can't be grouped. All before anything is sharded.
     """
-    units = check_shard(
-        model,
-        mesh,
-        reshard_after_forward=reshard_after_forward,
-        cpu_offload=cpu_offload,
-        pin_memory=pin_memory,
-        forward_prefetch=forward_prefetch,
-        backward_prefetch=backward_prefetch,
-        towers=towers,
-        symmetric_memory=symmetric_memory,
-    )
-    apply_units(
-        model,
-        units,
-        mesh,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        output_dtype=output_dtype,
-        cast_forward_inputs=cast_forward_inputs,
-        reshard_after_forward=reshard_after_forward,
-        cpu_offload=cpu_offload,
-        pin_memory=pin_memory,
-        symmetric_memory=symmetric_memory,
-    )
-    chain_units(model, units, forward_prefetch, backward_prefetch)
-    if towers == "root":
+    units = check_shard(model, mesh, config)
+    apply_units(model, units, mesh, config)
+    chain_units(model, units, config.fsdp_forward_prefetch, config.fsdp_backward_prefetch)
+    if config.fsdp_towers == "root":
         # A rank without images has no gradient for the tower, and must still join the others' sum.
         fsdp_module(model, "").set_reduce_scatter_unused_params(True, recurse=False)
     return units
 
 
-def check_shard(model: nn.Module, mesh: DeviceMesh, **options: Unpack[DecoderOptions]) -> list[Unit]:
-    """Return the units that `shard` would make, with nothing touched; arguments and errors are those of `shard`."""
-    towers = options.get("towers", "units")
-    if towers not in ("units", "root"):
-        raise OptionError("fsdp_towers", towers, "take units or root")
-    sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
-    if sharded is not None:
-        raise ParallelError(
-            f"{type(model).__name__} is sharded already ({sharded or 'the root'}): once is enough; build the model again"
-        )
-    units = split_dtypes(model, find_units(model, towers))
-    gathers = shard_size(mesh) > 1
-    reshard = options.get("reshard_after_forward", "default")
-    check_depth("fsdp_forward_prefetch", options.get("forward_prefetch", 0), len(units), gathers, True)
-    check_depth(
-        "fsdp_backward_prefetch",
-        options.get("backward_prefetch", 0),
-        len(units),
-        gathers,
-        reshard not in ("never", 1),
-    )
-    fsdp_policies(
-        mesh,
-        reshard,
-        options.get("cpu_offload", False),
-        options.get("pin_memory"),
-        options.get("symmetric_memory", False),
-    )
+def check_shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]:
+    """Return the units that `shard` would make, with nothing touched; raises what `shard` does."""
+    check_unsharded(model)
+    units = split_dtypes(model, find_units(model, config.fsdp_towers))
+    check_mesh(mesh, config)
+    for option in ("fsdp_forward_prefetch", "fsdp_backward_prefetch"):
+        check_depth(config, option, len(units), shard_size(mesh))
     return units
 
 
-def apply_units(
-    model: nn.Module,
-    units: Sequence[Unit],
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-    cast_forward_inputs: bool = False,
-    reshard_after_forward: Reshard = "default",
-    cpu_offload: bool = False,
-    pin_memory: bool | None = None,
-    symmetric_memory: bool = False,
-) -> None:
-    """Shard the given units, the root among them, innermost first; for the options see `shard`."""
-    policy, offload = fsdp_policies(mesh, reshard_after_forward, cpu_offload, pin_memory, symmetric_memory)
-    inside = MixedPrecisionPolicy(param_dtype, reduce_dtype, None, cast_forward_inputs)
-    outside = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
+def check_unsharded(model: nn.Module) -> None:
+    """Raise ParallelError if `model`, or a part of it, is sharded already."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ParallelError(
+                f"{type(model).__name__} is sharded already ({name or 'the root'}): once is enough; build the model again"
+            )
+
+
+def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
+    """Raise OptionError if `mesh` can't do what `config` says."""
+    size, ranks = shard_size(mesh), config.fsdp_reshard_after_forward
+    if isinstance(ranks, int):
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        if ranks not in divisors:
+            raise config.error(
+                "fsdp_reshard_after_forward",
+                f"parameters are sharded over {size} ranks, of which {either(divisors)} can hold a copy",
+            )
+        if ranks not in (1, size) and mesh.size() != dist.get_world_size():
+            # FSDP2 makes the smaller groups rank by rank, under one name for all: they wait for each other for ever.
+            raise config.error(
+                "fsdp_reshard_after_forward",
+                f"torch can reshard to some ranks only where data parallelism covers all {dist.get_world_size()} ranks, "
+                f"here {mesh.size()}: take default, or degrees of 1 beside it",
+            )
+    if config.pin_cpu_memory and not torch.accelerator.is_available():
+        raise config.error("pin_cpu_memory", "there is no accelerator to pin for: leave it out")
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that share one copy of the parameters: the last dimension's size."""
+    if mesh.ndim > 2:
+        raise ParallelError(
+            f"FSDP over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: one to shard over, or two to "
+            "replicate and shard; flatten the others"
+        )
+    return mesh.size(mesh.ndim - 1)
+
+
+def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: FSDP2Config) -> None:
+    """Shard the given units, the root among them, innermost first."""
+    param, reduce, output = (
+        None if name is None else getattr(torch, name)
+        for name in (
+            config.mixed_precision_param,
+            config.mixed_precision_reduce,
+            config.mixed_precision_output,
+        )
+    )
+    inside = MixedPrecisionPolicy(param, reduce, None, config.mixed_precision_cast_inputs)
+    outside = MixedPrecisionPolicy(param, reduce, output, config.mixed_precision_cast_inputs)
+    offload = OffloadPolicy()
+    if config.enable_cpu_offload:
+        pin = config.pin_cpu_memory
+        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available() if pin is None else pin)
     shared: Any = None
     with independent_of_world():
         for unit in sorted(units, key=_depth, reverse=True):
             for part in (*unit.inner, unit):
                 modules = [model.get_submodule(name) for name in part.names]
-                reshard = _resharded(unit, policy)  # what is inside a unit lives as long as the unit itself
+                reshard = _reshards(unit, config)  # what is inside a unit lives as long as the unit itself
                 to_some = not isinstance(reshard, bool)
                 fully_shard(
                     modules if len(modules) > 1 else modules[0],
@@ -198,7 +143,7 @@ def apply_units(
             module.set_gradient_divide_factor(1.0)
             # Otherwise a factor of 1 is a PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
-            if symmetric_memory:
+            if config.enable_fsdp_symm_mem:
                 module.set_symm_mem_for_comm()
 
 
@@ -207,10 +152,14 @@ def _depth(unit: Unit) -> int:
     return 0 if unit.role == "root" else max(name.count(".") for name in unit.names) + 1
 
 
-def _resharded(unit: Unit, policy: Literal["default", "always", "never"] | int) -> bool | int:
-    if policy in ("always", "never"):
-        return policy == "always"
-    if unit.last or unit.role in ("ends", "root"):
-        return False
-    # FSDP2 takes 1 for a mistake, and means False by it.
-    return True if policy == "default" else policy != 1 and policy
+def _reshards(unit: Unit, config: FSDP2Config) -> bool | int:
+    """Return `fully_shard`'s reshard_after_forward for `unit`."""
+    match config.fsdp_reshard_after_forward:
+        case "always":
+            return True
+        case "never" | 1:  # 1 rank holds a whole copy; FSDP2 takes a 1 for a mistake
+            return False
+        case ranks:
+            if unit.last or unit.role in ("ends", "root"):  # the backward needs them at once
+                return False
+            return True if ranks == "default" else ranks
