@@ -5,9 +5,11 @@ a union of these with or without None, or `Annotated[T, Rule]` where not every v
 Python can give, such as a class, is `Annotated[Any, InPython("a TPPlan class")]`. No option is known by name here.
 """
 
+import functools
 import math
+import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -138,9 +140,9 @@ def in_toml(hint: Any) -> Any:
     if origin is Annotated:
         return None if isinstance(arguments[1], InPython) else hint
     if _is_union(hint):
-        return Union[tuple(part for option in arguments if (part := in_toml(option)) is not None)]  # noqa: UP007
+        return _union([part for option in arguments if (part := in_toml(option)) is not None])
     if origin is dict:
-        return dict[arguments[0], in_toml(arguments[1])]
+        return types.GenericAlias(dict, (arguments[0], in_toml(arguments[1])))
     return hint
 
 
@@ -148,7 +150,7 @@ def without_none_type(hint: Any) -> Any:
     """Return a type without None, which it may be a union with."""
     if not _is_union(hint):
         return hint
-    return Union[tuple(option for option in get_args(hint) if option is not types.NoneType)]  # noqa: UP007
+    return _union([option for option in get_args(hint) if option is not types.NoneType])
 
 
 def show(value: Any) -> str:
@@ -187,7 +189,7 @@ def _options(value: Any, hint: Any) -> Any:
     return hint.from_dict(_if(isinstance(value, Mapping), value))
 
 
-def _first(options: tuple[Any, ...], read: Callable[[Any], Any]) -> Any:
+def _first(options: Sequence[Any], read: Callable[[Any], Any]) -> Any:
     """Return what `read` makes of the first of a union's types that takes the value."""
     for option in options:
         try:
@@ -195,6 +197,10 @@ def _first(options: tuple[Any, ...], read: Callable[[Any], Any]) -> Any:
         except Mismatch:
             continue
     raise Mismatch
+
+
+def _union(parts: Sequence[Any]) -> Any:
+    return functools.reduce(operator.or_, parts)
 
 
 def _is_union(hint: Any) -> bool:

@@ -111,9 +111,9 @@ class ParallelManager:
                 model, self.mesh, config, policy_of(config.activation_checkpoint, self.dump_folder)
             )
         check_equal_values(model, self.device)
-        if isinstance(self.config, MegatronFSDPConfig):
+        if isinstance(config, MegatronFSDPConfig):
             axes = ("dp_replicate", "dp_shard", "tp")
-            model = megatron_fsdp.apply_megatron_fsdp(model, self.mesh.get_mesh(axes), self.config)
+            model = megatron_fsdp.apply_megatron_fsdp(model, self.mesh.get_mesh(axes), config)
         else:
             parallelize(model, parallel_dims=self.mesh, config=config, dump_folder=self.dump_folder)
             if on_meta(model):

@@ -97,7 +97,7 @@ def arguments(
             # The two that an installed version may lack unless they are asked for.
             if name in ("check_for_nan_in_grad", "activation_checkpointing") and value is False:
                 continue
-            raise config.refuse(
+            raise config.error(
                 name,
                 f"megatron-fsdp {library.__version__} does not take it: leave it out, or install another version",
             )
@@ -237,16 +237,16 @@ def _refuse_model(model: nn.Module, config: MegatronFSDPConfig) -> None:
             )
     meta = [name for name, p in model.named_parameters() if p.is_meta]
     if meta and not config.init_fsdp_with_meta_device:
-        raise config.refuse(
+        raise config.error(
             "init_fsdp_with_meta_device",
             f"{len(meta)} parameters are on meta, {meta[0]} among them: set it to true, or give them values",
         )
     if not meta and config.init_fsdp_with_meta_device:
-        raise config.refuse("init_fsdp_with_meta_device", "no parameter is on meta: set it to false")
+        raise config.error("init_fsdp_with_meta_device", "no parameter is on meta: set it to false")
     for name, module in model.named_modules():
         own = any(p.is_meta for p in module.parameters(recurse=False))
         if own and not (hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")):
-            raise config.refuse(
+            raise config.error(
                 "init_fsdp_with_meta_device",
                 f"{name} ({type(module).__name__}) has no reset_parameters to give its parameters values: build the "
                 "model elsewhere than on meta",
@@ -257,11 +257,11 @@ def _refuse_extras(config: MegatronFSDPConfig) -> None:
     """Refuse what needs a further package; the library has looked for them when it was imported."""
     buffers = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
     if config.keep_fp8_transpose_cache and not buffers.HAVE_TE:
-        raise config.refuse(
+        raise config.error(
             "keep_fp8_transpose_cache", "it is Transformer Engine's, which is not installed: leave it out"
         )
     if config.nccl_ub and buffers.NCCL_ALLOCATOR is None:
-        raise config.refuse(
+        raise config.error(
             "nccl_ub",
             "needs the NCCL allocator of megatron-core or apex, and neither is installed: leave it out",
         )

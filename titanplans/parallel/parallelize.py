@@ -272,7 +272,7 @@ def _options_of_policy(policy: Any) -> ActivationCheckpoint:
 def _from_sections(
     sections: Sequence[Any], compile_config: Any, plan: Any, loss_parallel: bool
 ) -> FSDP2Config:
-    given = {"plan": plan, "disable_loss_parallel": not loss_parallel}
+    given: dict[str, Any] = {"plan": plan, "disable_loss_parallel": not loss_parallel}
     for section in sections:
         given |= _common(FSDP2Config, section)
     if compile_config is not None and compile_config.enable:

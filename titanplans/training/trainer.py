@@ -116,7 +116,11 @@ class Trainer(torchtitan.trainer.Trainer):
         else:
             self._train_step(data_iterator)
         strategy = self.config.strategy
-        if not self._checked_async_tp and getattr(strategy, "enable_async_tensor_parallel", False):
+        if (
+            isinstance(strategy, FSDP2Config)
+            and strategy.enable_async_tensor_parallel
+            and not self._checked_async_tp
+        ):
             with by_job_key():
                 async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)
             self._checked_async_tp = True

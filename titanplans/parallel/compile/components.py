@@ -153,7 +153,7 @@ def compile_options(compile_config: Compile) -> dict[str, Any]:
         ParallelError: torch.compile is switched off from outside.
     """
     check_switched_on()
-    options = {"backend": compile_config.backend}
+    options: dict[str, Any] = {"backend": compile_config.backend}
     for name in ("mode", "dynamic", "options"):
         value = getattr(compile_config, name)
         if value is not None:
