@@ -75,5 +75,9 @@ AUTOMODEL: dict[str, str] = {
     "tp_plan": "plan",
     "activation_checkpointing": "activation_checkpoint",
     "defer_fsdp_grad_sync": "fsdp_defer_grad_sync",
+    "reshard_after_forward": "fsdp_reshard_after_forward",
+    "fsdp2_forward_prefetch_depth": "fsdp_forward_prefetch",
+    "fsdp2_backward_prefetch_depth": "fsdp_backward_prefetch",
+    "enabled": "enable",
 }
 """Today's option of a strategy by that of NeMo Automodel's FSDP2Config."""
