@@ -14,8 +14,7 @@ from titanplans.cli.async_tp.decide import _prepare_block, decide
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.main import main
-from titanplans.cli.verify.source import Source
-from titanplans.cli.verify.subject import Subject
+from titanplans.cli.verify.subject import Source, Subject
 from titanplans.modeling import kernels
 from titanplans.observe.async_tp.capture import capture
 from titanplans.observe.async_tp.verdict import verdicts

@@ -349,7 +349,11 @@ REFUSED = {
     ),
     "memory": (
         ("verify", "llama", "--flavor", "3.1-70B", "--layers", "80"),
-        "the proof of 70,553,706,496 parameters in float64 needs about 5,8",
+        "a proof of 70,553,706,496 parameters in float64 needs more than 5,644.3 GB",
+    ),
+    "two kinds of ranks": (
+        ("verify", "gla", "--ranks", "threads", "--process-group"),
+        "--process-group: not allowed with argument --ranks",
     ),
     "no torchrun": (
         ("verify", "gla", "--process-group", "--tp", "4"),
@@ -381,7 +385,7 @@ def test_degree_1_of_a_job_splits_nothing(command, folder):
 @pytest.mark.parametrize(
     ("size", "words", "said"),
     [
-        ("2", (), "torchrun started 2 processes, but ranks are simulated in one: add --process-group"),
+        ("2", (), "torchrun started 2 processes, and each would hold all ranks: add --process-group"),
         ("2", ("--process-group", "--tp", "4"), "--tp 4: 2 processes prove degree 2 only"),
         ("1", ("--process-group",), "--process-group with 1 process splits nothing"),
     ],

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from titanplans import check_plan, modeling, registered_plans
+from titanplans import modeling, registered_plans
 from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.group import Ranks
-from titanplans.cli.verify.memory import available_bytes, check_memory
-from titanplans.cli.verify.source import Source
-from titanplans.cli.verify.subject import every_model
+from titanplans.cli.verify.prepare import available_bytes, check_memory
+from titanplans.cli.verify.subject import Source, every_model
 from titanplans.errors import VerifyError
 from titanplans.modeling import kernels
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -87,25 +86,16 @@ def test_more_than_there_is_is_refused():
         cut(named("qwen3", "debug"), None, 4097)
 
 
-def ask(model, dtype, degrees=(2, 8)):
-    split = {degree: check_plan(model, degree) for degree in degrees}
-    check_memory(model, split, tokens=32, dtype=dtype, ranks=CPU, built=False)
-
-
 def test_memory_that_is_not_there_is_refused():
     model = modeling.build(modeling.load_config("llama", "3.1-70B"))
-    with pytest.raises(
-        VerifyError, match=r"^the proof of 70,553,706,496 parameters in float64 needs"
-    ) as error:
-        ask(model, torch.float64)
-    needed = float(str(error.value).split("about ")[1].split(" GB")[0].replace(",", ""))
-    # Ten copies of 70.6e9 float64 are 5645 GB; the embedding, of 8.4 GB, a few times more.
-    assert 5645 < needed < 6200
-    assert str(error.value).endswith(" are free: fewer --layers, a smaller --vocab-size or a smaller flavor")
-    with pytest.raises(VerifyError, match=r"in float32 needs about 2,9\d\d.\d GB"):
-        ask(model, torch.float32)
+    # Ten copies of 70.6e9 float64.
+    expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 5,644\.3 GB, and .* GB are free: fewer "
+    with pytest.raises(VerifyError, match=expected):
+        check_memory(model, torch.float64, CPU)
+    with pytest.raises(VerifyError, match=r"in float32 needs more than 2,822\.1 GB"):
+        check_memory(model, torch.float32, CPU)
 
 
 def test_a_small_proof_fits():
     assert available_bytes(CPU.device) > 2**28
-    ask(modeling.build(modeling.load_config("qwen3", "debug")), torch.float64)
+    check_memory(modeling.build(modeling.load_config("qwen3", "debug")), torch.float64, CPU)

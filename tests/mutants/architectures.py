@@ -1,17 +1,17 @@
 """A tiny model for each registered plan, with every option of its config that changes a style of the plan.
 
-    registered     model here     whose keys are mutated
+    registered     model here     what its plan has that those above do not
     transformer    itself         all: biases, q/k norms, residual mixing
-    gla            itself         the mixer's: short convolutions, output gate; all else is transformer's
+    gla            itself         a mixer with short convolutions and an output gate
     llama          itself         all: biases in every projection
     mistral        llama          the same class
-    qwen2          itself         the model's: tied weights; all else is llama's
-    qwen3          itself         the mixer's: q/k norms; all else is llama's
-    gemma3_text    itself         all: four norms, windows, soft caps, tied and scaled embedding
-    gemma3         itself         the model's: vision tower, projector, images; all else is gemma3_text's
+    qwen2          itself         tied weights
+    qwen3          itself         q/k norms
+    gemma3_text    itself         four norms, windows, soft caps, tied and scaled embedding
+    gemma3         itself         vision tower, projector, images
 
-A plan that inherits a part from another without a difference shares its mutants. All models but the last have
-two blocks, 32 wide, four heads and two key/value heads, which four ranks share; the vocabulary of 51, the
+Where two plans agree at a key, its mutants are made for the first (tests/mutants/corpus.py). All models but the last
+have two blocks, 32 wide, four heads and two key/value heads, which four ranks share; the vocabulary of 51, the
 MLPs of 47 and the sequence of 7 are not divisible by either degree.
 """
 
@@ -44,9 +44,6 @@ _GEMMA = {
 }
 
 
-ALL, MODEL, MIXER = "all", "model", "mixer"
-
-
 @dataclass(frozen=True)
 class Architecture:
     """A registered plan and its tiny model."""
@@ -54,8 +51,6 @@ class Architecture:
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[nn.Module], dict[str, Any]] = lambda model: token_ids(model, 2, SEQUENCE, 1, 0)
-    part: str = ALL
-    """Whose keys are mutated."""
 
     @property
     def plan(self) -> type[TPPlan]:
@@ -133,10 +128,10 @@ def _images(model: nn.Module) -> dict[str, Any]:
 
 ARCHITECTURES = (
     Architecture("transformer", _transformer),
-    Architecture("gla", _gla, part=MIXER),
+    Architecture("gla", _gla),
     Architecture("llama", _llama),
-    Architecture("qwen2", _qwen2, part=MODEL),
-    Architecture("qwen3", _qwen3, part=MIXER),
+    Architecture("qwen2", _qwen2),
+    Architecture("qwen3", _qwen3),
     Architecture("gemma3_text", _gemma3_text),
-    Architecture("gemma3", _gemma3, _images, part=MODEL),
+    Architecture("gemma3", _gemma3, _images),
 )

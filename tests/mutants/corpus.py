@@ -1,11 +1,17 @@
-"""Every operator on every key: the mutants of one architecture."""
+"""Every operator on every key of every plan, once for those that agree there.
+
+Two plans agree at a key if they give the same style to the same part of a model of the same library
+(`Site.likeness`), and the module has no parameter that the other's has not: llama's projections with biases stand
+for all without.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from torch import nn
 
-from mutants.architectures import MIXER, MODEL, Architecture
+from mutants.architectures import ARCHITECTURES, Architecture
 from mutants.operators import (
     AT_SHARED_HEADS,
     BACKWARD,
@@ -36,6 +42,7 @@ class Mutant:
     operator: str
     options: TPOptions
     plan: type[TPPlan]
+    likeness: tuple = ()
     change: Change = DROP
 
     def __str__(self) -> str:
@@ -55,8 +62,25 @@ class Mutant:
         return self.key, self.options, tuple(sorted(style.layouts(module).items()))
 
 
+@cache
+def corpus() -> dict[Architecture, list[Mutant]]:
+    """Return the mutants of each architecture that none above it has."""
+    seen: dict[tuple, list[set[str]]] = {}
+    found = {}
+    for architecture in ARCHITECTURES:
+        found[architecture] = []
+        for mutant in list(mutants(architecture)):
+            before = seen.setdefault((mutant.operator, mutant.options, mutant.likeness), [])
+            module = architecture.reference().pristine.get_submodule(mutant.key)
+            held = {name for name, param in module._parameters.items() if param is not None}
+            if not any(held <= other for other in before):
+                found[architecture].append(mutant)
+            before.append(held)
+    return found
+
+
 def mutants(architecture: Architecture) -> Iterator[Mutant]:
-    """Yield the mutants at tp 2, and at tp 4 those of key/value heads, which are shared there.
+    """Yield all mutants of one plan: at tp 2, and at tp 4 those of key/value heads, which are shared there.
 
     With the sequence sharded and with the sequence whole, where that makes a difference.
     """
@@ -70,14 +94,10 @@ def mutants(architecture: Architecture) -> Iterator[Mutant]:
 
 def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
     source = architecture.plan(options)
-    decoder = find_decoder(model)
-    blocks, mixers = decoder.names, decoder.mixers
+    blocks = find_decoder(model).names
     sharing = options.degree > 2
     for key, style in source.full_plan(model).items():
         block = next((name for name in blocks if key.startswith(f"{name}.")), None)
-        in_mixer = any(key == name or key.startswith(f"{name}.") for name in mixers)
-        if (architecture.part == MODEL and block) or (architecture.part == MIXER and not in_mixer):
-            continue
         if (
             sharing
             and not (isinstance(style, KVColwise) and options.degree > style.heads)
@@ -91,16 +111,24 @@ def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions)
                 continue
             if options.sequence_parallel == (operator is shift_half) and _blind(operator, style):
                 continue
-            if (change := operator(Site(key, style, model, source))) != SKIP:
+            site = Site(key, style, model, source)
+            if (change := operator(site)) != SKIP:
                 plan = mutated(architecture.plan, key, operator)
-                yield Mutant(architecture, key, operator.__name__, options, plan, change)
+                yield Mutant(architecture, key, operator.__name__, options, plan, site.likeness, change)
 
 
 def _of_attributes(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
     source = architecture.plan(options)
     key, mixer = next(iter(find_decoder(model).mixers.items()))
-    if architecture.part != MODEL and options.sequence_parallel and source.local_attributes(mixer):
-        yield Mutant(architecture, key, LOCAL_ATTRIBUTES, options, forgetful(architecture.plan, mixer))
+    if options.sequence_parallel and source.local_attributes(mixer):
+        yield Mutant(
+            architecture,
+            key,
+            LOCAL_ATTRIBUTES,
+            options,
+            forgetful(architecture.plan, mixer),
+            (type(mixer), *source.local_attributes(mixer)),
+        )
 
 
 def _blind(operator: Callable[[Site], Change], style: Style) -> bool:

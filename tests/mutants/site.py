@@ -60,3 +60,32 @@ class Site:
             heads = self.plan.kv_heads(mixer) or heads
         size = self.module._parameters["weight"].shape[isinstance(self.style, Rowwise)]  # type: ignore[union-attr]
         return size // heads
+
+    @property
+    def likeness(self) -> tuple:
+        """What is equal where two plans agree: the library, the part of the model and the style, with its settings."""
+        decoder = find_decoder(self.model)
+        block = next((name for name in decoder.names if self.key.startswith(f"{name}.")), None)
+        mixer = next((m for n, m in decoder.mixers.items() if f"{self.key}.".startswith(f"{n}.")), None)
+        library = type(self.model).__module__.partition(".")[0]
+        tower = any(
+            self.key.startswith(f"{name.split('.layers.')[0]}.") for names in decoder.towers for name in names
+        )
+        settings = tuple(
+            (k, v) for k, v in sorted(vars(self.style).items()) if isinstance(v, bool | int | str | None)
+        )
+        return (
+            library,
+            # FLA's mixers differ in what stands between their projections; transformers' are all softmax attention.
+            type(mixer).__name__ if mixer is not None and library == "fla" else None,
+            self.key.removeprefix(f"{block}.")
+            if block
+            else self.key
+            if tower
+            else self.key.rpartition(".")[2],
+            type(self.style).__name__,
+            settings,
+            # An embedding goes on as a subclass of its own class, which may scale its output.
+            type(self.module).__name__ if isinstance(self.module, nn.Embedding) else None,
+            self.tied,
+        )

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -97,19 +97,13 @@ def verify(
     if any(param.is_meta for param in model.parameters()):
         raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
     device = next(model.parameters()).device
-    grid = [
-        TPOptions(degree, loss, sequence, sequence_dim)
-        for degree, loss, sequence in itertools.product(
-            degrees,
-            BOTH if loss_parallel is None else (loss_parallel,),
-            BOTH if sequence_parallel is None else (sequence_parallel,),
-        )
-    ]
     if inputs is None:
         inputs = token_ids(model, batch_size, seq_len, sequence_dim, seed)
     with exact_float8(model, dtype):
         # A plan is code: what it does to a module must not be done to the one that it is compared with.
-        accepted, refused = _checked(_without_values(model), plan, grid, named)
+        accepted, refused = accepted_cases(
+            _without_values(model), plan, degrees, loss_parallel, sequence_parallel, sequence_dim, named=named
+        )
         randomise(model, seed)
         if ranks == "process_group":
             _share(model)
@@ -126,10 +120,32 @@ def verify(
     return Report(subject, str(dtype).removeprefix("torch."), tuple(cases), tuple(refused))
 
 
-def _checked(
-    model: nn.Module, plan: PlanSource, grid: Iterable[TPOptions], named: bool
+def accepted_cases(
+    model: nn.Module,
+    plan: PlanSource,
+    degrees: Sequence[int],
+    loss_parallel: bool | None,
+    sequence_parallel: bool | None,
+    sequence_dim: int = 1,
+    *,
+    named: bool,
 ) -> tuple[list[TPOptions], list[Refusal]]:
-    """Return the cases that strict application accepts, and those that it refuses; a degree that was named it must not."""
+    """Return the cases that strict application accepts, and those that it refuses. Arguments as those of `verify`.
+
+    Args:
+        named: the degrees were asked for, so that each must be accepted with some choice of options.
+
+    Raises:
+        PlanError: no case is accepted, or none of a degree that was named.
+    """
+    grid = [
+        TPOptions(degree, loss, sequence, sequence_dim)
+        for degree, loss, sequence in itertools.product(
+            degrees,
+            BOTH if loss_parallel is None else (loss_parallel,),
+            BOTH if sequence_parallel is None else (sequence_parallel,),
+        )
+    ]
     accepted, refused = [], []
     errors: list[PlanError] = []
     for degree, group in itertools.groupby(grid, key=lambda options: options.degree):

@@ -1,10 +1,12 @@
-"""The command line of `titanplans`, from words to a `Request`. What a subject is, is `titanplans.cli.verify.subject`'s."""
+"""The command lines of `verify`, `list` and `async-tp`, from words to a `Request`. Needs no torch.
+
+What a SUBJECT stands for is `titanplans.cli.verify.subject`'s.
+"""
 
 import argparse
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from titanplans.errors import VerifyError
 
@@ -18,13 +20,13 @@ SUBJECT is
 over a process group, which GPU kernels need:
   torchrun --nproc-per-node 2 -m titanplans verify gla --process-group
 
-exit status: 0 proved, 1 wrong, 2 can't be asked (one line says why)"""
+exit status: 0 proved, 1 wrong, 2 not possible as asked (one line says why)"""
 
 _ASYNC_TP_EXAMPLES = """\
   titanplans async-tp qwen3 --tp 2
   titanplans async-tp configs/gla_1.3B.toml --tp 8
 
-exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 can't be asked (one line says why)"""
+exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 not possible as asked (one line says why)"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Request:
     seq_len: int | None = None
     batch_size: int = 2
     dtype: str | None = None
-    process_group: bool = False
+    ranks: str | None = None
+    """threads, simulated or process_group; None: whichever of the first two fits."""
     json: bool = False
     words: str = ""
     """The command line."""
@@ -107,44 +110,47 @@ def parse(argv: list[str]) -> Request:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_subject(parser, tokens="16, or what an image needs", degrees="those of 2, 4, 8 that fit")
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument
+    add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
+    add("--sequence-parallel", action=flag, help="the stream sharded over the sequence; default: both")
+    add("--dtype", type=_dtype, metavar="TYPE", help="float64 (default) or float32")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument(
+        "--ranks",
+        choices=("threads", "simulated"),
+        help="threads of this process, or simulated in one thread; default: threads, but for large models and degrees",
+    )
+    ranks.add_argument(
+        "--process-group",
+        dest="ranks",
+        action="store_const",
+        const="process_group",
+        help="one rank in each of the processes that torchrun started",
+    )
+
+
+def _add_async_tp(parser: argparse.ArgumentParser) -> None:
+    _add_subject(parser, tokens="128, or what an image needs", degrees="the job's, or 2")
+
+
+def _add_subject(parser: argparse.ArgumentParser, *, tokens: str, degrees: str) -> None:
+    """Add what to build, and at which sizes."""
+    add = parser.add_argument
     size = {"type": _positive, "metavar": "N"}
-    add("subject", nargs="?", metavar="SUBJECT", help="what to prove, see below")
+    recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+    add("subject", nargs="?", metavar="SUBJECT", help="a named model, a job, a config.json or a plan")
     add("--all", action="store_true", help="every named model, one after the other, in its debug size")
     add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
     add("--flavor", metavar="NAME", help="size of a named model; default debug")
     add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
-    add(
-        "--tp",
-        dest="degrees",
-        type=_degrees,
-        metavar="2,4,8",
-        help="degrees; default: those of 2, 4, 8 that fit",
-    )
-    add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
-    add("--sequence-parallel", action=flag, help="the stream sharded over the sequence; default: both")
-    _add_float8(add, "against the whole model in float8")
-    add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
-    add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
-    add("--seq-len", **size, help="tokens in a sequence; default 16, or what an image needs")
-    add("--batch-size", **size, default=2, help="sequences; default 2")
-    add("--dtype", type=_dtype, metavar="TYPE", help="float64 (default) or float32")
-    add(
-        "--process-group",
-        action="store_true",
-        help="over the processes that torchrun started, none simulated",
-    )
-    add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
-
-
-def _add_float8(add: Callable[..., Any], what: str) -> None:
-    recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+    add("--tp", dest="degrees", type=_degrees, metavar="2,4,8", help=f"degrees; default: {degrees}")
     add(
         "--float8",
         choices=recipes,
         metavar="RECIPE",
-        help=f"{what}: {', '.join(recipes[1:])}; default: none, or the job's",
+        help=f"Linear modules in float8, whole and split: {', '.join(recipes[1:])}; default: none, or the job's",
     )
     add(
         "--float8-filter",
@@ -158,26 +164,9 @@ def _add_float8(add: Callable[..., Any], what: str) -> None:
         action="store_true",
         help="leave out of float8 what has sizes that are no multiples of 16",
     )
-
-
-def _add_async_tp(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    size = {"type": _positive, "metavar": "N"}
-    add(
-        "subject",
-        nargs="?",
-        metavar="SUBJECT",
-        help="as for verify: a named model, a job, a config.json, a plan",
-    )
-    add("--all", action="store_true", help="every named model, one after the other, in its debug size")
-    add("--model", metavar="MODEL", help="for a plan: a named model, a config.json, or module:callable")
-    add("--flavor", metavar="NAME", help="size of a named model; default debug")
-    add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
-    add("--tp", dest="degrees", type=_degrees, metavar="2,4,8", help="degrees; default: the job's, or 2")
-    _add_float8(add, "in float8")
     add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
     add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
-    add("--seq-len", **size, help="tokens in a sequence; default 128, or what an image needs")
+    add("--seq-len", **size, help=f"tokens in a sequence; default {tokens}")
     add("--batch-size", **size, default=2, help="sequences; default 2")
     add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
 

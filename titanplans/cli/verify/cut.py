@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.cli.verify.source import Source
+from titanplans.cli.verify.subject import Source
 from titanplans.errors import VerifyError
 from titanplans.tensor_parallel.decoder import find_decoder
 

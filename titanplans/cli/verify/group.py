@@ -1,4 +1,4 @@
-"""Where the ranks of a proof are: simulated in this process, or the processes that torchrun started."""
+"""The processes of a proof: this one, or those that torchrun started, in a process group."""
 
 import os
 from collections.abc import Iterator
@@ -23,39 +23,39 @@ class Ranks:
 
     device: torch.device
     group: int | None = None
-    """Processes in the group; None: simulated."""
+    """Processes in the group; None: all ranks are in this process."""
 
-    @property
-    def words(self) -> str:
-        """The ranks in words."""
+    def words(self, found: str) -> str:
+        """Return the ranks in words, of which the report says that they are `found`."""
         if self.group is None:
-            return "ranks in one process"
+            return f"ranks: {found}"
         return f"{self.group} processes over {dist.get_backend()}, {self.device.type}"
 
 
 def check_launch(request: Request) -> None:
-    """Refuse simulated ranks under torchrun, a process group without, and degrees that are not its size.
+    """Refuse torchrun without a process group, a process group without torchrun, and degrees that are not its size.
 
     Raises:
         VerifyError: with the command that would work.
     """
+    grouped = request.ranks == "process_group"
     started = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if started and not request.process_group:
+    if started and not grouped:
         raise VerifyError(
-            f"torchrun started {size} processes, but ranks are simulated in one: add --process-group, or leave torchrun out"
+            f"torchrun started {size} processes, and each would hold all ranks: add --process-group, or leave torchrun out"
         )
-    if request.process_group and not started:
+    if grouped and not started:
         degree = request.degrees[0] if request.degrees else 2
         raise VerifyError(
             "--process-group needs the processes that torchrun starts: "
             f"torchrun --nproc-per-node {degree} -m titanplans {request.words}"
         )
-    if request.process_group and size == 1:
+    if grouped and size == 1:
         raise VerifyError(
             "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2"
         )
-    if request.process_group and request.degrees not in (None, (size,)):
+    if grouped and request.degrees not in (None, (size,)):
         assert request.degrees is not None
         raise VerifyError(
             f"--tp {','.join(map(str, request.degrees))}: {size} processes prove degree {size} only; "
@@ -70,7 +70,7 @@ def started_ranks(request: Request) -> Iterator[Ranks]:
     Raises:
         VerifyError: fewer GPUs than processes.
     """
-    if not request.process_group:
+    if request.ranks != "process_group":
         yield Ranks(torch.device("cpu"))
         return
     kind = pick_device_type()
@@ -94,6 +94,6 @@ def started_ranks(request: Request) -> Iterator[Ranks]:
 
 
 def _full_precision() -> None:
-    """Let matrix products take float32 as it is: TF32 keeps 10 bits of 23. Triton's own are `plans.__main__`'s."""
+    """Let matrix products take float32 as it is: TF32 keeps 10 bits of 23. Triton's own is set in titanplans/cli/main.py."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

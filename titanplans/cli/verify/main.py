@@ -28,9 +28,7 @@ def main(argv: list[str]) -> int:
         with stop_on_signals():
             request = parse(argv)
             if request.command == "list":
-                from titanplans.cli.verify.listing import listing
-
-                print(listing())
+                print(_listing())
                 return 0
             if request.command == "async-tp":
                 from titanplans.cli.async_tp.main import main as async_tp
@@ -86,3 +84,20 @@ def _import_libraries(device_type: str) -> None:
         kernels.install(device_type)
     finally:
         gc.enable()
+
+
+def _listing() -> str:
+    """Return a table of the registered plans: class, module, model types, token mixers."""
+    from titanplans.tensor_parallel.registry import registered_mixers, registered_plans
+
+    rows = [("plan", "model types", "token mixers")]
+    by_plan: dict[type, tuple[list[str], list[str]]] = {}
+    for column, table in enumerate((registered_plans(), registered_mixers())):
+        for name, plan in table.items():
+            by_plan.setdefault(plan, ([], []))[column].append(name)
+    for plan, (types, mixers) in by_plan.items():
+        rows.append(
+            (f"{plan.__module__}:{plan.__qualname__}", ", ".join(types) or "-", ", ".join(mixers) or "-")
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,8 +1,10 @@
-"""From a model's source to what a proof runs on: the model, its dtype, its inputs."""
+"""From a model's source to what a proof runs on: the model, its dtype, its inputs; and whether it fits into memory."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from titanplans import modeling
 from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.group import Ranks
-from titanplans.cli.verify.source import Source, build
+from titanplans.cli.verify.subject import Source
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8, ParallelError
 from titanplans.parallel.parallelize import convert
@@ -22,6 +24,10 @@ from titanplans.tensor_parallel.user_code import as_user_error
 
 _TOKENS = 16
 """In a sequence, where no image needs more: two to a rank at degree 8."""
+
+_COPIES = 10
+"""Of the weights, which the whole model's step holds at once: values before and after it, gradients, AdamW's moments,
+the unit of each element, and one more of each to compare."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ def prepare(source: Source, request: Request, ranks: Ranks, float8: Float8) -> P
         cut_config = config
 
         def make() -> nn.Module:
-            model = build(cut_config, dtype, ranks.device)
+            # The proof draws new parameters: no noise is added here.
+            model: nn.Module = modeling.build_real(cut_config, dtype=dtype, noise=0.0).to(ranks.device)
             if float8.recipe_name is not None:
                 convert(model, float8, ranks.device.type)
             return model
@@ -163,3 +170,47 @@ def _unseen(config: PretrainedConfig | None, seq_len: int) -> list[str]:
     return [
         f"{seq_len} tokens are within the attention window of {window}, which so hides nothing (--seq-len {window + 16})"
     ]
+
+
+def check_memory(model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Refuse a model whose weights alone, as often as a proof holds them, don't fit into memory.
+
+    A proof needs more than that, for logits and for what each rank replicates: a model that is accepted may not fit.
+
+    Raises:
+        VerifyError: with what it needs, what there is, and the remedies.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    needed = _COPIES * parameters * dtype.itemsize
+    if ranks.group is not None and ranks.device.type == "cpu":
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = available_bytes(ranks.device)
+    if needed > free:
+        raise VerifyError(
+            f"a proof of {parameters:,} parameters in {str(dtype).removeprefix('torch.')} needs more than "
+            f"{needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free: fewer --layers, a smaller --vocab-size or a "
+            "smaller flavor"
+        )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the memory that a process can still take: of a GPU's, or of the machine's and of its container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    else:
+        # All there is, used or not: macOS says no more.
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    group = Path("/sys/fs/cgroup")  # of this container, where there is one
+    limit = group / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(
+            stat["inactive_file"]
+        )  # a cache that gives way
+        found.append(int(most) - used)
+    return min(found)

@@ -1,30 +1,26 @@
 """One subject, proved: its model built, its plan verified, its communication counted."""
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.count import Count, count
 from titanplans.cli.verify.group import Ranks
-from titanplans.cli.verify.memory import check_memory
-from titanplans.cli.verify.prepare import prepare
+from titanplans.cli.verify.prepare import check_memory, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.modeling.kernels import check_cpu
 from titanplans.proof import Report, verify
-from titanplans.proof.grid import DEGREES
+from titanplans.proof.grid import DEGREES, accepted_cases
 from titanplans.proof.sample import moved
-from titanplans.tensor_parallel import PlanError, TPOptions, check_plan
 from titanplans.tensor_parallel.custom import resolve_plan
 from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.plan import Plan, TPPlan
-
-_BOTH = (True, False)
+from titanplans.tensor_parallel.plan import TPPlan
 
 
 @dataclass(frozen=True)
@@ -72,12 +68,20 @@ def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str]
     tell("the model")
     prepared = prepare(subject.source, request, ranks, subject.float8)
     model = prepared.model
-    split = _accepted(model, subject, ranks)
+    named = subject.degrees if ranks.group is None else (ranks.group,)
+    # `verify` asks again; here it is asked before the model takes any memory.
+    accepted, _ = accepted_cases(
+        model,
+        subject.plan,
+        named or DEGREES,
+        subject.loss_parallel,
+        subject.sequence_parallel,
+        named=named is not None,
+    )
     if ranks.device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
-    tokens = prepared.batch_size * prepared.seq_len
-    check_memory(model, split, tokens=tokens, dtype=prepared.dtype, ranks=ranks, built=prepared.make is None)
-    sizes = _sizes(model, resolve_plan(subject.plan, model, TPOptions(min(split))))
+    check_memory(model, prepared.dtype, ranks)
+    sizes = _sizes(model, resolve_plan(subject.plan, model, accepted[0]))
     sizes |= {"batch_size": prepared.batch_size, "seq_len": prepared.seq_len}
     if prepared.make is not None:
         model = prepared.make()
@@ -90,7 +94,8 @@ def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str]
         sequence_parallel=subject.sequence_parallel,
         inputs=inputs,
         dtype=prepared.dtype,
-        ranks=None if ranks.group is None else "process_group",
+        losses={"torchtitan": torchtitans_loss},
+        ranks=request.ranks,
         progress=tell,
     )
     tell("communication")
@@ -99,37 +104,17 @@ def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str]
     if report.passed and not counts:
         notes += ("collectives are not counted: there is no list of blocks to hold them against",)
     seconds = time.perf_counter() - start
-    where = f"ranks: {report.ranks}" if ranks.group is None else ranks.words
-    return Outcome(subject.source.words, sizes, where, notes, report, tuple(counts), seconds)
+    words = ranks.words(report.ranks)
+    return Outcome(subject.source.words, sizes, words, notes, report, tuple(counts), seconds)
 
 
-def _accepted(model: nn.Module, subject: Subject, ranks: Ranks) -> dict[int, Plan]:
-    """Return the styles of each degree that strict application accepts, with some choice of options.
+def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the loss of torchtitan's Trainer, which `titanplans train` runs."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.distributed.utils import set_spmd_backend
 
-    `verify` asks again, for each choice. Here it is asked before the model takes any memory.
-    """
-    named = subject.degrees if ranks.group is None else (ranks.group,)
-    losses = _BOTH if subject.loss_parallel is None else (subject.loss_parallel,)
-    sequences = _BOTH if subject.sequence_parallel is None else (subject.sequence_parallel,)
-    accepted: dict[int, Plan] = {}
-    refused: list[PlanError] = []
-    for degree in named or DEGREES:
-        reasons = []
-        for loss, sequence in itertools.product(losses, sequences):
-            try:
-                accepted[degree] = check_plan(
-                    model, degree, loss_parallel=loss, sequence_parallel=sequence, plan=subject.plan
-                )
-                break
-            except PlanError as error:
-                reasons.append(error)
-        if degree not in accepted:
-            if named:
-                raise reasons[0]
-            refused += reasons
-    if not accepted:
-        raise refused[0]
-    return accepted
+    set_spmd_backend("partial_dtensor")  # as its Trainer does, by `titanplans.training.job`
+    return cross_entropy_loss(logits, labels) / tokens
 
 
 def _sizes(model: nn.Module, plan: TPPlan) -> dict[str, Any]:

@@ -1,24 +1,40 @@
 """What is to be proved: from the words of a command line to a model's source, its plan and its only options.
 
-How the model is built, and cut to fewer layers, is `titanplans.cli.verify.source`'s.
+How the model is built, and cut to fewer layers, is `titanplans.cli.verify.prepare`'s.
 """
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import PretrainedConfig
+
 from titanplans import modeling
 from titanplans.cli.verify.arguments import Request
-from titanplans.cli.verify.imports import import_module, load_attribute
-from titanplans.cli.verify.source import Source
 from titanplans.config import JobConfig
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.tensor_parallel import TPPlan, registered_plans
 from titanplans.tensor_parallel.custom import PlanSource
+from titanplans.tensor_parallel.user_code import import_module
 
 _FORMS = "a job.toml, a config.json, or a plan as module:Class"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: a config, or a function of the user's own."""
+
+    words: str
+    """What was asked for, for the header."""
+
+    config: PretrainedConfig | None = None
+    """None: `make` returns the model."""
+
+    make: Callable[[], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -183,3 +199,26 @@ def _own_plan(words: str, request: Request) -> Subject:
 
 def _plan(words: str, option: str) -> PlanSource:
     return load_attribute(words, option) if ":" in words else words
+
+
+def load_attribute(name: str, option: str) -> Any:
+    """Return what `name`, "module:attribute", stands for.
+
+    Args:
+        name: the module as Python imports it, from the current directory too.
+        option: where the name was given, for the message.
+
+    Raises:
+        VerifyError: there is no such module or attribute, or the module fails.
+        UserError: of the module itself, such as a plan registered twice.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise VerifyError(f"{option} {name}: write module:attribute, such as my_package.plans:MyPlan")
+    module = import_module(module_name, f"{option} {name}", VerifyError)
+    if not hasattr(module, attribute):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise VerifyError(
+            f"{option} {name}: module {module_name} has no {attribute}; it has {', '.join(public) or 'nothing'}"
+        )
+    return getattr(module, attribute)
