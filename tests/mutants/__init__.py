@@ -3,8 +3,7 @@
 architectures   a tiny model for each registered plan, with every option that changes its styles
 faults          styles with one fault
 operators       what is done to the style of one key
-corpus          every operator on every key
-threads         ranks that are threads: a world in which a mutant is proved in a tenth of a second
+corpus          every operator on every key, once where plans agree
 prove           verdicts, and which place is the right one
 equivalent      the mutants that change nothing, and why
 tally           how many there were

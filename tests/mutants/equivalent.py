@@ -84,7 +84,7 @@ EQUIVALENT = (
         LOCAL_ATTRIBUTES,
         r".*\.(attn|self_attn)",
         "these attention functions read off their tensors how many queries share a key",
-        architectures="transformer|qwen3",
+        architectures="transformer|qwen2|qwen3",
     ),
 )
 

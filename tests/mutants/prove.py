@@ -3,13 +3,11 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from mutants.corpus import Mutant
 from titanplans import PlanError, check_plan
-from titanplans.proof import simulate as simulated
 from titanplans.proof import threads
 from titanplans.proof.case import prove_cases
 from titanplans.proof.report import CaseResult
@@ -51,11 +49,6 @@ def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
         groups = list(alike)
         for group, verdict in zip(groups, _over_threads(degree, [group[0] for group in groups]), strict=True):
             yield from (replace(verdict, mutant=mutant) for mutant in group)
-
-
-def simulate(mutant: Mutant) -> Verdict:
-    """Prove a mutant over simulated ranks."""
-    return _verdict(mutant, partial(simulated.run, mutant.options.degree, CPU))
 
 
 def _refused(mutant: Mutant) -> str | None:
