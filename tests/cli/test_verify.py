@@ -54,7 +54,7 @@ def test_what_cant_be_asked_is_one_line_and_status_2(tmp_path):
     status, out, err = run(tmp_path, "titanplans", "verify", "qwen")
     assert (status, out) == (2, "")
     assert err.startswith(
-        "error: verify qwen: no such model; did you mean qwen3? There are transformer, gla, "
+        "error: verify qwen: no such model; did you mean qwen3? There are gemma3, gemma3_text, gla, "
     )
     assert err.count("\n") == 1
 
