@@ -1,5 +1,6 @@
 # make train   install into .venv and train GLA tensor-parallel on two CPU ranks
-# make test    install into .venv and run every test
+# make test    install into .venv and run the tests; ARGS="-k gla" picks some
+# make test-all  those that take longer, too: more cases of what make test proves
 # make check   lint, formatting, types
 # make bench   every benchmark, each printing a table
 #
@@ -10,15 +11,21 @@ PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= configs/gla_debug.toml
 BIN    := $(VENV)/bin
+# A file's tests share worlds of ranks, so a worker takes whole files, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check bench clean
+.PHONY: train test test-all check bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
 	$(BIN)/python train.py $(CONFIG)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/installed-dev
+	$(PYTEST) -m "exhaustive or not exhaustive" --timeout 3600 $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/combinations.py
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -41,10 +41,16 @@ def start_method() -> str:
     if torch.cuda.is_available():
         return "spawn"
     multiprocessing.forkserver.set_forkserver_preload(["preloaded"])
-    # The server finds `preloaded` by PYTHONPATH. A pool of threads, which OpenBLAS makes when it is loaded, does not
-    # survive a fork.
-    path = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    with mock.patch.dict(os.environ, PYTHONPATH=path, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1"):
+    environment = {
+        # The server finds `preloaded` here.
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        # A pool of threads, which OpenBLAS makes when it is loaded, does not survive a fork.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        # Inductor compiles in the rank; each rank's own pool of compiling processes would import torch first.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    with mock.patch.dict(os.environ, environment):
         multiprocessing.forkserver.ensure_running()
     return "forkserver"
 

@@ -1,4 +1,9 @@
-"""Every registered architecture, compiled by inductor on two gloo ranks: the losses of eager mode, by compiled code."""
+"""Every registered architecture, compiled on two gloo ranks: the losses of eager mode, by compiled code.
+
+Inductor makes kernels of four that hold all operators; exhaustively, of every one.
+"""
+
+import functools
 
 import compiled
 import pytest
@@ -7,9 +12,13 @@ import worlds
 from titanplans import registered_plans
 
 
-@pytest.fixture(scope="module")
-def results():
-    return worlds.run(compiled.run, 2)
+@pytest.fixture(
+    scope="module",
+    params=[compiled.KERNELS, pytest.param(tuple(compiled.SIZES), marks=pytest.mark.exhaustive)],
+    ids=["kernels of four", "kernels of all"],
+)
+def results(request):
+    return worlds.run(functools.partial(compiled.run, inductor=request.param), 2)
 
 
 def test_every_registered_architecture_is_compiled_here():
