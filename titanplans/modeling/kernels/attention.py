@@ -97,12 +97,11 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise KernelError("flash_attn_varlen_func: block_table (paged keys) is not computed on a CPU")
     lengths_q, lengths_k = (bounds.diff().tolist() for bounds in (cu_seqlens_q, cu_seqlens_k))
-    sequences = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     outputs = [
         flash_attn_func(
-            *(x[None] for x in sequence), dropout_p, softmax_scale, causal, window_size, **options
+            q_n[None], k_n[None], v_n[None], dropout_p, softmax_scale, causal, window_size, **options
         )
-        for sequence in sequences
+        for q_n, k_n, v_n in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     ]
     return torch.cat(outputs, 1).squeeze(0)
 

@@ -75,7 +75,7 @@ def chunk_gla(
     inputs = {name: x.to(dtype) for name, x in zip("qkvg", (q, k, v, g), strict=True)}
     inputs["q"] = inputs["q"] * scale
     o, final = by_sequence(_chunked, inputs, None if state is None else state.to(dtype), bounds)
-    if not output_final_state:
+    if not output_final_state or final is None:
         return o.to(v.dtype), None
     return o.to(v.dtype), (final.transpose(-1, -2) if state_v_first else final).contiguous()
 

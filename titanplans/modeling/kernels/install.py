@@ -38,9 +38,11 @@ def install(device_type: str) -> None:
 
 
 def _replace(owner: Any, name: str, reference: Callable[..., Any] | str) -> None:
-    original = getattr(owner, name, None)
+    original: Any = getattr(owner, name, None)
     if hasattr(original, MARK):
         return
+    if isinstance(reference, str):
+        reference = recurrence(original, reference)
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
         # Out of every graph of torch.compile, as the kernels behind it are on a GPU.
         replacement = torch.compiler.disable(_on_cpu(reference, original.apply))
@@ -48,8 +50,6 @@ def _replace(owner: Any, name: str, reference: Callable[..., Any] | str) -> None
         original.apply = staticmethod(replacement)
         setattr(original, MARK, reference)
         return
-    if isinstance(reference, str):
-        reference = recurrence(original, reference)
     replacement = _on_cpu(reference, original)
     if original is not None:
         _rebind(original, replacement)

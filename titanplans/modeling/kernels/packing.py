@@ -37,10 +37,11 @@ def by_sequence(
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise KernelError(f"cu_seqlens {bounds} must rise from 0 to T={tokens}")
-    outputs, finals = [], []
+    outputs: list[torch.Tensor] = []
+    finals: list[torch.Tensor] = []
     for n, (first, end) in enumerate(pairwise(bounds)):
         part = {name: x[:, first:end] for name, x in inputs.items()}
         output, final = run(part, None if state is None else state[n : n + 1])
         outputs.append(output)
-        finals.append(final)
-    return torch.cat(outputs, 1), None if finals[0] is None else torch.cat(finals)
+        finals += [] if final is None else [final]
+    return torch.cat(outputs, 1), torch.cat(finals) if finals else None
