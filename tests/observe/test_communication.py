@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from titanplans import PlanError, TPOptions, apply_plan, modeling, registered_plans
+from titanplans import PlanError, TPOptions, apply_plan, find_decoder, modeling, registered_plans
 from titanplans.modeling import kernels
 from titanplans.observe.bound import bound
 from titanplans.observe.communication import Communication, count_communication
@@ -123,7 +123,7 @@ def count(
     """The communication of a model, held against `judged` instead of `options` if given."""
     with world(options.degree) as mesh:
         model = build()
-        apply_plan(
+        applied = apply_plan(
             model,
             mesh,
             plan=plan,
@@ -131,7 +131,7 @@ def count(
             sequence_parallel=options.sequence_parallel,
         )
         run = partial(step, model, token_ids(model), loss)
-        return count_communication(model, run, judged or options, batch=BATCH, sequence=SEQUENCE)
+        return count_communication(model, applied, run, judged or options, batch=BATCH, sequence=SEQUENCE)
 
 
 def issued(communication: Communication, part: str, direction: str) -> Counter:
@@ -239,9 +239,9 @@ def test_bytes_on_a_ring():
 
 # A length that the degree does not divide is filled up to one that it does: 18 to 20.
 def test_uneven_sequences_are_filled_up_in_the_bound():
-    needed = bound(Tiny(), TPOptions(4), batch=1, sequence=18)
+    needed = bound(Tiny(), find_decoder(Tiny()), TPOptions(4), batch=1, sequence=18)
     assert {a.elements for a in needed["layers.0"].forward} == {20 * 16}
-    needed = bound(Tiny(), TPOptions(4, sequence_parallel=False), batch=1, sequence=18)
+    needed = bound(Tiny(), find_decoder(Tiny()), TPOptions(4, sequence_parallel=False), batch=1, sequence=18)
     assert {a.elements for a in needed["layers.0"].forward} == {18 * 16}
 
 
@@ -412,24 +412,24 @@ def test_checkpointed_activations_are_refused():
 
     with fake_ranks(2) as mesh:
         model = Tiny()
-        apply_plan(model, mesh, plan=TinyPlan)
+        applied = apply_plan(model, mesh, plan=TinyPlan)
         model.layers[0] = checkpoint_wrapper(model.layers[0])
         run = partial(step, model, token_ids(model))
         with pytest.raises(
             PlanError, match=r"layers\.0\.attn is called again in the backward: count the commun"
         ):
-            count_communication(model, run, TPOptions(2), batch=BATCH, sequence=SEQUENCE)
+            count_communication(model, applied, run, TPOptions(2), batch=BATCH, sequence=SEQUENCE)
 
 
 def test_published_sizes_without_their_memory():
     options, length = TPOptions(8), 4096
     with fake_ranks(8) as mesh:
         model = modeling.build(modeling.load_config("transformer", "7B")).to(torch.bfloat16)
-        apply_plan(model, mesh)
+        applied = apply_plan(model, mesh)
         # Its parameters are on meta before they are fake.
         with FakeTensorMode(allow_non_fake_inputs=True):
             run = partial(step, model.to_empty(device="cpu"), torch.zeros(1, length, dtype=torch.long))
-            communication = count_communication(model, run, options, batch=1, sequence=length)
+            communication = count_communication(model, applied, run, options, batch=1, sequence=length)
     assert communication.minimal
     table = communication.lines()
     # 4 x 7/8 x 1 x 4096 x 4096 x 2 bytes

@@ -22,7 +22,8 @@ class Plan(LlamaPlan):
 
 @pytest.fixture
 def another(tmp_path, monkeypatch):
-    """A registry that has found nothing yet, and a folder for the plans of another package."""
+    """A registry that will look for plans again, and a folder for those of another package."""
+    registry._discover()  # a module registers its plans once: what is found now has to stay
     for table in ("_BY_MODEL_TYPE", "_BY_MIXER"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     monkeypatch.syspath_prepend(tmp_path)

@@ -26,7 +26,7 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.observe.operators import Collective
-from titanplans.tensor_parallel.decoder import Decoder, find_decoder
+from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.plan import TPOptions
 from titanplans.tensor_parallel.stream import shard_size
 
@@ -62,11 +62,14 @@ def part_of(module: str | None, decoder: Decoder) -> str:
     return next((block for block in decoder.names if _within(module, block)), module or "the model")
 
 
-def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) -> dict[str, Bound]:
+def bound(
+    model: nn.Module, decoder: Decoder, options: TPOptions, *, batch: int, sequence: int
+) -> dict[str, Bound]:
     """Return what each block of `model` and each of its ends needs, by part.
 
     Args:
         model: a causal language model, split or whole, on any device.
+        decoder: its parts.
         options: those of its plan.
         batch: sequences in the forward.
         sequence: tokens in each.
@@ -74,7 +77,6 @@ def bound(model: nn.Module, options: TPOptions, *, batch: int, sequence: int) ->
     Raises:
         PlanError: the model has no blocks, or neither embedding nor head.
     """
-    decoder = find_decoder(model)
     vocabulary, hidden = _vocabulary_and_hidden(model, decoder)
     parallel, ranks = options.sequence_parallel, options.degree
     # Ranks hold shards of one size: what the degree does not divide is filled up.

@@ -15,7 +15,8 @@ from titanplans.errors import PlanError
 from titanplans.observe.bound import Allowance, Bound, bound, exceeding, part_of
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
-from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join
+from titanplans.tensor_parallel.apply import AppliedPlan
+from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.plan import TPOptions
 
 _DIRECTIONS = ("forward", "backward")
@@ -122,16 +123,23 @@ class Communication:
 
 
 def count_communication(
-    model: nn.Module, run: Callable[[], object], options: TPOptions, *, batch: int, sequence: int
+    model: nn.Module,
+    applied: AppliedPlan,
+    run: Callable[[], object],
+    options: TPOptions,
+    *,
+    batch: int,
+    sequence: int,
 ) -> Communication:
     """Count the collectives of one forward, loss and backward of a split model.
 
     Args:
         model: a causal language model that `apply_plan` has split, before FSDP, whose collectives would
             count as too many; where it may run is said in `recorder`.
+        applied: what `apply_plan` returned.
         run: does one forward, the loss and its backward. With loss parallelism, a loss that
             gathers the logits is counted too, and exceeds the bound.
-        options: those with which the model was split.
+        options: those of the bound; as a rule `applied.plan.options`.
         batch: sequences in the forward.
         sequence: tokens in each.
 
@@ -139,7 +147,7 @@ def count_communication(
         PlanError: the model has no blocks, or neither embedding nor head; or its activations are checkpointed.
         NotImplementedError: an operator that communicates is not in the table.
     """
-    decoder, bounds = find_decoder(model), bound(model, options, batch=batch, sequence=sequence)
+    bounds = bound(model, applied.decoder, options, batch=batch, sequence=sequence)
     with record_collectives(model) as record:
         run()
     if record.guard.failure is not None:
@@ -149,24 +157,20 @@ def count_communication(
             f"{again} is called again in the backward: count the "
             "communication without activation checkpointing, which adds its forward's collectives to every plan alike"
         )
-    return Communication(tuple(record.collectives), bounds, summed_gradients(model), decoder)
+    return Communication(tuple(record.collectives), bounds, summed_gradients(model, applied), applied.decoder)
 
 
-def summed_gradients(model: nn.Module) -> dict[str, int]:
+def summed_gradients(model: nn.Module, applied: AppliedPlan) -> dict[str, int]:
     """Return the replicated parameters of a split model whose gradient is a sum over the ranks: name and bytes.
 
     Whoever reduces the gradients, FSDP or the optimizer, sums them once a step, outside of the backward.
     """
-    seen: set[int] = set()
-    gradients = {}
-    for name, module in model.named_modules():
-        for key, (placement,) in module.__dict__.get("_gradient_placements", {}).items():
-            param = module._parameters[key]
-            assert param is not None, key
-            if placement.is_partial() and param.requires_grad and id(param) not in seen:
-                seen.add(id(param))
-                gradients[join(name, key)] = param.numel() * param.element_size()
-    return gradients
+    partial = {name for name, layout in applied.layouts.items() if layout.gradient.is_partial()}
+    return {
+        name: param.numel() * param.element_size()
+        for name, param in model.named_parameters()  # tied ones once
+        if name in partial and param.requires_grad
+    }
 
 
 def _direction(collective: Collective) -> str:

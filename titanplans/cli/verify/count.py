@@ -47,7 +47,7 @@ def _count(
 ) -> Communication:
     with _mesh(options.degree, ranks) as mesh:
         split = copy.deepcopy(model)
-        apply_plan(
+        applied = apply_plan(
             split,
             mesh,
             plan=plan,
@@ -60,7 +60,7 @@ def _count(
             step.backward(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=ranks.device))
 
         batch, sequence = next(v for v in inputs.values() if isinstance(v, torch.Tensor)).shape[:2]
-        return count_communication(split, run, options, batch=batch, sequence=sequence)
+        return count_communication(split, applied, run, options, batch=batch, sequence=sequence)
 
 
 @contextmanager
