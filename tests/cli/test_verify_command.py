@@ -161,6 +161,7 @@ def test_json_is_one_object(command):
     assert found["notes"] == ["the first 2 of 3 blocks, as few as hold every kind of block (--layers)"]
     (case,) = found["report"]["cases"]
     assert case["passed"]
+    assert {"loss", "torchtitan loss"} < {check["what"] for check in case["checks"]}
     (counted,) = found["communication"]
     assert (counted["degree"], counted["sequence_parallel"], counted["minimal"]) == (2, True, True)
 

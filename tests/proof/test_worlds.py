@@ -11,12 +11,14 @@ import torch.distributed as dist
 from mutants.architectures import ARCHITECTURES
 from test_proof_wrong import WRONG
 from tiny import Tiny, TinyPlan
+from torch.distributed.tensor import DTensor
 
 from titanplans import PlanError, TPOptions
 from titanplans.proof import simulate, threads, verify, world
 from titanplans.proof.case import prove_cases
 from titanplans.proof.world import choose
 from titanplans.tensor_parallel.local_parameters import local_parameter
+from titanplans.tensor_parallel.loss import cross_entropy
 
 CPU = torch.device("cpu")
 BOTH = (True, False)
@@ -97,6 +99,19 @@ def test_a_thread_knows_which_rank_it_is():
     verdicts = [verify(Tiny, p, ranks="threads", **options).passed for p in (ByTheFirst, Another, Nobody)]
     assert verdicts == [True, True, False]
     assert not verify(Tiny, ByTheFirst, ranks="simulated", **options).passed
+
+
+def test_further_losses_are_compared_where_they_leave_the_model():
+    def halved(logits, labels, tokens):
+        """Over shards of the vocabulary only."""
+        return cross_entropy(logits, labels, tokens) / (2 if isinstance(logits, DTensor) else 1)
+
+    options = {"degrees": [2], "sequence_parallel": True, "losses": {"ours": cross_entropy, "halved": halved}}
+    sharded, whole = verify(Tiny, TinyPlan, **options).cases
+    assert {c.what for c in sharded.checks if not c.passed} == {"halved loss"}
+    assert whole.passed
+    (simulated, _) = verify(Tiny, TinyPlan, ranks="simulated", **options).cases
+    assert not any("loss" in c.what for c in simulated.checks[1:]), "a loss may ask which rank it is"
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])

@@ -6,7 +6,7 @@
     print(report.table())
 
 No model library is imported. What is compared, and in which units, is said by `verify`; what a
-verdict is worth by plans/proof/tolerance.py.
+verdict is worth by titanplans/proof/tolerance.py.
 """
 
 from titanplans.proof.grid import verify

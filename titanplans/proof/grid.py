@@ -51,9 +51,9 @@ def verify(
     Compared are the loss, the logits, the gradient of every parameter (a missing one fails, and so
     does one that the whole model does not have), the equality of all replicas on all ranks, the
     gradient norm as a trainer computes it, the weights after one AdamW step, and that tied weights
-    are still one tensor. Tolerances are derived: see plans/proof/tolerance.py.
+    are still one tensor. Tolerances are derived: see titanplans/proof/tolerance.py.
 
-    The model's parameters are given new values first (see plans/proof/sample.py), so that initial
+    The model's parameters are given new values first (see titanplans/proof/sample.py), so that initial
     ones, of zeros or ones, can't hide a wrong path; it runs in training mode.
 
     Args:

@@ -1,7 +1,7 @@
 """Where a failing case goes wrong first: the split model runs again, every module's output and its gradient compared.
 
 Only a pointer for the reader: the ranks' tensors are put together by what fits best
-(plans/proof/assemble.py), and the verdict does not rest on it.
+(titanplans/proof/assemble.py), and the verdict does not rest on it.
 """
 
 from collections.abc import Iterator, Mapping

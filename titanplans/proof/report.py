@@ -1,4 +1,4 @@
-"""What a proof returns: plain frozen data. How it is printed is plans/proof/table.py."""
+"""What a proof returns: plain frozen data. How it is printed is titanplans/proof/table.py."""
 
 import math
 from collections.abc import Iterator
@@ -153,7 +153,7 @@ class Report:
         return _plain(asdict(self)) | {"passed": self.passed, "cases": cases}
 
     def table(self) -> str:
-        """Return the report as text (see plans/proof/table.py)."""
+        """Return the report as text (see titanplans/proof/table.py)."""
         from titanplans.proof.table import table
 
         return table(self)
