@@ -9,7 +9,7 @@
 
 import sys
 
-from titanplans.cli.main import main
+from titanplans.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    run(["train", *sys.argv[1:]])

@@ -16,13 +16,14 @@ import sys
 from typing import NoReturn
 
 from titanplans.errors import nearest
+from titanplans.training.exit_status import exit_now, finish
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep")
 
 
-def run() -> NoReturn:
-    """Do what this process was started for, and end it with the exit status."""
-    argv = sys.argv[1:]
+def run(argv: list[str] | None = None) -> NoReturn:
+    """Do what this process was started for, or what `argv` says, and end the process with the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
     # These two are read when torch and Triton are imported.
     if "--process-group" in argv:
@@ -33,10 +34,10 @@ def run() -> NoReturn:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     status = main(argv)
     if proves:
-        from titanplans.training.exit_status import exit_now
-
-        exit_now(status)  # Python's clean-up of the model libraries takes a second
-    sys.exit(status)
+        exit_now(status)
+    if status == 0:
+        finish(status)
+    sys.exit(status)  # which waits for what is still being written
 
 
 def main(argv: list[str]) -> int:

@@ -4,6 +4,7 @@ Where several ranks fail, all but one fail because another is gone. Which one wa
 (`titanplans.training.launch`, or torchrun): a rank leaves its exception in the file that TORCHELASTIC_ERROR_FILE names.
 """
 
+import atexit
 import os
 import sys
 import time
@@ -43,6 +44,15 @@ def fail(error: Exception, rank: int) -> int:
 def one_line(text: str) -> str:
     """Return the first line of a message, which libraries continue with advice and stack frames."""
     return text.strip().partition("\n")[0]
+
+
+def finish(status: int) -> NoReturn:
+    """End a process that is done: as Python does, but without freeing object by object what it holds.
+
+    That takes two seconds of processor time once the model libraries are imported.
+    """
+    atexit._run_exitfuncs()  # W&B's, and those that end a data loader's workers
+    exit_now(status)
 
 
 def exit_now(status: int) -> NoReturn:

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.training.device import pick_device_type
-from titanplans.training.exit_status import one_line
+from titanplans.training.exit_status import finish, one_line
 from titanplans.training.rank import run_rank
 from titanplans.training.signals import Stopped
 
@@ -116,7 +116,7 @@ def _run(local_rank: int, job: JobConfig, ranks: int, port: int, folder: str) ->
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_ERROR_FILE=str(_error_file(Path(folder), local_rank)),
     )
-    sys.exit(run_rank(job))
+    finish(run_rank(job))
 
 
 def _error_file(folder: Path, rank: int) -> Path:
