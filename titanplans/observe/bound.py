@@ -75,7 +75,7 @@ def bound(
         sequence: tokens in each.
 
     Raises:
-        PlanError: the model has no blocks, or neither embedding nor head.
+        PlanError: the model has neither embedding nor head.
     """
     vocabulary, hidden = _vocabulary_and_hidden(model, decoder)
     parallel, ranks = options.sequence_parallel, options.degree

@@ -144,7 +144,7 @@ def count_communication(
         sequence: tokens in each.
 
     Raises:
-        PlanError: the model has no blocks, or neither embedding nor head; or its activations are checkpointed.
+        PlanError: the model has neither embedding nor head, or its activations are checkpointed.
         NotImplementedError: an operator that communicates is not in the table.
     """
     bounds = bound(model, applied.decoder, options, batch=batch, sequence=sequence)
