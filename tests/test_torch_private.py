@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -21,7 +22,6 @@ from titanplans.parallel import process_group
 ROOT = Path(__file__).parents[1]
 NOT_YET = (
     "cli",
-    "observe",
     "proof",
 )
 """What still reaches private names by itself."""
@@ -469,6 +469,76 @@ def check_compiler_counters():
     assert private.compiler_counters()["stats"]["unique_graphs"] == before + 1
 
 
+@needs(
+    "compilations",
+    "remember_compilations",
+    "set_guard_hook",
+    "compile_id",
+    without="a block that was to be compiled and ran eagerly goes unnoticed",
+)
+def check_compilations():
+    torch.compiler.reset()
+    found, ids = [], []
+
+    def backend(graph, inputs):
+        ids.append(private.compile_id())
+        return graph.forward
+
+    def hook(hit):
+        found.append(hit)
+        return hit
+
+    private.remember_compilations(1000)
+    assert private.set_guard_hook(hook) is None
+    try:
+        before = len(private.compilations())
+        compiled = torch.compile(lambda x: x + 1, backend=backend)
+        compiled(torch.ones(1))
+        compiled(torch.ones(1))
+        (made,) = private.compilations()[before:]
+    finally:
+        assert private.set_guard_hook(None) is hook
+        private.remember_compilations(None)
+    assert (made.fail_type, made.fail_reason, made.has_guarded_code) == (None, None, True)
+    assert ids == [str(made.compile_id)] == ["0/0"]
+    assert found == [True]
+    assert private.compile_id() == ""
+
+
+@needs(
+    "graph_pass", "graph_passes", without="the collectives of compiled graphs are not seen, and none is fused"
+)
+def check_graph_passes():
+    class Pass(private.graph_pass()):
+        def __call__(self, graph): ...
+        def uuid(self): ...
+
+    one = Pass()
+    assert private.graph_passes(None) == ()
+    assert private.graph_passes(one) == private.graph_passes([one]) == (one,)
+
+
+@needs("inductor_stages", without="async-tp can't decide without a GPU")
+def check_inductor_stages():
+    stages, seen = private.inductor_stages(), []
+
+    def finish(module, inputs, **options):
+        stages.view_to_reshape(module)
+        fake = stages.fake_tensor_prop(module, list(inputs))
+        with stages.V.set_fake_mode(fake):
+            stages.post_grad_passes(module, is_inference=True)
+        seen.append(module)
+        return stages.make_boxed_func(module.forward)
+
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda x: x @ x, backend=lambda graph, inputs: stages.compile_fx(graph, inputs, inner_compile=finish)
+    )
+    with torch.no_grad():
+        assert torch.equal(compiled(torch.ones(2, 2)), torch.full((2, 2), 2.0))
+    assert len(seen) == 1
+
+
 @needs("is_compiled_whole", without="DDP's hooks end up inside of a graph")
 def check_is_compiled_whole():
     linear = nn.Linear(2, 2)
@@ -553,6 +623,20 @@ def check_float8_tensor():
     )
     assert private.float8_data(tensor).float().eq(4).all()
     assert private.float8_scale(tensor) == 4
+
+
+@needs("fake_mode_is_on", without="collectives of sizes that no memory holds can't be counted")
+def check_fake_mode_is_on():
+    assert not private.fake_mode_is_on()
+    with FakeTensorMode():
+        assert private.fake_mode_is_on()
+
+
+@needs("COMPILED_CALL", without="no block of the model is seen to be called, so what is issued has no place")
+def check_compiled_call_is_called():
+    linear = nn.Linear(1, 1)
+    setattr(linear, private.COMPILED_CALL, lambda x: "compiled")
+    assert linear(torch.ones(1)) == "compiled"
 
 
 # Everywhere else

@@ -11,7 +11,7 @@ torch's compiler takes two seconds to import, so its names are functions that im
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,6 +101,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def fake_mode_is_on() -> bool:
+    """Whether a FakeTensorMode is entered, under which nothing is computed."""
+    return torch._guards.active_fake_mode() is not None
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Return the context in which `__torch_function__` and its modes are off."""
     return torch._C.DisableTorchFunction()
@@ -183,6 +188,10 @@ CHECKPOINTED = "_checkpoint_wrapped_module"
 def checkpointed(wrapper: nn.Module) -> nn.Module:
     """Return the module inside of an ActivationWrapper."""
     return getattr(wrapper, CHECKPOINTED)
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a module that runs in place of its hooks and its forward when it is called."""
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -322,6 +331,63 @@ def compiler_counters() -> Any:
     from torch._dynamo.utils import counters
 
     return counters
+
+
+def compilations() -> list[Any]:
+    """Return what the compiler noted of its newest compilations, oldest first."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return get_compilation_metrics()
+
+
+def remember_compilations(number: int | None) -> None:
+    """Let the compiler remember its newest `number` compilations; None is torch's own number."""
+    from torch._dynamo.utils import DEFAULT_COMPILATION_METRICS_LIMIT, set_compilation_metrics_limit
+
+    set_compilation_metrics_limit(DEFAULT_COMPILATION_METRICS_LIMIT if number is None else number)
+
+
+def set_guard_hook(hook: Callable[[bool], bool] | None) -> Callable[[bool], bool] | None:
+    """Let dynamo call `hook(found)` where it has looked for compiled code that fits; return the hook before."""
+    from torch._C._dynamo.eval_frame import set_guard_complete_hook
+
+    return set_guard_complete_hook(hook)  # pyrefly: ignore[bad-argument-type]
+
+
+def compile_id() -> str:
+    """Return dynamo's number of the compilation that runs, such as "0/0"; "" outside of one."""
+    return str(torch._guards.CompileContext.current_compile_id() or "")
+
+
+def graph_pass() -> Any:
+    """Return the class of inductor's passes of one's own."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def graph_passes(setting: Any) -> tuple[Any, ...]:
+    """Return the passes in a setting of inductor's, which may hold one, several or None."""
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+    return get_custom_graph_passes(setting)
+
+
+def inductor_stages() -> SimpleNamespace:
+    """Return the functions by which inductor takes a graph up to and through its last passes."""
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx, fake_tensor_prop
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.virtualized import V
+
+    return SimpleNamespace(
+        compile_fx=compile_fx,
+        fake_tensor_prop=fake_tensor_prop,
+        make_boxed_func=make_boxed_func,
+        post_grad_passes=post_grad_passes,
+        view_to_reshape=view_to_reshape,
+        V=V,
+    )
 
 
 def dynamo_errors() -> ModuleType:

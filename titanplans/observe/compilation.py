@@ -15,11 +15,19 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from titanplans.errors import ParallelError
 from titanplans.observe.guard import Guard
 from titanplans.observe.places import Places
+from titanplans.torch_private import (
+    ActivationWrapper,
+    checkpointed,
+    compilations,
+    compiled_call,
+    compiler_counters,
+    remember_compilations,
+    set_guard_hook,
+)
 
 _EVERY_COMPILATION = 1_000_000
 """How many of its compilations torch is to remember meanwhile; by itself 64."""
@@ -93,33 +101,29 @@ class CompileRecord:
 
     def book(self, module: str | None) -> None:
         """Book on `module` what torch has counted since the last time."""
-        from torch._dynamo.utils import counters, get_compilation_metrics
-
+        counters = compiler_counters()
         graphs = counters["stats"]["unique_graphs"]
         breaks = Counter(counters["graph_break"])
-        compilations = get_compilation_metrics()
-        if len(compilations) == self._compilations and graphs == self._graphs and breaks == self._breaks:
+        made_so_far = compilations()
+        if len(made_so_far) == self._compilations and graphs == self._graphs and breaks == self._breaks:
             return
         entry = self.of(module)
         entry.graphs += graphs - self._graphs
         for why, count in (breaks - self._breaks).items():
             entry.breaks[_short(why)] += count
-        for made in compilations[self._compilations :]:
+        for made in made_so_far[self._compilations :]:
             if made.fail_type is not None:
                 why = str(made.fail_reason)
                 kind = "RecompileLimitExceeded" if why.startswith(_LIMIT) else made.fail_type
                 entry.failures.append(f"{kind}: {' '.join(why.split(chr(10))[:2])}".strip())
             elif made.has_guarded_code and not str(made.compile_id).endswith("/0"):
                 entry.recompilations += 1
-        self._graphs, self._compilations, self._breaks = graphs, len(compilations), breaks
+        self._graphs, self._compilations, self._breaks = graphs, len(made_so_far), breaks
 
 
 @contextmanager
 def record_compilation(places: Places) -> Iterator[CompileRecord]:
     """Record what the compiler does in the step that `places` follows."""
-    from torch._C._dynamo.eval_frame import set_guard_complete_hook
-    from torch._dynamo.utils import DEFAULT_COMPILATION_METRICS_LIMIT, set_compilation_metrics_limit
-
     record = CompileRecord()
     previous: Any = None
 
@@ -132,22 +136,22 @@ def record_compilation(places: Places) -> Iterator[CompileRecord]:
         record.guard(note, cache_hit)
         return cache_hit if previous is None else previous(cache_hit)
 
-    set_compilation_metrics_limit(_EVERY_COMPILATION)
+    remember_compilations(_EVERY_COMPILATION)
     record.guard(record.skip)
     places.on_change = partial(record.guard, record.book)
-    previous = set_guard_complete_hook(guards_checked)
+    previous = set_guard_hook(guards_checked)
     try:
         yield record
     finally:
-        set_guard_complete_hook(previous)
+        set_guard_hook(previous)
         record.guard(record.book, places.module)
-        set_compilation_metrics_limit(DEFAULT_COMPILATION_METRICS_LIMIT)
+        remember_compilations(None)
 
 
 def is_compiled(block: nn.Module) -> bool:
     """Whether `block`, or what activation checkpointing has wrapped, has a compiled call."""
-    inner = block._checkpoint_wrapped_module if isinstance(block, ActivationWrapper) else None
-    return any(module is not None and module._compiled_call_impl is not None for module in (block, inner))
+    inner = checkpointed(block) if isinstance(block, ActivationWrapper) else block
+    return compiled_call(block) is not None or compiled_call(inner) is not None
 
 
 def check_still_compiled(model: nn.Module, blocks: Iterable[str]) -> None:

@@ -15,13 +15,19 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor.config as config
 import torch.fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 
 from titanplans.errors import ParallelError
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import Collective, describe, operation_of
+from titanplans.torch_private import (
+    OpOverload,
+    compile_id,
+    compiler_counters,
+    graph_pass,
+    graph_passes,
+    inductor_config,
+)
 
 
 class Graph(NamedTuple):
@@ -42,7 +48,7 @@ def collectives_of(graph: torch.fx.Graph) -> tuple[Collective, ...]:
     """
     phase, found = "backward" if is_backward(graph) else "forward", []
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and operation_of(node.target) is not None:
+        if isinstance(node.target, OpOverload) and operation_of(node.target) is not None:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
             collective = describe(node.target, args, kwargs, node.meta.get("val"))
             assert collective is not None  # it has an operation
@@ -55,7 +61,7 @@ def is_backward(graph: torch.fx.Graph) -> bool:
     return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
 
 
-class GraphRecord(CustomGraphPass):
+class GraphRecord(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
     """A hook of inductor's that changes nothing, and what it has seen. Made by `install_record`."""
 
     def __init__(self, keep_cache: bool):
@@ -70,8 +76,7 @@ class GraphRecord(CustomGraphPass):
         self.guard(self._read, graph)
 
     def _read(self, graph: torch.fx.Graph) -> None:
-        compile_id = torch._guards.CompileContext.current_compile_id()
-        self.graphs.append(Graph(str(compile_id or ""), is_backward(graph), collectives_of(graph)))
+        self.graphs.append(Graph(compile_id(), is_backward(graph), collectives_of(graph)))
 
     def uuid(self) -> Any:
         # inductor caches no graph that has passed a hook without one.
@@ -120,22 +125,21 @@ def recording_graphs(*, keep_cache: bool = False) -> Iterator[GraphRecord]:
                 "unseen: append to what is there, or set it before"
             )
     finally:
-        config.post_grad_custom_post_pass = [p for p in _hooks() if p is not record] or None
+        inductor_config().post_grad_custom_post_pass = [p for p in _hooks() if p is not record] or None
 
 
 def _hooks() -> tuple[Any, ...]:
-    return get_custom_graph_passes(config.post_grad_custom_post_pass)
+    return graph_passes(inductor_config().post_grad_custom_post_pass)
 
 
 def _append(record: GraphRecord) -> GraphRecord:
-    config.post_grad_custom_post_pass = [*_hooks(), record]
+    inductor_config().post_grad_custom_post_pass = [*_hooks(), record]
     return record
 
 
 def _cache_hits() -> int:
     # AOTAutograd's cache holds forward and backward together, inductor's each by itself.
-    from torch._dynamo.utils import counters
-
+    counters = compiler_counters()
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._local_tensor import LocalTensor
-from torch.utils._pytree import tree_leaves
+
+from titanplans.torch_private import LocalTensor, resolve_process_group, schema, simulated_ranks, tree_leaves
 
 Phase = Literal["forward", "backward", "recomputed", "update", "log"]
 """recomputed: a forward again, for the backward. update: after the last backward. log: see `Places.log_begins`."""
@@ -105,7 +105,7 @@ def operation_of(func: Any) -> str | None:
     Raises:
         NotImplementedError: a communication operator that is not in the table.
     """
-    namespace, _, name = func._schema.name.partition("::")
+    namespace, _, name = schema(func).name.partition("::")
     if namespace not in NAMESPACES or name in _NO_DATA:
         return None
     plain = name.replace("_", "")
@@ -117,7 +117,7 @@ def operation_of(func: Any) -> str | None:
 
 def is_fused(func: Any) -> bool:
     """Whether the operator is a collective that multiplies matrices meanwhile."""
-    return func._schema.name.startswith("symm_mem::fused_")
+    return schema(func).name.startswith("symm_mem::fused_")
 
 
 def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
@@ -129,7 +129,7 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | Non
     operation = operation_of(func)
     if operation is None:
         return None
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
     group = tuple(dist.get_process_group_ranks(_group(given)))
     fused = is_fused(func)
     if fused:
@@ -149,7 +149,7 @@ def _size(argument: Any) -> tuple[int, int]:
     """Elements and bytes of a tensor or a list of them; of simulated ranks, the largest's."""
     tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
     elements = [
-        max(t.numel() for t in x._local_tensors.values()) if isinstance(x, LocalTensor) else x.numel()
+        max(t.numel() for t in simulated_ranks(x).values()) if isinstance(x, LocalTensor) else x.numel()
         for x in tensors
     ]
     return sum(elements), sum(n * x.element_size() for n, x in zip(elements, tensors, strict=True))
@@ -170,5 +170,5 @@ def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
     """The process group that an operator was given, by name or as it is."""
     group = next(value for name, value in given.items() if name in ("group_name", "process_group"))
     if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
+        group = resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)

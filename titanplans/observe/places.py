@@ -19,11 +19,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate import DDP
 from torch.distributed.fsdp import FSDPModule
 
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import Phase
+from titanplans.torch_private import (
+    CHECKPOINTED,
+    COMPILED_CALL,
+    DDP,
+    compiled_call,
+    fsdp_group,
+    in_backward,
+    number_of_node,
+    plain_call,
+    running_node,
+    sequence_number,
+)
 
 
 class Places:
@@ -58,7 +69,7 @@ class Places:
 
     def now(self) -> tuple[str | None, Phase]:
         """Return the module and the phase; what a compiled graph recomputes is backward, as one graph does both."""
-        backward = _in_backward()
+        backward = in_backward()
         if backward:
             self._outside = "update"
         if self._logging:
@@ -77,7 +88,7 @@ class Places:
 
     def enter(self, name: str, compiled: bool) -> None:
         """A module is called."""
-        if not _in_backward():
+        if not in_backward():
             self._outside = "forward"
         self.calls[name] += 1
         self.compiled_calls[name] += compiled
@@ -92,17 +103,17 @@ class Places:
     def _note(self) -> None:
         self.on_change(self.module)
         self.module = self._stack[-1] if self._stack else None
-        if not _in_backward():  # what a recomputation makes is never run backward
-            self._numbers.append(torch.autograd._get_sequence_nr())
+        if not in_backward():  # what a recomputation makes is never run backward
+            self._numbers.append(sequence_number())
             self._modules.append(self.module)
 
     def _of_node(self) -> str | None:
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is None:
             return None
         if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
             return self._owners.get(id(leaf))
-        place = bisect_right(self._numbers, node._sequence_nr())
+        place = bisect_right(self._numbers, number_of_node(node))
         return self._modules[place - 1] if place else None
 
 
@@ -116,10 +127,10 @@ def follow(model: nn.Module, stack: ExitStack, guard: Guard) -> Places:
     """
     places = Places(model)
     for name, module in list(_outside_of_graphs(model)):
-        compiled = module._compiled_call_impl
+        compiled = compiled_call(module)
         enter, leave = (places.enter, name, compiled is not None), (places.leave,)
-        call = module._call_impl if compiled is None else compiled
-        _wrap(stack, guard, module, "_compiled_call_impl", call, enter, leave)
+        call = plain_call(module) if compiled is None else compiled
+        _wrap(stack, guard, module, COMPILED_CALL, call, enter, leave)
     for name, unit in fsdp_units(model):
         enter, leave = (places._units.append, name), (places._units.pop,)
         for method in ("unshard", "post_backward"):
@@ -132,7 +143,7 @@ def fsdp_units(model: nn.Module) -> list[tuple[str, Any]]:
     units: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            group: Any = module._get_fsdp_state()._fsdp_param_group
+            group: Any = fsdp_group(module)
             if group is not None:
                 units.setdefault(id(group), (plain(name), group))
     return list(units.values())
@@ -140,11 +151,7 @@ def fsdp_units(model: nn.Module) -> list[tuple[str, Any]]:
 
 def plain(name: str) -> str:
     """Return a module's name without the wrappers of activation checkpointing."""
-    return name.replace("._checkpoint_wrapped_module", "")
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return name.replace(f".{CHECKPOINTED}", "")
 
 
 def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -153,7 +160,7 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if id(module) not in inside:
             yield plain(name), module
-            if module._compiled_call_impl is not None:
+            if compiled_call(module) is not None:
                 inside |= {id(inner) for inner in module.modules()}
 
 

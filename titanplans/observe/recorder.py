@@ -16,14 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._local_tensor import LocalTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import NAMESPACES, Collective, describe
 from titanplans.observe.places import Places, follow
+from titanplans.torch_private import FakeTensor, LocalTensor, TorchDispatchMode, fake_mode_is_on
 
 
 class Record:
@@ -74,7 +71,7 @@ class _Mode(TorchDispatchMode):
             torch.Tensor,
             nn.Parameter,
             LocalTensor,
-            *([FakeTensor] if active_fake_mode() else []),
+            *([FakeTensor] if fake_mode_is_on() else []),
         )
 
     @classmethod

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FSDPModule
 
 from titanplans.observe.compilation import (
@@ -33,6 +32,7 @@ from titanplans.observe.operators import Collective
 from titanplans.observe.places import Places
 from titanplans.observe.recorder import Record, record_collectives
 from titanplans.tensor_parallel.decoder import Decoder
+from titanplans.torch_private import ActivationWrapper, checkpointed
 
 SCHEMA = 2
 """Of the report: counted up when a key changes its meaning or goes."""
@@ -221,7 +221,7 @@ class ParallelismReport:
     def _class(self, block: str) -> str:
         module = self.model.get_submodule(block)
         while isinstance(module, ActivationWrapper):
-            module = module._checkpoint_wrapped_module  # pyrefly: ignore[bad-assignment]
+            module = checkpointed(module)
         return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from titanplans.config import DDPConfig, FSDP2Config, Strategy
 from titanplans.observe.compilation import is_compiled
@@ -21,6 +20,7 @@ from titanplans.parallel.steps import steps_taken
 from titanplans.tensor_parallel.custom import resolve_plan
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.torch_private import ActivationWrapper
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from titanplans import modeling
@@ -27,6 +26,7 @@ from titanplans.parallel.float8 import keep_plain_between_graphs
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel import apply_plan
 from titanplans.tensor_parallel.decoder import Decoder, find_decoder
+from titanplans.torch_private import dynamo_errors
 
 _TOKENS = 128
 """In a sequence: more than the 64 up to which FLA's mixers take another kernel."""
@@ -91,7 +91,7 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
                 blocks = decide_blocks(
                     model, alike, kinds, partial(_step, model, inputs), group, _prepare_block
                 )
-        except TorchDynamoException as error:
+        except dynamo_errors().TorchDynamoException as error:
             reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise VerifyError(
                 f"async-tp {request.subject}: the blocks can't be compiled as in training: {reason}; leave out what is "

@@ -12,6 +12,7 @@ from types import FunctionType
 import torch
 
 from titanplans.modeling.kernels.install import MARK
+from titanplans.torch_private import is_disabled
 
 
 @contextmanager
@@ -30,4 +31,4 @@ def graphs_end_as_on_a_gpu() -> Iterator[None]:
 
 def _is_out_on_a_gpu(function: FunctionType) -> bool:
     original = inspect.getclosurevars(function).nonlocals.get("original")
-    return getattr(original, "_torchdynamo_disable", False) is True
+    return is_disabled(original)

@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo.config
-import torch._functorch.config
-import torch._inductor.config
 import torch.distributed as dist
 import torch.fx
 from torch import nn
-from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import compile_fx, fake_tensor_prop
-from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
-from torch._inductor.virtualized import V
-from torch.distributed._symmetric_memory import _test_mode
 
 from titanplans.observe.async_tp.chains import adjacent, operation
 from titanplans.observe.graphs import is_backward
+from titanplans.torch_private import (
+    ASYNC_TP_SETTING,
+    compiler_counters,
+    dynamo_config,
+    functorch_config,
+    inductor_config,
+    inductor_stages,
+    pretend_symmetric_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def capture(
 def graph_breaks() -> dict[str, int]:
     """Return where dynamo has ended graphs since the last `capture` began, and how often."""
     found: dict[str, int] = {}
-    for reason, number in counters["graph_break"].items():
+    for reason, number in compiler_counters()["graph_break"].items():
         function = re.search(r"<function ([\w.<>]+) at ", reason)
         words = function[1] if function else reason.splitlines()[0]
         found[words] = found.get(words, 0) + number
@@ -90,20 +90,21 @@ class _Capture:
         self.captured = captured
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return compile_fx(graph, inputs, inner_compile=self._finish)  # type: ignore[arg-type]
+        return inductor_stages().compile_fx(graph, inputs, inner_compile=self._finish)  # type: ignore[arg-type]
 
     def _finish(self, module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        view_to_reshape(module)  # as inductor does
+        stages = inductor_stages()
+        stages.view_to_reshape(module)  # as inductor does
         with torch.no_grad():
-            fake = fake_tensor_prop(module, list(inputs))
-        made = make_boxed_func(_Zeros(module.graph))
+            fake = stages.fake_tensor_prop(module, list(inputs))
+        made = stages.make_boxed_func(_Zeros(module.graph))
         # But for the scales of float8, which are reduced by minimum.
         collectives = tuple(
             node for node in module.graph.nodes if operation(node) is not None and node.args[1:2] != ("min",)
         )
         products = {node: adjacent(node) for node in collectives}
-        with V.set_fake_mode(fake):
-            post_grad_passes(module, is_inference=options.get("is_inference", False))
+        with stages.V.set_fake_mode(fake):
+            stages.post_grad_passes(module, is_inference=options.get("is_inference", False))
         number = options.get("graph_id") or 0
         backward = is_backward(module.graph)
         self.captured.append(Captured(number, backward, collectives, products))
@@ -140,19 +141,19 @@ def _as_under_async_tp(group: str) -> Iterator[None]:
     with ExitStack() as stack:
         # `prepare` may set the one for good; blocks are compiled apart, so often.
         stack.enter_context(
-            torch._dynamo.config.patch(
-                nested_graph_breaks=torch._dynamo.config.nested_graph_breaks, recompile_limit=1000
+            dynamo_config().patch(
+                nested_graph_breaks=dynamo_config().nested_graph_breaks, recompile_limit=1000
             )
         )
-        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        stack.enter_context(torch._inductor.config.patch(_micro_pipeline_tp=True, fx_graph_cache=False))
-        stack.enter_context(_test_mode({group}))
-        torch._dynamo.reset()
-        counters["graph_break"].clear()
+        stack.enter_context(functorch_config().patch(enable_autograd_cache=False))
+        stack.enter_context(inductor_config().patch({ASYNC_TP_SETTING: True, "fx_graph_cache": False}))
+        stack.enter_context(pretend_symmetric_memory(group))
+        torch.compiler.reset()
+        compiler_counters()["graph_break"].clear()
         log = logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp")
         stack.callback(log.setLevel, log.level)
         log.setLevel(logging.ERROR)  # a warning for each graph without collectives
-        stack.callback(torch._dynamo.reset)
+        stack.callback(torch.compiler.reset)
         stack.callback(setattr, dist, "is_nccl_available", nccl)
         dist.is_nccl_available = lambda: True
         yield

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import torch.fx
 
 from titanplans.observe.operators import operation_of
+from titanplans.torch_private import OpOverload, schema
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 """Matrix products, in any form that a Linear takes."""
@@ -30,13 +30,13 @@ class Chain(NamedTuple):
 
 def operation(node: torch.fx.Node) -> str | None:
     """Return the collective that a node issues; None if it is none."""
-    return operation_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    return operation_of(node.target) if isinstance(node.target, OpOverload) else None
 
 
 def name_of(node: torch.fx.Node) -> str:
     """Return the name of a node's operator, without namespace and overload; of other nodes, what they are."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.partition("::")[2]
+    if isinstance(node.target, OpOverload):
+        return schema(node.target).name.partition("::")[2]
     return getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else node.op
 
 

@@ -7,6 +7,7 @@ import torch.fx
 
 from titanplans.observe.async_tp.capture import Captured
 from titanplans.observe.async_tp.chains import PRODUCTS, chains, edge, name_of, operation, summed_products
+from titanplans.torch_private import is_erased
 
 BEGINS = "no product reads the gradient of what comes before the sharded stream"
 """What becomes of the backward's gather there."""
@@ -67,9 +68,9 @@ def verdicts(captured: Sequence[Captured], modules: Mapping[str, str]) -> list[V
 def _verdict(graph: Captured, node: torch.fx.Node, region: str, names: "_Names") -> Verdict:
     issued = str(operation(node))
     place = f"{region} {'in' if (issued == 'all_gather') != graph.backward else 'out'}" if region else ""
-    fused = names.of((p for p in graph.adjacent[node] if p._erased), region)
-    if node._erased:
-        left = names.of((p for p in graph.adjacent[node] if not p._erased), region)
+    fused = names.of((p for p in graph.adjacent[node] if is_erased(p)), region)
+    if is_erased(node):
+        left = names.of((p for p in graph.adjacent[node] if not is_erased(p)), region)
         rest = f"not with {', '.join(left)}" if left else ""
         return Verdict(issued, graph.backward, place, True, fused, rest, True)
     if fused:
