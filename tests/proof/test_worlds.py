@@ -101,6 +101,25 @@ def test_a_thread_knows_which_rank_it_is():
     assert not verify(Tiny, ByTheFirst, ranks="simulated", **options).passed
 
 
+def test_a_gradient_that_one_rank_does_not_have():
+    """The others wait for it in the sum over the ranks: a verdict, and no rank that hangs."""
+
+    class OfTheFirst(TinyPlan):
+        def attn_plan(self, attn):
+            style = self.rowwise()
+
+            def leave(border, module, args, output):
+                bias = local_parameter(module, "bias") if dist.get_rank() == 0 else 0.0
+                return border.leave(output + bias)
+
+            style._leave = leave
+            return super().attn_plan(attn) | {"o_proj": style}
+
+    (case,) = verify(Tiny, OfTheFirst, degrees=[2], loss_parallel=True, sequence_parallel=True).cases
+    assert case.worst == "runs after the backward"
+    assert "the ranks called different collectives: rank 0 " in case.localisation.notes[0]
+
+
 def test_further_losses_are_compared_where_they_leave_the_model():
     def halved(logits, labels, tokens):
         """Over shards of the vocabulary only."""

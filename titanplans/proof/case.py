@@ -15,6 +15,7 @@ from titanplans.proof.localise import localise
 from titanplans.proof.record import Recorder, gradient_key
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Check, Localisation
+from titanplans.proof.threads import Apart
 from titanplans.proof.world import Run, World, agreed
 from titanplans.tensor_parallel.apply import apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
@@ -61,16 +62,20 @@ def prove_cases(
     if wrong and find:
         reference.recorded()  # outside of the world: the whole model's tensors are not one per rank
 
-        def search(world: World) -> list[Localisation]:
+        def search_all(world: World) -> list[Localisation]:
             found = []
             for i in wrong:
                 if world.first:
                     tell(f"{words(cases[i])}: wrong, but where")
                 model, styles = _split(reference.pristine, plan, cases[i], world)
-                found.append(localise(model, styles, reference, world, results[i]))
+                search = partial(localise, model, styles, reference, world, results[i])
+                try:
+                    found.append(world.together(search))
+                except Apart:  # as in the step itself: what that said stands
+                    found.append(results[i].localisation or Localisation())
             return found
 
-        for i, localisation in zip(wrong, run(search), strict=True):
+        for i, localisation in zip(wrong, run(search_all), strict=True):
             results[i] = replace(results[i], localisation=localisation)
     return results
 

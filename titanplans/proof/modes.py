@@ -56,10 +56,10 @@ def by_rank() -> Iterator[None]:
         return (einsum_of_each if uneven else einsum)(*args, **kwargs)
 
     def info_of_the_first(tensor: torch.Tensor, *args: Any) -> Any:
-        return info(tensor._local_tensors[0] if _uneven(tensor) else tensor, *args)
+        return info(tensor._local_tensors[0] if _uneven(tensor) else tensor, *args)  # type: ignore[attr-defined]
 
     torch.einsum, gradients.local_power = einsum_by_rank, maybe_run_for_local_tensor(power)
-    _api.compute_global_tensor_info = info_of_the_first
+    _api.compute_global_tensor_info = info_of_the_first  # type: ignore[assignment]
     try:
         yield
     finally:

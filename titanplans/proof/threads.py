@@ -147,30 +147,30 @@ class _ThreadGroup(threaded.ProcessLocalGroup):
         self.meeting(self._rank, (name, *settings, *shapes), value, collective.work)
         return threaded.ret_work(value)
 
-    def allreduce(self, tensors, opts):
+    def allreduce(self, tensors, opts):  # type: ignore[override]
         return self._meet(threaded.AllReduce(opts.reduceOp), tensors, tensors)
 
-    allreduce_coalesced = allreduce
+    allreduce_coalesced = allreduce  # type: ignore[assignment]
 
-    def broadcast(self, tensors, opts):
+    def broadcast(self, tensors, opts):  # type: ignore[override]
         return self._meet(threaded.Broadcast(opts.rootRank), tensors, tensors)
 
-    def scatter(self, outputs, inputs, opts):
+    def scatter(self, outputs, inputs, opts):  # type: ignore[override]
         return self._meet(threaded.Scatter(opts.rootRank), outputs, (outputs, inputs))
 
-    def gather(self, outputs, inputs, opts):
+    def gather(self, outputs, inputs, opts):  # type: ignore[override]
         return self._meet(threaded.Gather(opts.rootRank), inputs, (outputs, inputs))
 
-    def allgather(self, outputs, inputs, opts=None):
+    def allgather(self, outputs, inputs, opts=None):  # type: ignore[override]
         return self._meet(threaded.AllGather(), inputs, (outputs, inputs))
 
-    def reduce_scatter(self, outputs, inputs, opts):
+    def reduce_scatter(self, outputs, inputs, opts):  # type: ignore[override]
         return self._meet(threaded.ReduceScatter(opts.reduceOp.op), outputs, (outputs, inputs))
 
-    def alltoall(self, outputs, inputs, opts=None):
+    def alltoall(self, outputs, inputs, opts=None):  # type: ignore[override]
         return self._meet(threaded.AllToAll(), (), (outputs, inputs))
 
-    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):  # type: ignore[override]
         return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
 
 
@@ -260,11 +260,11 @@ def run(degree: int, device: torch.device, work: Callable[[Thread], T]) -> T:
 def _own_groups() -> Iterator[None]:
     """Give every thread its own process groups."""
     excepthook = sys.excepthook  # torch puts its own before it with each process group
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
     try:
         yield
     finally:
         threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         sys.excepthook = excepthook

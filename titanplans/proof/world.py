@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titanplans.errors import PlanError, either
 from titanplans.proof import simulate, threads
@@ -119,7 +119,7 @@ def wholes(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
     if isinstance(tensor, DTensor) and placement is not None and placement.is_partial():
         tensor = tensor.full_tensor()
     held = world.every(tensor)
-    return [torch.cat(held, placement.dim)] if placement is not None and placement.is_shard() else held
+    return [torch.cat(held, placement.dim)] if isinstance(placement, Shard) else held
 
 
 def choose(ranks: str | None, degree: int, model: nn.Module) -> str:

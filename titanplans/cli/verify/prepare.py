@@ -85,7 +85,8 @@ def prepare(source: Source, request: Request, ranks: Ranks, float8: Float8) -> P
 
         def make() -> nn.Module:
             # The proof draws new parameters: no noise is added here.
-            model: nn.Module = modeling.build_real(cut_config, dtype=dtype, noise=0.0).to(ranks.device)
+            model: nn.Module = modeling.build_real(cut_config, dtype=dtype, noise=0.0)
+            model.to(ranks.device)
             if float8.recipe_name is not None:
                 convert(model, float8, ranks.device.type)
             return model
