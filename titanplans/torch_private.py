@@ -33,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -53,6 +54,7 @@ __all__ = [
     "assert_async",
     "checkpoint_wrapper",
     "clear_sharding_cache",
+    "dtensor_api",
     "foreach_mul_",
     "foreach_norm",
     "maybe_run_for_local_tensor",

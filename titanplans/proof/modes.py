@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
-from torch.distributed.tensor import _api
 from torch.overrides import TorchFunctionMode
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel import gradients
 from titanplans.tensor_parallel.float8 import float8_linears
+from titanplans.torch_private import (
+    LocalTensor,
+    dtensor_api,
+    float8_data,
+    float8_scale,
+    maybe_run_for_local_tensor,
+    simulated_ranks,
+    without_torch_function,
+)
 
 
 class Widen(TorchFunctionMode):
@@ -48,7 +55,7 @@ def by_rank() -> Iterator[None]:
     gradients, and the strides of a gradient that goes back into a DTensor, which each rank takes from its own shard:
     here the first one's count for all. No function mode reaches these, so the names are replaced.
     """
-    einsum, power, info = torch.einsum, gradients.local_power, _api.compute_global_tensor_info
+    einsum, power, info = torch.einsum, gradients.local_power, dtensor_api.compute_global_tensor_info
     einsum_of_each = maybe_run_for_local_tensor(einsum)
 
     def einsum_by_rank(*args: Any, **kwargs: Any) -> Any:
@@ -56,14 +63,14 @@ def by_rank() -> Iterator[None]:
         return (einsum_of_each if uneven else einsum)(*args, **kwargs)
 
     def info_of_the_first(tensor: torch.Tensor, *args: Any) -> Any:
-        return info(tensor._local_tensors[0] if _uneven(tensor) else tensor, *args)  # type: ignore[attr-defined]
+        return info(simulated_ranks(tensor)[0] if _uneven(tensor) else tensor, *args)  # type: ignore[arg-type]
 
     torch.einsum, gradients.local_power = einsum_by_rank, maybe_run_for_local_tensor(power)
-    _api.compute_global_tensor_info = info_of_the_first  # type: ignore[assignment]
+    dtensor_api.compute_global_tensor_info = info_of_the_first  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.einsum, gradients.local_power, _api.compute_global_tensor_info = einsum, power, info
+        torch.einsum, gradients.local_power, dtensor_api.compute_global_tensor_info = einsum, power, info
 
 
 def _uneven(operand: Any) -> bool:
@@ -105,10 +112,13 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     def multiply(func: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
         a, b = args
-        return torch.mm(a._data.to(dtype) / a._scale.to(dtype), b._data.to(dtype) / b._scale.to(dtype))
+        return torch.mm(
+            float8_data(a).to(dtype) / float8_scale(a).to(dtype),
+            float8_data(b).to(dtype) / float8_scale(b).to(dtype),
+        )
 
     def amax_to_scale(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():  # scales are float32, also under `Widen`
+        with without_torch_function():  # scales are float32, also under `Widen`
             return scale(*args, **kwargs)
 
     product = table[operator]

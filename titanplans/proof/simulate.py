@@ -11,14 +11,20 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans.errors import PlanError
 from titanplans.proof.modes import by_rank
+from titanplans.torch_private import (
+    LocalTensor,
+    LocalTensorMode,
+    clear_sharding_cache,
+    fake_store,
+    local_tensor,
+    set_local_tensor,
+    simulated_ranks,
+)
 
 T = TypeVar("T")
 
@@ -102,15 +108,15 @@ def fake_ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
 @contextmanager
 def _fake_group(number: int) -> Iterator[None]:
     refuse_a_rank()
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=number, store=fake_store())
     try:
         # DTensor remembers shardings by mesh, and takes a mesh of the same shape for the same one,
         # with a process group that is gone.
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()
 
 
 def refuse_a_rank() -> None:
@@ -129,7 +135,7 @@ def refuse_a_rank() -> None:
 def each_rank(tensor: torch.Tensor, number: int) -> list[torch.Tensor]:
     """Return what each simulated rank holds of the local `tensor`, as plain tensors."""
     if isinstance(tensor, LocalTensor):
-        return [tensor._local_tensors[rank] for rank in range(number)]
+        return [simulated_ranks(tensor)[rank] for rank in range(number)]
     return [tensor] * number  # made outside the mode: the same on every rank
 
 
@@ -140,6 +146,6 @@ def own_copies(model: nn.Module, number: int) -> None:
     for each rank, and ranks could never differ.
     """
     for param in model.parameters():
-        if isinstance(param, DTensor) and not isinstance(param._local_tensor, LocalTensor):
-            copies = {rank: param._local_tensor.detach().clone() for rank in range(number)}
-            param._local_tensor = LocalTensor(copies)
+        if isinstance(param, DTensor) and not isinstance(local_tensor(param), LocalTensor):
+            copies = {rank: local_tensor(param).detach().clone() for rank in range(number)}
+            set_local_tensor(param, LocalTensor(copies))
