@@ -217,7 +217,7 @@ def test_what_a_kept_mixer_returned_may_not_change():
 REFUSED = {
     "every how many layers": lambda: EveryNthLayer(0),
     "lists of blocks is shorter than n": lambda: EveryNthLayer(3).apply(Tiny()),
-    "scope = 'audio': one of all, language, vision": lambda: Full(scope="audio"),
+    'scope = "audio": take one of all, language, vision': lambda: Full(scope="audio"),
     "has no vision tower": lambda: Full(scope="vision").apply(Tiny()),
     "none of its blocks has an MLP": lambda: MLPOnly().apply(without("mlp")),
     "none of its blocks has a token mixer": lambda: KeepMixer().apply(without("attn")),
@@ -225,9 +225,11 @@ REFUSED = {
     '"relu": no operator': lambda: Selective(operators=("relu",)).apply(Tiny()),
     '"aten::relu.loud": no operator': lambda: Selective(operators=("aten::relu.loud",)).apply(Tiny()),
     "draws random numbers": lambda: Selective(operators=("aten::native_dropout",)).apply(Tiny()),
-    "which matmuls decides": lambda: Selective(operators=("aten::mm",)).apply(Tiny()),
-    "matmuls = 'half'": lambda: Selective(matmuls="half"),
-    "makes exceptions from matmuls": lambda: Selective(matmuls="none", recompute_linears=("o_proj",)),
+    "which per_op_sac_matmuls decides": lambda: Selective(operators=("aten::mm",)).apply(Tiny()),
+    'matmuls = "half"': lambda: Selective(matmuls="half"),
+    "makes exceptions from what per_op_sac_matmuls keeps": lambda: Selective(
+        matmuls="none", recompute_linears=("o_proj",)
+    ),
     "in no name of a Linear": lambda: Selective(recompute_linears=("router",)).apply(Tiny()),
     "nothing else is kept": lambda: Selective(matmuls="none", attention=False, collectives=False),
     "checkpointed already": lambda: [

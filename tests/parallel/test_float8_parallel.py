@@ -113,7 +113,7 @@ REFUSED = {
     "recipe": (
         two_blocks,
         {"recipe": "blockwise"},
-        "float8.recipe = 'blockwise': one of tensorwise, rowwise, rowwise_w",
+        'recipe_name = "blockwise": take one of tensorwise, rowwise, rowwise_w',
     ),
     "own forward": (
         lambda: nn.Sequential(OwnForward(16, 16)),
@@ -196,14 +196,14 @@ def test_a_part_that_does_not_run_is_not_missed():
 # Options of a strategy.
 
 OPTIONS = {
-    "no recipe": ({"emulate": True}, r"float8.emulate = true: nothing is float8: set recipe"),
+    "no recipe": ({"emulate": True}, r"float8.emulate = true: it does nothing with recipe_name = unset"),
     "rows": (
-        {"recipe": "rowwise", "fsdp_all_gather": True},
-        'has one scale, and recipe = "rowwise" has one a row',
+        {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True},
+        'has one scale, and recipe_name = "rowwise" has one a row',
     ),
     "no gather": (
-        {"recipe": "tensorwise", "precompute_scales": True},
-        "set fsdp_all_gather to true, or drop it",
+        {"recipe_name": "tensorwise", "precompute_float8_dynamic_scale_for_fsdp": True},
+        "it does nothing with enable_fsdp_float8_all_gather = false",
     ),
 }
 
@@ -255,16 +255,19 @@ SIZES = dict(
 )
 WAYS = {
     "dp": (Degrees(), {}),
-    "dp, gathered in float8": (Degrees(), {"fsdp_all_gather": True}),
+    "dp, gathered in float8": (Degrees(), {"enable_fsdp_float8_all_gather": True}),
     "dp, gathered in float8, scales together": (
         Degrees(),
-        {"fsdp_all_gather": True, "precompute_scales": True},
+        {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
     ),
     "tp": (Degrees(tp=4), {}),
     "tp x dp": (Degrees(tp=2), {}),
-    "tp x dp, gathered in float8": (Degrees(tp=2), {"fsdp_all_gather": True, "precompute_scales": True}),
+    "tp x dp, gathered in float8": (
+        Degrees(tp=2),
+        {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
+    ),
     "tp x copies": (Degrees(tp=2, dp_replicate=2, dp_shard=1), {}),
-    "tp x dp, rows": (Degrees(tp=2), {"recipe": "rowwise"}),
+    "tp x dp, rows": (Degrees(tp=2), {"recipe_name": "rowwise"}),
     "tp x dp, compiled": (Degrees(tp=2), {"compile": True}),
     **{
         f"tp x dp, recomputed: {mode}": (Degrees(tp=2), {"mode": mode})
@@ -272,15 +275,19 @@ WAYS = {
     },
 }
 REFUSED_WAYS = {
-    "scale of a share": (Degrees(tp=2), {"fsdp_all_gather": True}, "needs precompute_scales"),
+    "scale of a share": (
+        Degrees(tp=2),
+        {"enable_fsdp_float8_all_gather": True},
+        "set precompute_float8_dynamic_scale_for_fsdp to true",
+    ),
     "smaller groups": (
         Degrees(),
-        {"fsdp_all_gather": True, "reshard": 2},
+        {"enable_fsdp_float8_all_gather": True, "reshard": 2},
         "FSDP2 can't gather float8 from the ranks of a smaller group",
     ),
     "nothing gathered": (
         Degrees(tp=4),
-        {"fsdp_all_gather": True, "precompute_scales": True},
+        {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
         "dp_shard = 1 gathers nothing",
     ),
 }
@@ -296,7 +303,7 @@ def strategy(options):
     recomputed = {"mode": options.pop("mode", "none")}
     reshard, kept = options.pop("reshard", "default"), options.pop("keep_gathered", False)
     return FSDP2Config(
-        float8={"recipe": "tensorwise", "emulate": True} | options,
+        float8={"recipe_name": "tensorwise", "emulate": True} | options,
         compile=compiled,
         activation_checkpoint=recomputed,
         fsdp_reshard_after_forward=reshard,
@@ -318,7 +325,7 @@ def on_four_ranks(rank):
         name: _evaluated(config, WAYS[name]) for name in WAYS if name.startswith(("dp", "tp x dp, gathered"))
     }
     found["saved"] = _saved(config)
-    together = {"fsdp_all_gather": True, "precompute_scales": True}
+    together = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     found["kept"] = [_accumulated(config, {"keep_gathered": True} | more) for more in ({}, together)]
     found["gla"] = [_gla(compiled) for compiled in (False, True)]
     for name, (degrees, options, _) in REFUSED_WAYS.items():
@@ -435,7 +442,7 @@ def expected():
 def test_trains_as_one_process_does(way, results, expected):
     """The first loss to rounding. After it data-parallel ranks scale activations of their own, by tensorwise;
     and a float32 that is rounded otherwise may become the next float8 number, a sixteenth off: of some of 10^5."""
-    whole = expected[WAYS[way][1].get("recipe", "tensorwise")]
+    whole = expected[WAYS[way][1].get("recipe_name", "tensorwise")]
     assert results[way][0] == pytest.approx(whole[0], rel=2e-3)
     assert results[way] == pytest.approx(whole, rel=1e-2)
     assert whole[0] - whole[-1] > 0.1  # and it does learn

@@ -174,7 +174,7 @@ REFUSED = {
     "set dp_shard to 1 and dp_replicate to 4": (DDPConfig(), Degrees()),
     "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
     "megatron_fsdp needs CUDA": (MegatronFSDPConfig(), None),
-    "dp_replicate = 1": (FSDP2Config(fsdp_defer_grad_sync="replicas"), None),
+    "data_parallel_replicate_degree = 1": (FSDP2Config(fsdp_defer_grad_sync="replicas"), None),
     "one label for each position": (
         FSDP2Config(),
         None,

@@ -149,7 +149,7 @@ def test_the_sequence_need_not_divide(job):
                 "activation_checkpoint__selective_ac_option": "op",
                 "activation_checkpoint__per_op_sac_force_recompute_mm_shapes_by_fqns": "moe.router",
             },
-            'per_op_sac_force_recompute_mm_shapes_by_fqns: "moe.router" is in no name of a Linear of the model',
+            'per_op_sac_force_recompute_mm_shapes_by_fqns = ["moe.router"]: "moe.router" is in no name of a Linear',
         ),
         (
             {"activation_checkpoint__mode": "full", "activation_checkpoint__scope": "vision"},
@@ -157,7 +157,7 @@ def test_the_sequence_need_not_divide(job):
         ),
         (
             {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": 99},
-            "n may be",
+            "is shorter than n",
         ),
     ],
 )

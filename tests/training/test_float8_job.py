@@ -78,7 +78,7 @@ REFUSED = {
     "no recipe": (
         "emulate = true",
         "",
-        f"{SECTION}.emulate = true, and nothing is float8; set {SECTION}.recipe_name",
+        f"{SECTION}.emulate = true: it does nothing with recipe_name = unset",
     ),
     "rows gathered": (
         "recipe_name = 'rowwise'\nenable_fsdp_float8_all_gather = true",
@@ -88,12 +88,12 @@ REFUSED = {
     "scales of no gather": (
         "recipe_name = 'tensorwise'\nprecompute_float8_dynamic_scale_for_fsdp = true",
         "",
-        f"set {SECTION}.enable_fsdp_float8_all_gather to true",
+        "it does nothing with enable_fsdp_float8_all_gather = false: set that to true",
     ),
     "filter": (
         "recipe_name = 'rowwise'\nfilter_fqns = ['output']",
         MODEL,
-        f"{SECTION}.filter_fqns: 'output' is part of no Linear's name; there are q_proj, k_proj, v_proj, o_proj, gate_proj",
+        f"{SECTION}.filter_fqns = [\"output\"]: 'output' is part of no Linear's name; there are q_proj, k_proj, v_proj, o_proj, gate_proj",
     ),
     "everything filtered": (
         "recipe_name = 'rowwise'\nfilter_fqns = ['proj', 'head']",
@@ -114,7 +114,7 @@ def test_refused_in_the_jobs_words(load, case):
 
 def test_sizes_and_degrees(load):
     with pytest.raises(
-        UserError, match=r"tokens: float8 multiplies over multiples of 16; 112 or 128 would work"
+        UserError, match=r"tokens, and float8 multiplies over multiples of 16: 112 or 128 would work"
     ):
         load("recipe_name = 'rowwise'", "--training.seq_len=15", "--training.local_batch_size=8")
     job = load("recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=16", model=MODEL)

@@ -80,17 +80,31 @@ BESIDE = {
         for key in keys()
         if key.startswith("compile.") and key != "compile.enable"
     },
-    "parallelism.enable_async_tensor_parallel": {"compile.enable": True},
+    "parallelism.enable_async_tensor_parallel": {
+        "compile.enable": True,
+        "parallelism.tensor_parallel_degree": 2,
+    },
     "parallelism.async_tensor_parallel_unfused": {
         "compile.enable": True,
+        "parallelism.tensor_parallel_degree": 2,
         "parallelism.enable_async_tensor_parallel": True,
+    },
+    "model.plan": {"parallelism.tensor_parallel_degree": 2},
+    "compile.components": {"compile.enable": True, "optimizer.implementation": "foreach"},
+    "debug.deterministic_warn_only": {"debug.deterministic": True},
+    **{
+        f"checkpoint.{key}": {"checkpoint.enable": True}
+        for key in ("initial_load_path", "load_step", "create_seed_checkpoint", "load_only")
     },
     "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
     "training.pin_cpu_memory": {"training.enable_cpu_offload": True},
     **{key: DDP for key in keys() if key.startswith("ddp.")},
     "ddp.static_graph": DDP | {"ddp.defer_grad_sync": False},
     "ddp.split_compiled_blocks": DDP | {"compile.enable": True},
-    "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": "/somewhere"},
+    "checkpoint.initial_load_model_only": {
+        "checkpoint.enable": True,
+        "checkpoint.initial_load_path": "/somewhere",
+    },
     **{
         f"{section}.dataloader.{key}": {f"{section}.dataloader.num_workers": 2}
         for section in ("training", "validation")
@@ -123,11 +137,11 @@ def test_every_key_reaches_torchtitan(name):
             value = key.default + 1 if key.default >= 1 else 0.25
         case str():
             value = "other"
-        case list():
-            value = ["other"]
+        case tuple():
+            value = ("other",)
         case _:
             value = "other" if str in getattr(key.hint, "__args__", ()) else 3
-    world_size = 4 if name.startswith("parallelism.") else 1
+    world_size = 4 if name.startswith(("parallelism.", "model.plan")) else 1
     beside = {other.replace(".", "__"): given for other, given in BESIDE.get(name, {}).items()}
     before = configure(world_size, **beside)
     after = configure(world_size, **beside | {name.replace(".", "__"): value})
@@ -145,7 +159,7 @@ def test_sequence_parallelism_of_a_length_that_the_degree_does_not_divide():
     config = configure(2, training__seq_len=33, parallelism__tensor_parallel_degree=2)
     assert not config.parallelism.enable_sequence_parallel
     assert isinstance(config.strategy, FSDP2Config)
-    assert config.strategy.sequence_parallel
+    assert config.strategy.enable_sequence_parallel
 
 
 def test_a_model_from_a_file():

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import nn
 
-from titanplans.errors import ParallelError
+from titanplans.errors import OptionError
 from titanplans.tensor_parallel.decoder import find_decoder
 
 Scope = Literal["all", "language", "vision"]
@@ -22,9 +22,10 @@ def block_lists(model: nn.Module, scope: Scope) -> list[tuple[str, ...]]:
     towers = [] if scope == "language" else list(decoder.towers)
     if scope == "vision":
         if not towers:
-            raise ParallelError(
-                f'activation checkpointing\'s scope = "vision": {type(model).__name__} has no vision tower with '
-                'blocks; set it to "all" or "language"'
+            raise OptionError(
+                "activation_checkpoint.scope",
+                scope,
+                f'{type(model).__name__} has no vision tower with blocks: set it to "all" or "language"',
             )
         return towers
     return [decoder.names, *towers]

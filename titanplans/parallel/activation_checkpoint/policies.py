@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from torch import nn
 
-from titanplans.errors import ParallelError
+from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.blocks import SCOPES, Scope, block_lists
 from titanplans.tensor_parallel.decoder import Block, find_block, find_decoder
 from titanplans.torch_private import ActivationWrapper, checkpoint_wrapper
@@ -45,9 +45,7 @@ class BlockPolicy:
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
-            raise ParallelError(
-                f"activation checkpointing's scope = {self.scope!r}: one of {', '.join(SCOPES)}"
-            )
+            raise OptionError("activation_checkpoint.scope", self.scope, f"take one of {', '.join(SCOPES)}")
 
     def build(self, *, dump_folder: str) -> Self:
         """Return the policy: torchtitan's configs are built into one."""
@@ -121,8 +119,10 @@ class EveryNthLayer(Full):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n < 1:
-            raise ParallelError(
-                f"selective_ac_option = {self.n}: every how many layers? A whole number from 1 up"
+            raise OptionError(
+                "activation_checkpoint.selective_ac_option",
+                self.n,
+                "every how many layers? A whole number from 1 up",
             )
 
     def part(self, block: Block, index: int) -> str | None:
@@ -152,7 +152,9 @@ class MemoryBudget(BlockPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.budget <= 1:
-            raise ParallelError(f"memory_budget = {self.budget}: a fraction from 0 to 1")
+            raise OptionError(
+                "activation_checkpoint.memory_budget", self.budget, "it is a fraction from 0 to 1"
+            )
 
     def settings(self) -> dict[str, Any]:
         """Return AOTAutograd's settings for this budget."""

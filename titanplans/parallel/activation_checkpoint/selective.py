@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from titanplans.errors import ParallelError
+from titanplans.errors import OptionError
 from titanplans.parallel.activation_checkpoint.policies import Contexts, Full
 from titanplans.torch_private import schema
 
@@ -49,6 +49,13 @@ COLLECTIVES = _present(
 SMALL = _present("aten", "max", "topk")
 
 
+MATMULS_KEPT, OPERATORS, RECOMPUTED = (
+    f"activation_checkpoint.per_op_sac_{name}"
+    for name in ("matmuls", "keep_operators", "force_recompute_mm_shapes_by_fqns")
+)
+"""The options behind the fields of `Selective`, for errors."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Selective(Full):
     """Recompute every block but keep the outputs of costly operators; this file's sets say which.
@@ -76,14 +83,17 @@ class Selective(Full):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.matmuls not in ("all", "every second", "none"):
-            raise ParallelError(f'matmuls = {self.matmuls!r}: "all", "every second" or "none"')
+            raise OptionError(MATMULS_KEPT, self.matmuls, 'take "all", "every second" or "none"')
         if self.recompute_linears and self.matmuls == "none":
-            raise ParallelError(
-                'recompute_linears makes exceptions from matmuls, and matmuls = "none" keeps none: set it to "all" '
-                'or "every second", or leave recompute_linears out'
+            raise OptionError(
+                RECOMPUTED,
+                self.recompute_linears,
+                'it makes exceptions from what per_op_sac_matmuls keeps, which is "none": leave one of the two out',
             )
         if self.matmuls == "none" and not (self.attention or self.collectives or self.operators):
-            raise ParallelError('matmuls = "none", and nothing else is kept: take full, or say what to keep')
+            raise OptionError(
+                MATMULS_KEPT, "none", "nothing else is kept, either: take full, or say what to keep"
+            )
 
     def check(self, model: nn.Module) -> list[str]:
         """Return the names of the blocks that `apply` would wrap; nothing is touched.
@@ -93,11 +103,17 @@ class Selective(Full):
                 before, or there are no blocks.
         """
         if find_operators(self.operators) & MATMULS:
-            raise ParallelError("operators names a product of matrices, which matmuls decides: leave it out")
+            raise OptionError(
+                OPERATORS,
+                self.operators,
+                "one is a product of matrices, which per_op_sac_matmuls decides: leave it out",
+            )
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         for part in self.recompute_linears:
             if not any(part in name for name in linears):
-                raise ParallelError(f'recompute_linears: "{part}" is in no name of a Linear of the model')
+                raise OptionError(
+                    RECOMPUTED, self.recompute_linears, f'"{part}" is in no name of a Linear of the model'
+                )
         return super().check(model)
 
     def wrap(self, model: nn.Module, name: str, context_fn: Any = None) -> None:
@@ -125,15 +141,19 @@ def find_operators(names: Collection[str]) -> frozenset[Any]:
         packet_name, _, overload = rest.partition(".")
         packet = getattr(getattr(torch.ops, namespace), packet_name, None) if namespace and rest else None
         if packet is None or (overload and overload not in packet.overloads()):
-            raise ParallelError(
-                f'operators = "{name}": no operator of this process: give "namespace::name" of one that is registered by '
-                "torch.library before the model is parallelised"
+            raise OptionError(
+                OPERATORS,
+                name,
+                'no operator of this process: give "namespace::name" of one that is registered by torch.library before the '
+                "model is parallelised",
             )
         ops = {getattr(packet, each) for each in ([overload] if overload else packet.overloads())}
         if any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
-            raise ParallelError(
-                f'operators = "{name}" draws random numbers: kept, it would not draw them again, and what is recomputed '
-                "after it would draw others than the forward did; leave it out"
+            raise OptionError(
+                OPERATORS,
+                name,
+                "it draws random numbers: kept, it would not draw them again, and what is recomputed after it would draw "
+                "others than the forward did; leave it out",
             )
         found |= ops
     return frozenset(found)
