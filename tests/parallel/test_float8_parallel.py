@@ -288,7 +288,7 @@ REFUSED_WAYS = {
     "nothing gathered": (
         Degrees(tp=4),
         {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
-        "dp_shard = 1 gathers nothing",
+        "data_parallel_shard_degree = 1 gathers nothing",
     ),
 }
 
@@ -300,7 +300,7 @@ def strategy(options):
         if options.pop("compile", False)
         else {}
     )
-    recomputed = {"mode": options.pop("mode", "none")}
+    recomputed = {"mode": options.pop("mode", "none"), "selective_ac_option": "op"}
     reshard, kept = options.pop("reshard", "default"), options.pop("keep_gathered", False)
     return FSDP2Config(
         float8={"recipe_name": "tensorwise", "emulate": True} | options,

@@ -93,7 +93,7 @@ REFUSED = {
     "filter": (
         "recipe_name = 'rowwise'\nfilter_fqns = ['output']",
         MODEL,
-        f"{SECTION}.filter_fqns = [\"output\"]: 'output' is part of no Linear's name; there are q_proj, k_proj, v_proj, o_proj, gate_proj",
+        f"{SECTION}.filter_fqns = [\"output\"]: 'output' is part of no Linear's name; there are q_proj, k_proj, v_proj",
     ),
     "everything filtered": (
         "recipe_name = 'rowwise'\nfilter_fqns = ['proj', 'head']",
