@@ -1,4 +1,4 @@
-"""Megatron-FSDP: every option reaches the package or is refused; what needs CUDA says so before anything else.
+"""Megatron-FSDP: options reach the package by its names; what needs CUDA says so before anything else.
 
 What runs depends on what is installed: with the package, its own signatures and its optimizer; without, the error.
 Nothing here trains: that takes two GPUs.
@@ -6,7 +6,6 @@ Nothing here trains: that takes two GPUs.
 
 import importlib.util
 import inspect
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -80,10 +79,10 @@ def test_without_the_package_the_error_names_the_extra():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: mesh(1, 8, 1, names=None), "without names"),
+        (lambda: mesh(1, 8, 1, names=None), "it has none"),
         (
             lambda: mesh(1, 8, 1, names=("a", "b", "c")),
-            'no dimension "dp_shard": shard_dim is one of a, b, c',
+            'no dimension named "dp_shard": it has a, b, c',
         ),
         (
             lambda: DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("dp_shard",)),
@@ -103,124 +102,66 @@ def test_a_mesh_that_will_do():
 
 def test_units_are_the_blocks_or_the_classes_named():
     def units(*names):
-        return unit_classes(Tiny(), MegatronFSDPConfig(megatron_fsdp_unit_modules=names or None))
+        return unit_classes(Tiny(), MegatronFSDPConfig(fsdp_unit_modules=names or None))
 
     assert units() == [Block]
-    assert units("Block", "torch.nn.modules.sparse.Embedding") == [Block, nn.Embedding]
-    assert "no module of the model is of that class; give one of" in refusal(units, "Blok")
+    assert set(units("Block", "Embedding")) == {Block, nn.Embedding}
+    assert 'no module of the model is of class "Blok"; give one of Attention, Block' in refusal(units, "Blok")
     with pytest.raises(PlanError):
         unit_classes(nn.Linear(2, 2), MegatronFSDPConfig())
-
-    model = Tiny()
-    model.other = type("Block", (nn.Module,), {})()
-    config = MegatronFSDPConfig(megatron_fsdp_unit_modules=["Block"])
-    assert "several classes have that name; give one of" in refusal(unit_classes, model, config)
 
 
 # ---------------------------------------------------------------- the package's own signatures
 
-CHANGED = {
-    "megatron_fsdp_unit_modules": {"megatron_fsdp_unit_modules": ["Embedding"]},
-    "zero_dp_strategy": {"zero_dp_strategy": 1},
-    "grad_reduce_in_fp32": {"grad_reduce_in_fp32": True},
-    "preserve_fp32_weights": {"preserve_fp32_weights": False},
-    "overlap_grad_reduce": {"overlap_grad_reduce": False, "zero_dp_strategy": 1},
-    "overlap_param_gather": {"overlap_param_gather": False, "zero_dp_strategy": 1},
-    "report_nan_in_param_grad": {"report_nan_in_param_grad": True},
-    "average_in_collective": {"average_in_collective": True, "calculate_per_token_loss": False},
-    "calculate_per_token_loss": {"calculate_per_token_loss": False},
-    "fsdp_double_buffer": {"fsdp_double_buffer": True},
-}
-REFUSED = {
-    "check_for_nan_in_grad": ({"check_for_nan_in_grad": True}, "does not take it"),
-    "disable_bucketing": ({"disable_bucketing": True}, "changes nothing"),
-    "keep_fp8_transpose_cache": ({"keep_fp8_transpose_cache": True}, "Transformer Engine"),
-    "nccl_ub": ({"nccl_ub": True, "fsdp_double_buffer": True}, "megatron-core or apex"),
-    "activation_checkpointing": ({"activation_checkpointing": True}, "take FSDP2Config"),
-    "init_fsdp_with_meta_device": ({"init_fsdp_with_meta_device": True}, "no parameter is on meta"),
-}
-
-
-def test_the_sixteen_are_all_tried():
-    assert {*CHANGED, *REFUSED} == {item.name for item in fields(MegatronFSDPConfig)}
-
 
 @needs_package
-@pytest.mark.parametrize("option", CHANGED)
-def test_an_option_reaches_the_package(option):
+def test_options_reach_the_package_by_its_own_names():
     from megatron_fsdp import fully_shard_model
 
-    changed = CHANGED[option]
-    base = call(**{name: value for name, value in changed.items() if name != option})
-    given = call(**changed)
+    given = call(
+        zero_dp_strategy=1,
+        fsdp_unit_modules=["Embedding"],
+        options={"overlap_grad_reduce": False, "main_grads_dtype": "float32", "main_params_dtype": "none"},
+    )
     inspect.signature(fully_shard_model).bind(**given)
-    base.pop("module"), given.pop("module"), base.pop("device_mesh"), given.pop("device_mesh")
-    assert len([name for name in given if given[name] != base[name]]) == 1
+    policy = given["mixed_precision_policy"]
+    assert (policy.main_grads_dtype, policy.main_params_dtype) == (torch.float32, None)
+    assert (given["zero_dp_strategy"], given["fsdp_unit_modules"]) == (1, [nn.Embedding])
+    assert given["overlap_grad_reduce"] is False
+    assert given["calculate_per_token_loss"] is True  # not the package's default
+    assert call(options={"calculate_per_token_loss": False})["calculate_per_token_loss"] is False
 
 
 @needs_package
-@pytest.mark.parametrize("option", REFUSED)
-def test_an_option_that_does_not_reach_it_is_refused(option):
-    options, words = REFUSED[option]
-    if option in ("nccl_ub", "keep_fp8_transpose_cache"):
-        from megatron_fsdp import param_and_grad_buffer as buffers
-
-        if buffers.HAVE_TE if option == "keep_fp8_transpose_cache" else buffers.NCCL_ALLOCATOR:
-            pytest.skip("what it needs is installed")
-    message = refusal(call, **options)
-    assert f"megatron_fsdp.{option} = true" in message
-    assert words in message
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"activation_checkpointing": True}, "options.activation_checkpointing = true: megatron-fsdp 0."),
+        ({"tp_dim": "tp"}, 'options.tp_dim = "tp": megatron-fsdp 0.'),
+        ({"sync_model_each_microbatch": False}, "has no such option; there are average_in_collective"),
+        ({"nccl_ub": "yes"}, 'options.nccl_ub = "yes": expected true or false'),
+        ({"main_grads_dtype": "fp32"}, "expected the name of a dtype"),
+    ],
+)
+def test_what_the_package_does_not_take_is_refused(options, words):
+    assert words in refusal(call, options=options)
 
 
 @needs_package
-def test_dtypes_are_the_package_s_policy():
-    policy = call(grad_reduce_in_fp32=True)["mixed_precision_policy"]
-    assert (policy.main_params_dtype, policy.main_grads_dtype) == (torch.float32, torch.float32)
-    policy = call(preserve_fp32_weights=False)["mixed_precision_policy"]
-    assert (policy.main_params_dtype, policy.main_grads_dtype) == (None, None)
+def test_a_model_on_meta_is_given_its_values_by_the_package():
+    with torch.device("meta"):
+        meta = Tiny()
+    assert call(meta)["init_model_with_meta_device"] is True
+    assert call()["init_model_with_meta_device"] is False
 
 
 @needs_package
 def test_models_that_it_can_t_have():
-    class Older(nn.Module):
-        """A module whose parameters nobody gives values."""
-
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(2))
-
-    with torch.device("meta"):
-        meta, without = Tiny(), Tiny()
-        without.older = Older()
-    assert "embed.weight among them: set it to true" in refusal(call, meta)
-    assert call(meta, init_fsdp_with_meta_device=True)["init_model_with_meta_device"]
-    assert "older (Older) has no reset_parameters" in refusal(call, without, init_fsdp_with_meta_device=True)
-
     recomputed, compiled = Tiny(), Tiny()
     Full().apply(recomputed)
     compiled.layers[0].compile()
     assert "layers.0 is recomputed" in refusal(call, recomputed)
     assert "layers.0 is compiled" in refusal(call, compiled)
-
-
-@needs_package
-def test_a_version_that_lacks_an_option_refuses_it():
-    import megatron_fsdp
-
-    def fully_shard_model(
-        module, device_mesh, dp_shard_dim, fsdp_unit_modules, zero_dp_strategy, init_model_with_meta_device
-    ):
-        """What an older version might take."""
-
-    older = SimpleNamespace(
-        fully_shard_model=fully_shard_model,
-        MixedPrecisionPolicy=megatron_fsdp.MixedPrecisionPolicy,
-        __version__="0.0.1",
-    )
-    message = refusal(arguments, older, Tiny(), mesh(1, 8, 1), MegatronFSDPConfig(), "dp_shard")
-    assert message.startswith(
-        "megatron_fsdp.overlap_grad_reduce = true: megatron-fsdp 0.0.1 does not take it"
-    )
 
 
 # ---------------------------------------------------------------- the optimizer

@@ -253,50 +253,6 @@ _DDP_CONFIG = (
     ),
 )
 
-_MEGATRON_FSDP_CONFIG = (
-    Rule(
-        "megatron_fsdp_unit_modules",
-        lambda c: c.megatron_fsdp_unit_modules == (),
-        "it names no class: leave it out for the decoder's blocks",
-    ),
-    Rule(
-        "init_fsdp_with_meta_device",
-        lambda c: c.zero_dp_strategy == 0 and c.init_fsdp_with_meta_device,
-        "not with zero_dp_strategy = 0, which shards nothing: set one of them otherwise",
-    ),
-    *(
-        Rule(
-            name,
-            lambda c, name=name, always=always: not getattr(c, name) and c.zero_dp_strategy in always,
-            lambda c: (
-                f"megatron-fsdp overlaps all the same under zero_dp_strategy = {c.zero_dp_strategy}: leave it out, or take "
-                "a lower strategy"
-            ),
-        )
-        for name, always in (("overlap_grad_reduce", (2, 3)), ("overlap_param_gather", (3,)))
-    ),
-    Rule(
-        "average_in_collective",
-        lambda c: c.average_in_collective and c.calculate_per_token_loss,
-        "calculate_per_token_loss sums gradients: set one of the two to false",
-    ),
-    Rule(
-        "disable_bucketing",
-        lambda c: c.disable_bucketing,
-        "it changes nothing in megatron-fsdp, which sizes its buckets by units: leave it out",
-    ),
-    Rule(
-        "nccl_ub",
-        lambda c: c.nccl_ub and not c.fsdp_double_buffer,
-        "it brings double buffers with it: set fsdp_double_buffer to true too",
-    ),
-    Rule(
-        "activation_checkpointing",
-        lambda c: c.activation_checkpointing,
-        "megatron-fsdp has none: set it to false, or take FSDP2Config",
-    ),
-)
-
 # ---------------------------------------------------------------- a job
 
 _FSDP2_ONLY = (
@@ -656,7 +612,6 @@ RULES: dict[str, tuple[Rule | Needs, ...]] = {
     "Float8": _FLOAT8,
     "FSDP2Config": _FSDP2_CONFIG,
     "DDPConfig": _DDP_CONFIG,
-    "MegatronFSDPConfig": _MEGATRON_FSDP_CONFIG,
     "JobConfig": _JOB,
 }
 """The rows by the class whose options they read."""

@@ -79,5 +79,6 @@ AUTOMODEL: dict[str, str] = {
     "fsdp2_forward_prefetch_depth": "fsdp_forward_prefetch",
     "fsdp2_backward_prefetch_depth": "fsdp_backward_prefetch",
     "enabled": "enable",
+    "megatron_fsdp_unit_modules": "fsdp_unit_modules",
 }
-"""Today's option of a strategy by that of NeMo Automodel's FSDP2Config."""
+"""Today's option of a strategy by that of NeMo Automodel's configs."""

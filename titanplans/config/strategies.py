@@ -6,7 +6,8 @@ read_strategy('strategy = "ddp"')
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
 
@@ -23,6 +24,7 @@ from titanplans.config.sections.parallelism import (
     TensorParallel,
 )
 from titanplans.config.sections.quantize import Float8
+from titanplans.config.values import Rule
 from titanplans.errors import ConfigError, nearest
 
 
@@ -57,54 +59,14 @@ class MegatronFSDPConfig(Options):
 
     title: ClassVar[str] = "megatron_fsdp"
 
-    megatron_fsdp_unit_modules: tuple[str, ...] | None = None
-    """Classes of modules that are gathered at once: "Class", or "module.Class"; unset: that of the decoder's blocks."""
+    fsdp_unit_modules: Annotated[tuple[str, ...], Rule("at least one", bool)] | None = None
+    """Names of classes whose modules are gathered at once; unset: the class of the decoder's blocks."""
 
     zero_dp_strategy: Literal[0, 1, 2, 3] = 3
     """What is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
 
-    init_fsdp_with_meta_device: bool = False
-    """The model is on meta; each module's reset_parameters gives it its first values, unit by unit."""
-
-    grad_reduce_in_fp32: bool = False
-    """Accumulate and reduce gradients in float32; otherwise in the parameters' dtype."""
-
-    preserve_fp32_weights: bool = True
-    """Keep the optimizer's copy of the weights in float32; otherwise it steps the weights that compute."""
-
-    overlap_grad_reduce: bool = True
-    """Reduce gradients while the backward goes on; the package always does under strategies 2 and 3."""
-
-    overlap_param_gather: bool = True
-    """Gather parameters ahead of their use; the package always does under strategy 3."""
-
-    check_for_nan_in_grad: bool = False
-    """Refused where it is true: the package dropped it in 0.5; report_nan_in_param_grad is what is left."""
-
-    report_nan_in_param_grad: bool = False
-    """Raise an error that names the parameter whose gradient is NaN; slow."""
-
-    average_in_collective: bool = False
-    """Let the collective average gradients, instead of scaling them before; not with calculate_per_token_loss."""
-
-    disable_bucketing: bool = False
-    """Refused where it is true: by itself the package has no bucket size that this could take away."""
-
-    calculate_per_token_loss: bool = True
-    """Sum gradients over ranks: right for a loss divided by the tokens of the whole batch, which all loops here
-    have. False: average them, for a loss that is each rank's own mean."""
-
-    keep_fp8_transpose_cache: bool = False
-    """Keep transposed float8 weights (Transformer Engine)."""
-
-    nccl_ub: bool = False
-    """Communicate from buffers registered with NCCL (the allocator of apex or megatron-core; fsdp_double_buffer)."""
-
-    fsdp_double_buffer: bool = False
-    """Two lasting buffers for gathered units, in turn; units must be of one size."""
-
-    activation_checkpointing: bool = False
-    """Refused where it is true: the package has none, and recomputing around its hooks has not been shown to be right."""
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Switches of megatron_fsdp.fully_shard_model, and dtypes of its MixedPrecisionPolicy, by their names there."""
 
 
 Strategy = FSDP2Config | DDPConfig | MegatronFSDPConfig

@@ -1,17 +1,16 @@
-"""Megatron-FSDP, the package megatron-fsdp: what its options are here, and what of it is kept away from a model.
+"""Megatron-FSDP: sharding by the package megatron-fsdp (0.6), whose options are handed through. Never run on a GPU.
 
-It needs CUDA, so everything is checked before the package sees the model. An option reaches the package or is
-refused by name. What the package would get wrong without an error is refused here, or done otherwise:
+The package needs CUDA. What lives here is what we know it to get wrong without an error:
 
-- A shard group of one rank doubles gradients in each micro batch (Megatron-LM #6660): refused.
-- Registering an optimizer takes a step with gradients of zero, which counts, and decays weights (#5974):
-  `register_optimizer` registers without it. `megatron_fsdp.fully_shard` is not used: it also drops parameter groups.
-- Under strategies 0 and 1 each micro batch would reduce what was accumulated once more: `accumulate`.
-- Options that are overridden or have no effect: refused when `MegatronFSDPConfig` is made.
+- With a shard group of one rank it doubles gradients in each micro batch (Megatron-LM #6660): refused.
+- When an optimizer is registered, it takes a step with zero gradients, which counts and decays weights (#5974):
+  `register_optimizer` suppresses that step. `megatron_fsdp.fully_shard` also drops parameter groups: not used.
+- Under strategies 0 and 1 each micro batch would reduce again what was accumulated before: `accumulate`.
 
-Not shown to be right by anyone, and refused: tensor parallelism, copies (HSDP), recomputed or compiled blocks.
+Tensor parallelism, copies (HSDP), and recomputed or compiled blocks are refused: nobody has shown them to be right.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -26,37 +25,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.config import MegatronFSDPConfig
-from titanplans.errors import ParallelError
+from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.torch_private import compiled_call
 
 _INSTEAD = "take FSDP2Config"
-_NAMES = {
-    "megatron_fsdp_unit_modules": "fsdp_unit_modules",
-    "init_fsdp_with_meta_device": "init_model_with_meta_device",
-}
-"""The package's names where they differ."""
-_DTYPES = {"preserve_fp32_weights": "main_params_dtype", "grad_reduce_in_fp32": "main_grads_dtype"}
-"""Options that are fields of the package's MixedPrecisionPolicy."""
+_EXTRA = "the package megatron-fsdp, which is not installed: pip install titanplans[megatron-fsdp]"
+_SET_HERE = {"init_model_with_meta_device", "sync_model_each_microbatch"}
+"""Switches of the package's that are no `options`: the model and `accumulate` decide them."""
 
 
 def apply_megatron_fsdp(
     model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig, *, shard_dim: str = "dp_shard"
 ) -> nn.Module:
-    """Return `model` wrapped in megatron_fsdp.MegatronFSDP, whose parameters are sharded; `.module` is the model.
+    """Return `model` wrapped in megatron_fsdp.MegatronFSDP, its parameters sharded; `.module` is the model.
 
     Build the optimizer on the result's parameters, then call `register_optimizer`.
 
     Args:
-        model: a decoder on CUDA, or on meta if `config` says so.
+        model: a decoder on CUDA; or on meta, where each module has a `reset_parameters`.
         mesh: with named dimensions, of which all but `shard_dim` have size 1.
         config: the options.
-        shard_dim: the name of the dimension whose ranks read different data, and shard the model.
+        shard_dim: the dimension over which the model is sharded, whose ranks read different data.
 
     Raises:
-        ParallelError: no CUDA, no package, an option that this version does not take, or a mesh or model
-            that it can't have. Before anything is sharded.
+        ParallelError: no CUDA, no package, an option that the package does not take, or a mesh or model that
+            is not supported. Before anything is sharded.
         PlanError: `model` has no list of blocks, and `config` names no classes.
     """
     check_available()
@@ -70,10 +65,13 @@ def apply_megatron_fsdp(
 def check_available() -> None:
     """Raise ParallelError unless there are CUDA and the package."""
     missing = [] if torch.cuda.is_available() else [f"CUDA, and torch sees no such device: {_INSTEAD}"]
-    if not _installed():
-        missing.append(_EXTRA)
+    missing += [] if _installed() else [_EXTRA]
     if missing:
         raise ParallelError(f"megatron_fsdp needs {'; and '.join(missing)}")
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("megatron_fsdp") is not None
 
 
 def arguments(
@@ -82,36 +80,98 @@ def arguments(
     """Return the arguments of `library.fully_shard_model`.
 
     Raises:
-        ParallelError: this version of the package does not take an option, or the model can't have it.
+        ParallelError: the package does not take an option, or the model can't be sharded by it.
         PlanError: `model` has no list of blocks, and `config` names no classes.
     """
-    _refuse_model(model, config)
-    _refuse_extras(config)
-    taken = inspect.signature(library.fully_shard_model).parameters
-    policy = inspect.signature(library.MixedPrecisionPolicy).parameters
-    given: dict[str, Any] = {}
-    dtypes: dict[str, torch.dtype | None] = {}
-    for name, value in config.to_dict().items():
-        theirs = _DTYPES.get(name) or _NAMES.get(name, name)
-        if theirs not in (policy if name in _DTYPES else taken):
-            # The two that an installed version may lack unless they are asked for.
-            if name in ("check_for_nan_in_grad", "activation_checkpointing") and value is False:
-                continue
-            raise config.error(
-                name,
-                f"megatron-fsdp {library.__version__} does not take it: leave it out, or install another version",
-            )
-        if name in _DTYPES:
-            dtypes[theirs] = torch.float32 if value else None
+    _refuse_model(model)
+    parameters = inspect.signature(library.fully_shard_model).parameters.values()
+    switches = {p.name for p in parameters if isinstance(p.default, bool)} - _SET_HERE
+    dtypes = {item.name for item in dataclasses.fields(library.MixedPrecisionPolicy)}
+    # Gradients are summed over ranks: all loops here divide the loss by the tokens of the whole batch.
+    given: dict[str, Any] = {"calculate_per_token_loss": True}
+    policy: dict[str, torch.dtype | None] = {}
+    for name, value in config.options.items():
+        if name in dtypes:
+            policy[name] = _dtype(name, value)
+        elif name not in switches:
+            why = f"megatron-fsdp {library.__version__} has no such option; there are {', '.join(sorted(switches | dtypes))}"
+            raise OptionError(f"options.{name}", value, why)
+        elif not isinstance(value, bool):
+            raise OptionError(f"options.{name}", value, "expected true or false")
         else:
-            given[theirs] = value
+            given[name] = value
     return given | {
         "module": model,
         "device_mesh": mesh,
         "dp_shard_dim": shard_dim,
         "fsdp_unit_modules": unit_classes(model, config),
-        "mixed_precision_policy": library.MixedPrecisionPolicy(**dtypes),
+        "zero_dp_strategy": config.zero_dp_strategy,
+        "init_model_with_meta_device": any(p.is_meta for p in model.parameters()),
+        "mixed_precision_policy": library.MixedPrecisionPolicy(**policy),
     }
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    """Return the dtype that `value` names; "none" leaves it to the package."""
+    dtype = getattr(torch, str(value), None)
+    if value != "none" and not isinstance(dtype, torch.dtype):
+        raise OptionError(
+            f"options.{name}", value, 'expected the name of a dtype such as "float32", or "none"'
+        )
+    return dtype
+
+
+def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
+    """Return the classes of the modules that are gathered at once: those named, or those of the decoder's blocks.
+
+    Raises:
+        ParallelError: no module is of a class that is named.
+        PlanError: `model` has no list of blocks, and `config` names no classes.
+    """
+    names = config.fsdp_unit_modules
+    if names is None:
+        return list(dict.fromkeys(type(block.module) for block in find_decoder(model).blocks))
+    classes = dict.fromkeys(type(module) for module in model.modules())
+    there = {cls.__name__ for cls in classes}
+    for name in names:
+        if name not in there:
+            why = f'no module of the model is of class "{name}"; give one of {", ".join(sorted(there))}'
+            raise config.error("fsdp_unit_modules", why)
+    return [cls for cls in classes if cls.__name__ in names]
+
+
+def refuse_mesh(mesh: DeviceMesh, shard_dim: str) -> None:
+    """Raise ParallelError for a mesh that is not sharded over by `shard_dim` alone, above 1."""
+    names = mesh.mesh_dim_names or ()
+    if shard_dim not in names:
+        there = ", ".join(names) or "none"
+        raise ParallelError(f'megatron_fsdp: the mesh has no dimension named "{shard_dim}": it has {there}')
+    for name in names:
+        size = mesh.size(names.index(name))
+        if name == shard_dim and size == 1:
+            raise ParallelError(
+                f"megatron_fsdp over {name} = 1: over one rank it doubles gradients in each micro batch; raise {name}, "
+                f"or {_INSTEAD}"
+            )
+        if name != shard_dim and size > 1:
+            raise ParallelError(
+                f"megatron_fsdp with {name} = {size}: it is not known to be right but for sharding alone; set it to 1, "
+                f"or {_INSTEAD}"
+            )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            axes = parameter.device_mesh.mesh_dim_names
+            raise ParallelError(f"megatron_fsdp: {name} is split over the mesh {axes} already; {_INSTEAD}")
+    for name, module in model.named_modules():
+        done = "recomputed" if is_recomputed(module) else "compiled" if compiled_call(module) else None
+        if done:
+            raise ParallelError(
+                f"megatron_fsdp: {name or 'the model'} is {done}, which was never shown to be right; leave that out, "
+                f"or {_INSTEAD}"
+            )
 
 
 def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -124,8 +184,9 @@ def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """
     if not _installed():
         raise ParallelError(f"megatron_fsdp needs {_EXTRA}")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not all(hasattr(p, "_megatron_fsdp_model") for p in parameters):
+    if not all(
+        hasattr(p, "_megatron_fsdp_model") for group in optimizer.param_groups for p in group["params"]
+    ):
         raise ParallelError(
             f"{type(optimizer).__name__} holds parameters that megatron-fsdp does not manage: build it on the "
             "parameters of what apply_megatron_fsdp returned"
@@ -154,118 +215,3 @@ def accumulate(model: Any, *, last: bool) -> Iterator[None]:
         yield
     finally:
         model.set_model_auto_sync(True)
-
-
-def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
-    """Return the classes of the modules that are gathered at once: those named, or those of the decoder's blocks.
-
-    Raises:
-        ParallelError: no module, or modules of several classes, have such a name.
-        PlanError: `model` has no list of blocks, and `config` names no classes.
-    """
-    names = config.megatron_fsdp_unit_modules
-    if names is None:
-        return list(dict.fromkeys(type(block.module) for block in find_decoder(model).blocks))
-    classes = {
-        cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)
-    }
-    classes.discard(nn.Module)
-    found = []
-    for name in names:
-        matching = [cls for cls in classes if name in (cls.__name__, _path(cls))]
-        if len(matching) != 1:
-            seen = sorted(_path(cls) for cls in matching or {type(m) for m in model.children()})
-            why = "several classes have that name" if matching else "no module of the model is of that class"
-            raise ParallelError(
-                f'megatron_fsdp.megatron_fsdp_unit_modules names "{name}": {why}; give one of {", ".join(seen)}'
-            )
-        found += matching
-    return found
-
-
-def refuse_mesh(mesh: DeviceMesh, shard_dim: str) -> None:
-    """Refuse a mesh that megatron-fsdp would not shard over as a whole.
-
-    Raises:
-        ParallelError: unnamed dimensions, no dimension `shard_dim`, one of size 1, or others above 1.
-    """
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ParallelError(
-            "megatron_fsdp over a mesh without names of dimensions: give mesh_dim_names, or a Mesh's"
-        )
-    if shard_dim not in names:
-        raise ParallelError(
-            f'megatron_fsdp: the mesh has no dimension "{shard_dim}": shard_dim is one of {", ".join(names)}'
-        )
-    for name in names:
-        size = mesh.size(names.index(name))
-        if name == shard_dim and size == 1:
-            raise ParallelError(
-                f"megatron_fsdp over {name} = 1: over one rank it doubles gradients in each micro batch; raise {name}, "
-                f"or {_INSTEAD}"
-            )
-        if name != shard_dim and size > 1:
-            raise ParallelError(
-                f"megatron_fsdp with {name} = {size}: it is not known to be right but for sharding alone; set it to 1, "
-                f"or {_INSTEAD}"
-            )
-
-
-_EXTRA = "the package megatron-fsdp, which is not installed: pip install titanplans[megatron-fsdp]"
-
-
-def _installed() -> bool:
-    return importlib.util.find_spec("megatron_fsdp") is not None
-
-
-def _refuse_model(model: nn.Module, config: MegatronFSDPConfig) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ParallelError(
-                f"megatron_fsdp: {name} is split over the mesh {parameter.device_mesh.mesh_dim_names} already; {_INSTEAD}"
-            )
-    for name, module in model.named_modules():
-        if is_recomputed(module):
-            raise ParallelError(
-                f"megatron_fsdp: {name} is recomputed, which it is not known to bear; leave that out, or {_INSTEAD}"
-            )
-        if compiled_call(module) is not None:
-            raise ParallelError(
-                f"megatron_fsdp: {name or 'the model'} is compiled, which it is not known to bear; leave that out, "
-                f"or {_INSTEAD}"
-            )
-    meta = [name for name, p in model.named_parameters() if p.is_meta]
-    if meta and not config.init_fsdp_with_meta_device:
-        raise config.error(
-            "init_fsdp_with_meta_device",
-            f"{len(meta)} parameters are on meta, {meta[0]} among them: set it to true, or give them values",
-        )
-    if not meta and config.init_fsdp_with_meta_device:
-        raise config.error("init_fsdp_with_meta_device", "no parameter is on meta: set it to false")
-    for name, module in model.named_modules():
-        own = any(p.is_meta for p in module.parameters(recurse=False))
-        if own and not (hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")):
-            raise config.error(
-                "init_fsdp_with_meta_device",
-                f"{name} ({type(module).__name__}) has no reset_parameters to give its parameters values: build the "
-                "model elsewhere than on meta",
-            )
-
-
-def _refuse_extras(config: MegatronFSDPConfig) -> None:
-    """Refuse what needs a further package; the library has looked for them when it was imported."""
-    buffers = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
-    if config.keep_fp8_transpose_cache and not buffers.HAVE_TE:
-        raise config.error(
-            "keep_fp8_transpose_cache", "it is Transformer Engine's, which is not installed: leave it out"
-        )
-    if config.nccl_ub and buffers.NCCL_ALLOCATOR is None:
-        raise config.error(
-            "nccl_ub",
-            "needs the NCCL allocator of megatron-core or apex, and neither is installed: leave it out",
-        )
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
