@@ -257,7 +257,10 @@ def test_plans_of_python_have_no_form_in_toml():
         (lambda: MegatronFSDPConfig(zero_dp_strategy="3"), "expected one of 0, 1, 2, 3"),
         (lambda: MegatronFSDPConfig(zero_dp_strategy=7), "expected one of 0, 1, 2, 3"),
         (lambda: MegatronFSDPConfig(fsdp_unit_modules=[]), "expected a list of strings, at least one"),
-        (lambda: MegatronFSDPConfig(options={"nccl_ub": [True]}), "expected a table, each value true or false or"),
+        (
+            lambda: MegatronFSDPConfig(options={"nccl_ub": [True]}),
+            "expected a table, each value true or false or",
+        ),
     ],
 )
 def test_values_are_refused_with_the_reason_and_the_remedy(make, words):
