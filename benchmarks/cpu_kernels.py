@@ -1,7 +1,7 @@
 """python -m benchmarks.cpu_kernels [--threads 1] [--repeats 9]
 
-Gated linear attention on a CPU: the chunked kernel of `modeling.kernels` against FLA's naive recurrence (a loop over time),
-forward and backward in float32, milliseconds a step and their ratio, both measured in this one run, alternating. Peak
+Gated linear attention on a CPU: the chunked kernel of `titanplans.modeling.kernels` against FLA's naive recurrence (a loop
+over time), forward and backward in float32, milliseconds a step and their ratio, both measured alternately in one run. Peak
 memory is that of the tensors kept for the backward pass. Needs no GPU; about a minute.
 """
 

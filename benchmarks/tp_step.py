@@ -4,7 +4,7 @@
 
 A transformer of 60 million parameters, 2 sequences of 512 tokens, float32. Three variants take
 turns in one run, so that a slow minute of the machine hits all of them: the unsplit model in one
-process, `plans.apply_plan` over two, and torch's own styles (`parallelize_module`) over two. The
+process, `apply_plan` over two, and torch's own styles (`parallelize_module`) over two. The
 table gives the median of each phase in seconds, and the step's speed as a ratio to the first.
 """
 
@@ -64,7 +64,7 @@ def work(rank: int, rounds: int, folder: str) -> None:
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     builders = {
         "one process, two threads": (build, [2]),
-        "TP=2, plans.apply_plan": (lambda: split(build(), mesh), [0, 1]),
+        "TP=2, apply_plan": (lambda: split(build(), mesh), [0, 1]),
         "TP=2, torch.parallelize_module": (lambda: split_by_torch(build(), mesh), [0, 1]),
     }
     variants = {name: builder() for name, (builder, ranks) in builders.items() if rank in ranks}
@@ -83,7 +83,7 @@ def work(rank: int, rounds: int, folder: str) -> None:
     everyones: list = [None] * 3
     dist.all_gather_object(everyones, times)
     if rank == 0:
-        parameters = sum(p.numel() for p in variants["TP=2, plans.apply_plan"].parameters())
+        parameters = sum(p.numel() for p in variants["TP=2, apply_plan"].parameters())
         whole, halves = everyones[2], everyones[0]
         torch.save(
             (parameters, {name: whole[name] or halves[name] for name in builders}), Path(folder) / "times.pt"

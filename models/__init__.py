@@ -7,8 +7,8 @@ Above the tables:
     undeclared      optional: keywords that the class takes without declaring a field of that name
 
 A table has fields of the config that differ from the class's defaults; a nested config is a nested table. `[defaults]`
-stands for all flavors, which change what they name, in nested tables too. The text "none" is None, for which TOML has
-no word. Comments give the source of the figures. Another package adds families by an entry point of the group
+holds for all flavors; a flavor overrides what it names, in nested tables too. The text "none" is Python's None, which TOML
+can't write. Comments give the source of the figures. Another package adds families by an entry point of the group
 "titanplans.models" that names a package with such files.
 """
 

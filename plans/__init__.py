@@ -1,4 +1,4 @@
-"""The plans, one small file an architecture: WHAT is split. Each module here and below is found by walking this package.
+"""The plans: what is split, one small file an architecture. Every module of this package and below is found by walking it.
 
     from titanplans import TPPlan, register_plan
 

@@ -1,4 +1,4 @@
-"""Every combination of the options that interplay: what is refused, what runs, and the page that says so.
+"""Every combination of the options that affect each other: what is refused, what runs, and the page that says so.
 
     PYTHONPATH=. python tests/combinations.py            # runs what is not refused; half an hour on 2 cores
     PYTHONPATH=. python tests/combinations.py --page     # writes docs/combinations.md

@@ -105,6 +105,9 @@ def test_every_config_of_ours_loads_and_reads_back(path, write):
     again = load_job([write(job.to_toml())])
     assert again == job
     assert again.notes == ()
+    for name in (job.model.config, job.model.hf_assets_path):
+        # assets/ is downloaded, as the file's head says
+        assert name is None or name.startswith("assets/") or (ROOT / name).exists()
 
 
 # ---------------------------------------------------------------- round trip
@@ -250,7 +253,7 @@ def test_what_is_wrong_with_a_key_in_the_file(write, text, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no job file given: train.py JOB.toml [--section.key value ...], see --help"),
+        ([], "no job file given: titanplans train JOB.toml [--section.key value ...], see --help"),
         (
             ["a.toml", "b.toml"],
             "b.toml: a job has one file, and a.toml is given already; options begin with --",

@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, and every TOML block is a job, or a sweep, that loads."""
+"""Every Python block of the docs runs, every TOML block is a job, a sweep or a family that loads, and paths exist."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+ELSEWHERE = ("fla", "legacy", "outputs", "dump_folder", "rank_N")
+"""First parts of paths that are not of this repository: of another project's, or of what a job writes."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
@@ -53,3 +55,17 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_paths_exist(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    roots = (ROOT, ROOT / "titanplans") if page.name == "architecture.md" else (ROOT,)
+    for path in re.findall(r"`((?:\w+/)+[\w.-]*)`", text):
+        if path.split("/")[0] not in ELSEWHERE:
+            assert any((root / path).exists() for root in roots), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_readme_links_to_every_page(page):
+    assert f"(docs/{page.name})" in (ROOT / "README.md").read_text()

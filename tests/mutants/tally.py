@@ -1,4 +1,4 @@
-"""How many mutants there were and what became of them; tests/plans/conftest.py prints it at the end of a run."""
+"""How many mutants there were and what became of them; tests/proof/conftest.py prints it at the end of a run."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

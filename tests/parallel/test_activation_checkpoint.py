@@ -215,7 +215,7 @@ def test_what_a_kept_mixer_returned_may_not_change():
 
 
 REFUSED = {
-    "every how many layers": lambda: EveryNthLayer(0),
+    "every n-th layer is recomputed, and n is": lambda: EveryNthLayer(0),
     "lists of blocks is shorter than n": lambda: EveryNthLayer(3).apply(Tiny()),
     'scope = "audio": take one of all, language, vision': lambda: Full(scope="audio"),
     "has no vision tower": lambda: Full(scope="vision").apply(Tiny()),

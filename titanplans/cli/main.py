@@ -1,4 +1,4 @@
-"""One command, with a word for what to do.
+"""The command `titanplans`, and its subcommands.
 
     titanplans train configs/gla_debug.toml               # train the job; the same as train.py
     titanplans verify gla                                 # prove a plan at every degree, on a CPU

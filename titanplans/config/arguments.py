@@ -1,4 +1,4 @@
-"""The command line: `train.py JOB.toml [--section.key value ...] [--print-config] [--help]`, to words by key."""
+"""The command line `titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]`, read by key."""
 
 from collections.abc import Callable
 from typing import NamedTuple

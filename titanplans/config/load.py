@@ -24,7 +24,9 @@ def load_job(argv: list[str]) -> JobConfig:
     if arguments.help:
         _print_and_exit(usage())
     if arguments.path is None:
-        raise ConfigError("no job file given: train.py JOB.toml [--section.key value ...], see --help")
+        raise ConfigError(
+            "no job file given: titanplans train JOB.toml [--section.key value ...], see --help"
+        )
     job = _resolve(
         read_tables(read_toml(Path(arguments.path)), arguments.path), read_options(arguments.options)
     )

@@ -10,7 +10,7 @@ from titanplans.config.schema import Key, keys
 from titanplans.config.values import describe, in_toml, show
 
 HEAD = """\
-usage: train.py JOB.toml [--section.key value ...] [--print-config] [--help]
+usage: titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]
 
 Train the job in JOB.toml; options override it. Under torchrun, every process is given the same line.
 

@@ -1,8 +1,8 @@
 """Which model: named flavors and config files, building on the meta device, initial weights, FLOPs, and
 models and inputs for a proof.
 
-How a model is split lives in `plans`, how the split is applied in `parallel`; neither is imported
-here beyond `titanplans.errors`. PyTorch operations in place of FLA's GPU kernels are `titanplans.modeling.kernels`.
+How a model is split is in `titanplans.tensor_parallel` and the plans; neither is imported here. PyTorch functions in place
+of FLA's GPU kernels are in `titanplans.modeling.kernels`.
 """
 
 from titanplans.errors import ModelError

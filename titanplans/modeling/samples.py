@@ -1,6 +1,6 @@
 """What a proof needs of a model: a real one with weights, and inputs to call it with.
 
-How a split model is compared with it is the business of `plans`.
+How a split model is compared with the whole one is in `titanplans.proof`.
 """
 
 from typing import Any

@@ -121,7 +121,7 @@ def recording_graphs(*, keep_cache: bool = False) -> Iterator[GraphRecord]:
         yield record
         if record not in _hooks():
             raise ParallelError(
-                "torch._inductor.config.post_grad_custom_post_pass was set anew while graphs were recorded, and some went "
+                "torch._inductor.config.post_grad_custom_post_pass was replaced while graphs were recorded, and some went "
                 "unseen: append to what is there, or set it before"
             )
     finally:

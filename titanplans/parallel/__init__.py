@@ -1,9 +1,9 @@
 """HOW a model is parallelised: tensor parallelism, activation checkpointing, compile, data parallelism.
 
     from titanplans.parallel import parallelize                                # in torchtitan's trainer
-    from titanplans.parallel import FSDP2Config, ParallelManager, process_group      # in a loop of one's own
+    from titanplans.parallel import FSDP2Config, ParallelManager, process_group      # in a loop of your own
 
-Imports no trainer: the objects it is given are read by their attributes, which are torchtitan's.
+Imports no trainer: torchtitan's objects are read by their attributes.
 """
 
 from titanplans.config import (

@@ -98,7 +98,7 @@ class ParallelManager:
                 already. Before any weight moves.
         """
         if self._model is not None:
-            raise ParallelError("this manager has a model already: take one manager a model")
+            raise ParallelError("this manager has a model already: make another manager for another model")
         if not isinstance(model, nn.Module):
             raise ParallelError(f"model is a {type(model).__name__}, not an nn.Module")
         config = self.config

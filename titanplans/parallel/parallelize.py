@@ -92,7 +92,8 @@ def parallelize(
     sections = [section for section in (training, parallelism, compile_config) if section is not None]
     if config is not None and (sections or plan is not None or not loss_parallel):
         raise ParallelError(
-            "parallelize was given config and torchtitan's sections, a plan or loss_parallel, which config has too: give one"
+            "parallelize was given config, which has the sections, the plan and loss_parallel already: give either config "
+            "or those arguments"
         )
     if config is None:
         config = _from_sections(sections, compile_config, plan, loss_parallel)

@@ -1,4 +1,4 @@
-"""Which steps a model has been through, in order, as `order` took them; for the parallelism report."""
+"""The steps that `parallelize` applied to a model, in order; for the parallelism report."""
 
 from typing import Any
 

@@ -5,8 +5,7 @@
     report = verify(lambda: MyModel(config), MyPlan)
     print(report.table())
 
-No model library is imported. What is compared, and in which units, is said by `verify`; what a
-verdict is worth by titanplans/proof/tolerance.py.
+No model library is imported. `verify` documents what is compared, `titanplans.proof.tolerance` the unit and the tolerance.
 """
 
 from titanplans.proof.grid import verify

@@ -1,6 +1,6 @@
 """WHAT a plan is and how it is applied: `TPPlan`, the registry, the styles, strict application.
 
-The plans themselves stand in `plans/`, one small file an architecture. Nothing here imports a model library or a
+The plans themselves are in `plans/`, one small file an architecture. Nothing here imports a model library or a
 plan by name: it reads the names of modules and of their classes.
 """
 

@@ -1,4 +1,4 @@
-"""An experiment is a TOML file and a table: a grid of jobs, run one after another, and what came of each.
+"""`titanplans sweep`: a grid of jobs from a TOML file, run one after another, with a table of their results.
 
     titanplans sweep configs/experiments/tp_variants.toml
 

@@ -1,5 +1,5 @@
-"""`titanplans`: the command line of the proof. Reads what to prove, builds it, proves it, says what came out.
+"""`titanplans verify`: reads what to prove, builds the models, runs the proof, prints the result.
 
-What a proof is stands in `titanplans.proof`, which knows no model library; how to get from a name, a job or
-a config.json to a model stands here. Importing the package imports nothing.
+The proof itself is in `titanplans.proof`, which imports no model library. How a name, a job or a config.json becomes a
+model is here. Importing the package imports nothing.
 """

@@ -122,7 +122,7 @@ class EveryNthLayer(Full):
             raise OptionError(
                 "activation_checkpoint.selective_ac_option",
                 self.n,
-                "every how many layers? A whole number from 1 up",
+                "every n-th layer is recomputed, and n is a whole number, 1 or more",
             )
 
     def part(self, block: Block, index: int) -> str | None:

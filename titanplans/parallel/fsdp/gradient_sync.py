@@ -56,7 +56,7 @@ def accumulate(
     """
     root = _root(model)
     if defer not in ("all", "replicas", "nothing"):
-        raise ParallelError(f"defer = {defer!r}: 'all', 'replicas' or 'nothing'")
+        raise ParallelError(f"defer = {defer!r}: take 'all', 'replicas' or 'nothing'")
     if defer == "replicas" and not _is_replicated(model):
         raise ParallelError(
             "defer = 'replicas', and the model has one copy: give FSDP a 2-D mesh, or defer 'all'"

@@ -97,8 +97,8 @@ def shard_size(mesh: DeviceMesh) -> int:
     """Return the number of ranks that share one copy of the parameters: the last dimension's size."""
     if mesh.ndim > 2:
         raise ParallelError(
-            f"FSDP over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: one to shard over, or two to "
-            "replicate and shard; flatten the others"
+            f"FSDP over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: give one dimension to "
+            "shard over, or two to replicate and shard over; flatten the others"
         )
     return mesh.size(mesh.ndim - 1)
 
