@@ -8,6 +8,8 @@ qualified names, which graphs and exported programs hold.
 torch's compiler takes two seconds to import, so its names are functions that import it when called.
 """
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -37,6 +39,7 @@ from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import multi_threaded_pg as threaded_groups
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -61,6 +64,7 @@ __all__ = [
     "replicate",
     "resolve_process_group",
     "set_group_timeout",
+    "threaded_groups",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -172,6 +176,25 @@ def pretend_symmetric_memory(group_name: str) -> AbstractContextManager[None]:
     from torch.distributed._symmetric_memory import _test_mode
 
     return _test_mode({group_name})
+
+
+@contextmanager
+def groups_of_threads() -> Iterator[None]:
+    """Give every thread its own process groups."""
+    excepthook = sys.excepthook  # torch puts its own before it with each process group
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    threaded_groups._install_threaded_pg()
+    try:
+        yield
+    finally:
+        threaded_groups._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+        sys.excepthook = excepthook
+
+
+def know_by_thread(mesh: DeviceMesh) -> None:
+    """Let caches that are keyed by a mesh know this thread's `mesh` from another's, as torch does for its own threads."""
+    mesh._thread_id, mesh._hash = threading.get_ident(), None
 
 
 def fake_store() -> dist.Store:

@@ -105,7 +105,7 @@ def test_the_table():
         " 2  sharded  whole      0.5       -        3.0         -     -      -  right    gradients layers.0.norm.weight",
         " 4  sharded  whole      0.5       -    2.0e+15         -     -      -  WRONG    gradients layers.0.norm.weight",
         "",
-        "wrong: tp 4, loss sharded",
+        "wrong: tp 4, loss sharded, sequence whole",
         "  backward: first off at layers.0.norm.weight: 2.0e+15 epsilons, exactly 2 times too large: once for each rank; "
         "healthy beside it: layers.0.proj.weight (summed over the ranks) 1.2",
         "",

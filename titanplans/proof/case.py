@@ -14,7 +14,7 @@ from titanplans.proof.compare import compare
 from titanplans.proof.localise import localise
 from titanplans.proof.record import Recorder, gradient_key
 from titanplans.proof.reference import Reference
-from titanplans.proof.report import CaseResult, Check, Localisation
+from titanplans.proof.report import CaseResult, Check, Localisation, case_name
 from titanplans.proof.threads import Apart
 from titanplans.proof.world import Run, World, agreed
 from titanplans.tensor_parallel.apply import apply_plan
@@ -51,7 +51,7 @@ def prove_cases(
         results = []
         for options in cases:
             if world.first:
-                tell(words(options))
+                tell(case_name(options.degree, options.loss_parallel, options.sequence_parallel))
             start = time.perf_counter()
             result = agreed(world, _prove(reference, plan, options, world))
             results.append(replace(result, seconds=time.perf_counter() - start))
@@ -66,7 +66,7 @@ def prove_cases(
             found = []
             for i in wrong:
                 if world.first:
-                    tell(f"{words(cases[i])}: wrong, but where")
+                    tell(f"{results[i].name}: wrong, but where")
                 model, styles = _split(reference.pristine, plan, cases[i], world)
                 search = partial(localise, model, styles, reference, world, results[i])
                 try:
@@ -78,12 +78,6 @@ def prove_cases(
         for i, localisation in zip(wrong, run(search_all), strict=True):
             results[i] = replace(results[i], localisation=localisation)
     return results
-
-
-def words(options: TPOptions) -> str:
-    """Return the options of a case in words."""
-    loss, sequence = ("on" if on else "off" for on in (options.loss_parallel, options.sequence_parallel))
-    return f"tp = {options.degree}, loss parallel {loss}, sequence parallel {sequence}"
 
 
 def _split(pristine: nn.Module, plan: PlanSource, options: TPOptions, world: World) -> tuple[nn.Module, Plan]:

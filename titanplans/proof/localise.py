@@ -66,9 +66,7 @@ def localise(
     notes = list(_notes(case))
     if finding is None and not notes:
         notes = [
-            f"{c.what} {c.where}: {epsilons(c.error)} epsilons".replace(" :", ":")
-            for c in case.checks
-            if not c.passed
+            f"{check.name}: {epsilons(check.error)} epsilons" for check in case.checks if not check.passed
         ]
     return Localisation((finding,) if finding else (), tuple(notes))
 

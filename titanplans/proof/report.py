@@ -27,6 +27,11 @@ class Check:
         """Whether the difference is one of rounding. A difference that is not a number is not."""
         return self.error <= self.tolerance
 
+    @property
+    def name(self) -> str:
+        """The quantity, and the parameter where it is one of many."""
+        return f"{self.what} {self.where}".strip()
+
 
 @dataclass(frozen=True)
 class Place:
@@ -60,9 +65,8 @@ class Finding:
     def __str__(self) -> str:
         reason = f", {self.reason}" if self.reason else ""
         beside = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
-        note = f" ({self.first.note})" if self.first.note else ""
         error = epsilons(self.first.error)
-        return f"{self.direction}: first off at {self.first.name}{note}: {error} epsilons{reason}{beside}"
+        return f"{self.direction}: first off at {self.first.name}: {error} epsilons{reason}{beside}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,12 @@ class CaseResult:
         nearest = failed[0] if failed else max(self.checks, key=lambda c: c.error / max(c.tolerance, 1.0))
         if (absent := self.missing or self.unexpected) and nearest.what not in ("loss", "logits"):
             return f"gradients {absent[0]}"
-        return f"{nearest.what} {nearest.where}".strip()
+        return nearest.name
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        return case_name(self.degree, self.loss_parallel, self.sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,10 @@ class Refusal:
     loss_parallel: bool | None
     sequence_parallel: bool | None
     reason: str
+
+    def __str__(self) -> str:
+        name = case_name(self.degree, self.loss_parallel, self.sequence_parallel)
+        return f"not proved: {name}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -146,11 +159,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON has it, verdicts included; numbers that are not finite as strings."""
-        cases = [
-            _plain(asdict(case)) | {"passed": case.passed, "checks": [_check(c) for c in case.checks]}
-            for case in self.cases
-        ]
-        return _plain(asdict(self)) | {"passed": self.passed, "cases": cases}
+        found = _plain(asdict(self)) | {"passed": self.passed}
+        for case, written in zip(self.cases, found["cases"], strict=True):
+            written["passed"] = case.passed
+            for check, one in zip(case.checks, written["checks"], strict=True):
+                one["passed"] = check.passed
+        return found
 
     def table(self) -> str:
         """Return the report as text (see titanplans/proof/table.py)."""
@@ -159,16 +173,19 @@ class Report:
         return table(self)
 
 
-def _check(check: Check) -> dict[str, Any]:
-    return _plain(asdict(check)) | {"passed": check.passed}
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def case_name(degree: int, loss_parallel: bool | None, sequence_parallel: bool | None) -> str:
+    """Return a case in words, "tp 2, loss sharded, sequence whole"; an option that is None is left out."""
+    options = {"loss": loss_parallel, "sequence": sequence_parallel}
+    words = [f"{what} {'sharded' if on else 'whole'}" for what, on in options.items() if on is not None]
+    return ", ".join([f"tp {degree}", *words])
 
 
 def epsilons(error: float) -> str:

@@ -20,7 +20,7 @@ def table(report: Report) -> str:
         *(_line(row, widths) for row in rows),
         "",
     ]
-    return "\n".join([*lines, *_failures(report), *_refusals(report), *_legend(report)])
+    return "\n".join([*lines, *_failures(report), *map(str, report.refused), _legend(report)])
 
 
 def _row(case: CaseResult, checks: Sequence[str]) -> tuple[str, ...]:
@@ -54,32 +54,17 @@ def _failures(report: Report) -> Iterator[str]:
             places = tuple((f.direction, f.first.name, f.reason) for f in found.findings)
             alike.setdefault((places, found.notes), []).append(case)
     for cases in alike.values():
-        yield f"wrong: {'; '.join(map(_name, cases))}"
+        yield f"wrong: {'; '.join(case.name for case in cases)}"
         found = cases[0].localisation
         yield from (f"  {line}" for line in found.lines()) if found else [f"  {cases[0].worst}"]
         yield ""
 
 
-def _name(case: CaseResult) -> str:
-    on = [w for w, o in (("loss", case.loss_parallel), ("sequence", case.sequence_parallel)) if o]
-    return f"tp {case.degree}, {' and '.join(on) or 'nothing'} sharded"
-
-
-def _refusals(report: Report) -> Iterator[str]:
-    for refusal in report.refused:
-        options = "".join(
-            f", {what} {'sharded' if on else 'whole'}"
-            for what, on in (("loss", refusal.loss_parallel), ("sequence", refusal.sequence_parallel))
-            if on is not None
-        )
-        yield f"not proved: tp {refusal.degree}{options}: {refusal.reason}"
-
-
-def _legend(report: Report) -> Iterator[str]:
+def _legend(report: Report) -> str:
     tolerances = {check.tolerance for case in report.cases for check in case.checks if check.what == "loss"}
     wrong = sum(not case.passed for case in report.cases)
     verdict = (
         f"{wrong} of {len(report.cases)} cases WRONG" if wrong else f"all {len(report.cases)} cases right"
     )
     allowed = f"; sums in another order may differ by {epsilons(max(tolerances))}" if tolerances else ""
-    yield f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}; replicas must be equal."
+    return f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}; replicas must be equal."

@@ -6,10 +6,8 @@ work at their next collective instead of waiting for it. Each thread has autogra
 of its own; what is one for the process, as the default random generator, is shared by all ranks.
 """
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from titanplans.proof.simulate import refuse_a_rank
+from titanplans.torch_private import groups_of_threads, know_by_thread
+from titanplans.torch_private import threaded_groups as threaded
 
 T = TypeVar("T")
 _END = "the end of its work"
@@ -217,8 +216,7 @@ def run(degree: int, device: torch.device, work: Callable[[Thread], T]) -> T:
 
     def start(rank: int) -> T:
         mesh = init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",))
-        # As torch does for its own threads: caches that are keyed by a mesh know ranks apart.
-        mesh._thread_id, mesh._hash = threading.get_ident(), None
+        know_by_thread(mesh)
         return work(Thread(mesh, rank, meeting))
 
     def be(rank: int) -> None:
@@ -239,7 +237,7 @@ def run(degree: int, device: torch.device, work: Callable[[Thread], T]) -> T:
                 dist.destroy_process_group()
             meeting.hand_over(rank)
 
-    with _own_groups():
+    with groups_of_threads():
         threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(degree)]
         try:
             for thread in threads:
@@ -254,17 +252,3 @@ def run(degree: int, device: torch.device, work: Callable[[Thread], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-@contextmanager
-def _own_groups() -> Iterator[None]:
-    """Give every thread its own process groups."""
-    excepthook = sys.excepthook  # torch puts its own before it with each process group
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    threaded._install_threaded_pg()
-    try:
-        yield
-    finally:
-        threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-        sys.excepthook = excepthook

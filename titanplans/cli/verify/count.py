@@ -1,13 +1,13 @@
 """The communication of a proved model: one case for each choice of options, whose blocks send alike at any degree."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from titanplans.cli.verify.group import Ranks
 from titanplans.observe.communication import Communication, count_communication
@@ -45,7 +45,11 @@ def count(
 def _count(
     model: nn.Module, plan: PlanSource, options: TPOptions, ranks: Ranks, inputs: Mapping[str, Any]
 ) -> Communication:
-    with _mesh(options.degree, ranks) as mesh:
+    if ranks.group is None:
+        made = fake_ranks(options.degree)
+    else:
+        made = nullcontext(init_device_mesh(ranks.device.type, (options.degree,), mesh_dim_names=("tp",)))
+    with made as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(
             split,
@@ -61,12 +65,3 @@ def _count(
 
         batch, sequence = next(v for v in inputs.values() if isinstance(v, torch.Tensor)).shape[:2]
         return count_communication(split, applied, run, options, batch=batch, sequence=sequence)
-
-
-@contextmanager
-def _mesh(degree: int, ranks: Ranks) -> Iterator[DeviceMesh]:
-    if ranks.group is None:
-        with fake_ranks(degree) as mesh:
-            yield mesh
-    else:
-        yield init_device_mesh(ranks.device.type, (degree,), mesh_dim_names=("tp",))

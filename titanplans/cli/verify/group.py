@@ -84,16 +84,12 @@ def started_ranks(request: Request) -> Iterator[Ranks]:
             )
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
-        _full_precision()
+        # Let matrix products take float32 as it is: TF32 keeps 10 bits of 23. Triton's is set in titanplans/cli/main.py.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
     backend = dist.get_default_backend_for_device(kind)
     dist.init_process_group(backend, device_id=device if kind != "cpu" else None, timeout=_PATIENCE)
     try:
         yield Ranks(device, dist.get_world_size())
     finally:
         dist.destroy_process_group()
-
-
-def _full_precision() -> None:
-    """Let matrix products take float32 as it is: TF32 keeps 10 bits of 23. Triton's own is set in titanplans/cli/main.py."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False

@@ -1,7 +1,6 @@
 """From a model's source to what a proof runs on: the model, its dtype, its inputs; and whether it fits into memory."""
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.group import Ranks
 from titanplans.cli.verify.subject import Source
-from titanplans.errors import VerifyError
-from titanplans.parallel import Float8, ParallelError
+from titanplans.errors import OptionError, VerifyError
+from titanplans.parallel import Float8
+from titanplans.parallel.float8.conversion import FILTER, RECIPE
 from titanplans.parallel.parallelize import convert
 from titanplans.proof.sample import token_ids
 from titanplans.tensor_parallel.user_code import as_user_error
@@ -102,17 +102,12 @@ def _converted(model: nn.Module, float8: Float8, ranks: Ranks) -> str:
     """Convert `model`, and say so."""
     try:
         done = convert(model, float8, ranks.device.type)
-    except ParallelError as error:
-        raise VerifyError(_in_words_of_the_command(str(error))) from error
+    except OptionError as error:
+        option = {FILTER: "--float8-filter", RECIPE: "--float8"}[error.option]
+        value = error.value if isinstance(error.value, str) else ",".join(error.value)
+        raise VerifyError(f"{option} {value}".strip() + f": {error.why}") from error
     left = f", {len(done.filtered)} are not" if done.filtered else ""
     return f"{len(done.converted)} Linear modules are float8 ({done.recipe}), whole and split{left}"
-
-
-def _in_words_of_the_command(message: str) -> str:
-    message = re.sub(r'filter_fqns = \["(.*?)"\]', r"--float8-filter \1", message)
-    return message.replace("filter_fqns", "--float8-filter").replace(
-        "filter_unaligned = true", "--float8-filter-unaligned"
-    )
 
 
 def _made(source: Source, request: Request, ranks: Ranks) -> nn.Module:

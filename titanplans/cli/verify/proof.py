@@ -124,17 +124,14 @@ def _sizes(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
     if not decoder.blocks:
         return sizes  # a plan given as a dict needs no parts
     sizes["layers"] = len(decoder.blocks)
+    seen: dict[str, set[int]] = {}
     for mixer in decoder.mixers.values():
         for name, number in plan.plan_of(mixer).heads(mixer).items():
-            known = sizes.get(name)
-            sizes[name] = number if known in (None, number) else sorted({number, *_list(known)})
+            seen.setdefault(name, set()).add(number)
+    sizes |= {name: min(found) if len(found) == 1 else sorted(found) for name, found in seen.items()}
     matrix = decoder.head or decoder.embedding
     if matrix is not None:
         weight = model.get_submodule(matrix)._parameters["weight"]
         assert weight is not None, matrix
         sizes |= {"vocabulary": weight.shape[0], "hidden": weight.shape[1]}
     return sizes
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from titanplans.cli.verify.proof import Outcome
-from titanplans.proof.report import CaseResult, epsilons
+from titanplans.proof.report import CaseResult, case_name, epsilons
 
 _CLEAR = "\r\x1b[K"
 
@@ -45,7 +45,7 @@ def verdict(outcome: Outcome) -> str:
     cases = outcome.report.cases
     wrong = [case for case in cases if not case.passed]
     if wrong:
-        first = f"the first at {_name(wrong[0])}: {_place(wrong[0])}"
+        first = f"the first at {wrong[0].name}: {_place(wrong[0])}"
         return f"WRONG: {len(wrong)} of {_count(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
     worst = max((c for case in cases for c in case.checks if c.tolerance), key=lambda c: c.error)
     parts = [
@@ -87,24 +87,14 @@ def _communication(outcome: Outcome) -> list[str]:
     shown: set[bool] = set()
     for options, counted in outcome.counts:
         table = counted.lines()
-        title = (
-            f"collectives, tp {options.degree}, {_choice(options.loss_parallel, options.sequence_parallel)}"
-        )
+        name = case_name(options.degree, options.loss_parallel, options.sequence_parallel)
+        title = f"collectives, {name}"
         if options.sequence_parallel in shown:  # the loss changes nothing but the head
             table = [line for line in table if line.startswith("more")]
             title += "" if table else ": no more than is needed"
         shown.add(options.sequence_parallel)
         lines += [title, *(f"  {line}" for line in table), ""]
     return lines
-
-
-def _name(case: CaseResult) -> str:
-    return f"tp {case.degree}, {_choice(case.loss_parallel, case.sequence_parallel)}"
-
-
-def _choice(loss_parallel: bool, sequence_parallel: bool) -> str:
-    loss, sequence = ("sharded" if on else "whole" for on in (loss_parallel, sequence_parallel))
-    return f"loss {loss}, sequence {sequence}"
 
 
 def _place(case: CaseResult) -> str:

@@ -95,18 +95,17 @@ def _with_float8(subject: Subject, request: Request) -> Subject:
         none = request.float8 == "none"
         recipe: Any = {"recipe_name": request.float8, "emulate": True}
         subject = replace(subject, float8=Float8() if none else replace(subject.float8, **recipe))
+    filters = {}
     if request.float8_filter:
-        if subject.float8.recipe_name is None:
-            raise VerifyError(
-                f"--float8-filter {','.join(request.float8_filter)}: nothing is float8; add --float8 tensorwise, for one"
-            )
-        subject = replace(subject, float8=replace(subject.float8, filter_fqns=request.float8_filter))
+        filters[f"--float8-filter {','.join(request.float8_filter)}"] = {"filter_fqns": request.float8_filter}
     if request.float8_filter_unaligned:
+        filters["--float8-filter-unaligned"] = {"filter_unaligned": True}
+    for words, values in filters.items():
         if subject.float8.recipe_name is None:
             raise VerifyError(
-                "--float8-filter-unaligned: nothing is float8; add --float8 tensorwise, for one, or leave it out"
+                f"{words}: nothing is float8; add --float8 tensorwise, for one, or leave it out"
             )
-        subject = replace(subject, float8=replace(subject.float8, filter_unaligned=True))
+        subject = replace(subject, float8=replace(subject.float8, **values))
     return subject
 
 

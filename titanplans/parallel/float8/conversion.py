@@ -92,13 +92,16 @@ def convert_to_float8(
             continue
         if reason := _unaligned(module):
             if not filter_unaligned:
-                raise ParallelError(
-                    f"{name} (Linear, {reason}), and float8 products need multiples of {ALIGNMENT}: leave it out by "
-                    f'filter_fqns = ["{name.rpartition(".")[2]}"], or all such modules by filter_unaligned = true'
+                raise OptionError(
+                    FILTER,
+                    list(filters),
+                    f"{name} (Linear, {reason}) is not left out, and float8 products need multiples of {ALIGNMENT}: add "
+                    f"{name.rpartition('.')[2]!r}, or leave out all such modules by filter_unaligned = true "
+                    "(--float8-filter-unaligned)",
                 )
             filtered[name] = f"{reason}: no multiple of {ALIGNMENT}"
             continue
-        _check_plain(name, module)
+        _check_plain(name, module, filters)
         chosen[name] = module
     if not chosen:
         raise ParallelError(
@@ -173,11 +176,14 @@ def _unaligned(module: nn.Linear) -> str:
     return ", ".join(f"{size} {side}" for side, size in sizes.items() if size % ALIGNMENT)
 
 
-def _check_plain(name: str, module: nn.Linear) -> None:
+def _check_plain(name: str, module: nn.Linear, filters: Sequence[str]) -> None:
     """Refuse a module of which the conversion would drop something."""
     if type(module).forward is not nn.Linear.forward:
-        raise ParallelError(
-            f"{name} is a {type(module).__name__}, whose own forward float8 would replace: leave it out by filter_fqns"
+        raise OptionError(
+            FILTER,
+            list(filters),
+            f"{name} is a {type(module).__name__}, whose own forward float8 would replace: add "
+            f"{name.rpartition('.')[2]!r}",
         )
     if hooks_of(module):
         raise ParallelError(
