@@ -110,7 +110,7 @@ def watch(model):
     """Record of each compiled block what its calls make; returns the dicts, filled as it runs."""
     from torch._dynamo.utils import counters
 
-    from titanplans.parallel.blocks import block_lists
+    from titanplans.tensor_parallel.decoder import find_decoder
 
     first: dict[str, Block] = {}
     calls: Counter[str] = Counter()
@@ -133,7 +133,7 @@ def watch(model):
 
         return call
 
-    for name in (name for names in block_lists(model, "all") for name in names):
+    for name in (name for names in find_decoder(model).block_lists for name in names):
         block = model.get_submodule(name)
         block._compiled_call_impl = watched(name, block, block._compiled_call_impl)
     return first, calls

@@ -1,16 +1,16 @@
 """DDP: a whole model on each rank, whose gradients are summed during the backward.
 
-torch's C++ reducer, in its composable form: nothing is wrapped around the model, so names of parameters,
-state dicts and the model's own methods stay. Three things are other than in torch's DDP:
+This is torch's C++ reducer in its composable form: the model is not wrapped, so parameter names, state dicts and
+the model's own methods stay as they are. Three things differ from torch's DDP:
 
-- Gradients are summed, not averaged: the loss is divided by the tokens of the whole batch before the backward. The
-  reducer averages, so each gradient is multiplied by the number of ranks before. A reducer that sums would be wrong
-  where gradients are reduced twice before a step, as the first sum would be added up once more by each rank.
-- Blocks are compiled one by one, before. The reducer's hooks sit on the parameters, outside of every graph,
-  and a block's gradients are summed while the blocks before it run backward. torch's DDPOptimizer, which would
-  also cut graphs inside a block, acts only if it is asked for.
-- Buffers take rank 0's values once, when the model is parallelised, and after that only if asked for, before each
-  forward in training. What a forward writes into a buffer is otherwise each rank's own.
+- Gradients are summed, not averaged, because the loss is divided by the tokens of the whole batch. The reducer
+  averages, so each gradient is first multiplied by the number of ranks. A reducer that sums would be wrong where
+  gradients are reduced twice before a step: each rank would add the first sum once more.
+- Blocks are compiled one by one, before DDP. The reducer's hooks are on the parameters, outside of every graph, and a
+  block's gradients are summed while earlier blocks run their backward. torch's DDPOptimizer, which also cuts graphs
+  inside a block, runs only if `split_compiled_blocks` asks for it.
+- Buffers take rank 0's values once, when the model is parallelised. With `broadcast_buffers` they do so again before
+  each forward in training; otherwise each rank keeps what its forwards write.
 
 Which options exclude each other is in `config.compatibility`.
 """
@@ -57,7 +57,11 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     Raises:
         ParallelError: the model can't be replicated, or is not what `config` says. Before anything is sent.
     """
-    _refuse_mesh(mesh)
+    if mesh.ndim != 1:
+        raise ParallelError(
+            f"ddp over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: give the one of the ranks that read "
+            'different data, get_mesh("dp")'
+        )
     refuse_model(model, mesh)
     _refuse_unfinished(model, config)
     group = mesh.get_group()
@@ -81,7 +85,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(torch.mul, other=mesh.size()))
-    # Now, not in the first forward: who copies or saves parameters before it sees rank 0's.
+    # Now, not in the first forward: a copy of the parameters taken before it must hold rank 0's values.
     start_ddp(model)
     if not config.split_compiled_blocks:
         model.register_forward_pre_hook(_hide_from_compiler)
@@ -144,14 +148,6 @@ def _with_tp(what: str) -> str:
     )
 
 
-def _refuse_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1:
-        raise ParallelError(
-            f"ddp over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: give the one of the ranks that read "
-            'different data, get_mesh("dp")'
-        )
-
-
 def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a model that DDP can't replicate over `mesh`.
 
@@ -188,15 +184,14 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
-    """Refuse a model without what `config` says was done to it: done after, it would not do what it says."""
+    """Refuse a model that is not compiled or recomputed as `config` says: both must be done before DDP."""
     if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
         raise ParallelError(
             "ddp with compile.enable = true, and no block of the model is compiled: call apply_compile "
             "before, or set it to false"
         )
     mode = config.activation_checkpoint.mode
-    recomputes = any(map(is_recomputed, model.modules()))
-    if mode != "none" and not recomputes:
+    if mode != "none" and not any(map(is_recomputed, model.modules())):
         raise ParallelError(
             f'ddp with activation_checkpoint.mode = "{mode}", and nothing of the model is recomputed: apply the policy '
             "before, or set it to none"

@@ -1,15 +1,15 @@
-"""The processes as a mesh: five axes, of which a degree of 1 is one too, and their combinations.
+"""The processes as a mesh of five axes, those of size 1 included, and combinations of axes.
 
     axis           size                         flattened   combines
-    pp             pipeline stages              dp          dp_replicate x dp_shard: who reads other data
-    dp_replicate   copies of the model          fsdp        dp_shard x cp: who shards parameters
-    dp_shard       shards of a copy             dp_cp       dp_replicate x dp_shard x cp: over whom the loss is averaged
+    pp             pipeline stages              dp          dp_replicate x dp_shard: the ranks that read different data
+    dp_replicate   copies of the model          fsdp        dp_shard x cp: the ranks that shard parameters
+    dp_shard       shards of a copy             dp_cp       dp_replicate x dp_shard x cp: the ranks that sum the loss
     cp             parts of a sequence
     tp             parts of a layer
 
-All are slices of one root mesh, so that FSDP and tensor parallelism can combine theirs. Communicators
-cost memory, so none is made twice: axes of one rank share one, a combination in which only one axis
-is longer than 1 *is* that axis, under that axis' own name, and so with dp_cp where it equals dp or fsdp.
+All are slices of one root mesh, so that FSDP and tensor parallelism can combine theirs. Communicators cost memory,
+so none is made twice: all axes of size 1 share one; a combination in which only one axis is longer than 1 is that
+axis itself, under its own name; and dp_cp is dp or fsdp where it holds the same ranks.
 
 Which degrees are possible is in degrees.py, the process group itself in process_group.py.
 """

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same values: those of a model that was not built on meta, before it is split."""
+"""The check that every rank built a model with the same values, before it is split."""
 
 import torch
 import torch.distributed as dist
@@ -7,15 +7,15 @@ from torch import nn
 from titanplans.errors import ParallelError
 
 _PIECE = 2**24
-"""Bytes at a time."""
+"""Bytes that are summed at a time."""
 
 
 def check_equal_values(model: nn.Module, device: torch.device) -> None:
     """Check that parameters and buffers of `model` are the same on every rank; tensors on meta are passed over.
 
-    FSDP and tensor parallelism take each rank's part of what that rank holds: of models with different first
-    values they make one that nobody built. Collective over all ranks: one all-reduce of three numbers a tensor.
-    Checksums are compared, of shape, bytes, and bytes by their place.
+    FSDP and tensor parallelism keep each rank's part of that rank's own values. If ranks start from different values,
+    the parts do not belong to one model. Collective over all ranks: one all-reduce of three checksums a tensor, of its
+    shape, its bytes, and its bytes weighted by their place.
 
     Args:
         model: whole, not yet parallelised.
@@ -26,11 +26,8 @@ def check_equal_values(model: nn.Module, device: torch.device) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    named = {
-        name: tensor
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if not tensor.is_meta
-    }
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    named = {name: tensor for name, tensor in tensors if not tensor.is_meta}
     number = torch.tensor([len(named), -len(named)], device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     if number[0] != -number[1]:
@@ -57,12 +54,10 @@ def _checksum(tensor: torch.Tensor) -> list[int]:
     """Return three numbers that depend on the shape, the bytes, and where they are; sums modulo 2**64, cut to 62 bits."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words, rest = data[: len(data) // 8 * 8], data[len(data) // 8 * 8 :]
-    plain, placed = (
-        int(rest.sum()),
-        int((rest.to(torch.int64) * torch.arange(1, len(rest) + 1, device=rest.device)).sum()),
-    )
+    plain = int(rest.sum())
+    placed = int((rest.to(torch.int64) * torch.arange(1, len(rest) + 1, device=rest.device)).sum())
     for start in range(0, len(words), _PIECE):
-        # A copy where a tensor begins between two words.
+        # Cloned, because a tensor may begin between two words.
         piece = words[start : start + _PIECE].clone().view(torch.int64)
         place = torch.arange(start // 8, start // 8 + len(piece), device=piece.device) * 2 + 1
         plain += int(piece.sum())

@@ -59,6 +59,11 @@ class Decoder:
         return tuple(block.name for block in self.blocks)
 
     @property
+    def block_lists(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the decoder's blocks, then those of each tower."""
+        return (self.names, *self.towers)
+
+    @property
     def mixers(self) -> dict[str, nn.Module]:
         """The token mixers by name."""
         return {block.mixer: block.child(block.mixer) for block in self.blocks if block.mixer is not None}

@@ -5,7 +5,7 @@ names in state dicts. A model has one policy. What is kept inside of a recompute
 operators) and `keep_mixer` (a module).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +15,14 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 from torch import nn
 
 from titanplans.errors import OptionError, ParallelError
-from titanplans.parallel.blocks import SCOPES, Scope, block_lists
 from titanplans.tensor_parallel.decoder import Block, find_block, find_decoder
 from titanplans.torch_private import ActivationWrapper, checkpoint_wrapper
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What surrounds the forward of one checkpointed call, and what surrounds its recomputation."""
+
+Scope = Literal["all", "language", "vision"]
+_SCOPES: tuple[Scope, ...] = ("all", "language", "vision")
 
 _BUDGET = "_activation_memory_budget"
 
@@ -44,8 +46,8 @@ class BlockPolicy:
     """Why no module may be found to recompute."""
 
     def __post_init__(self) -> None:
-        if self.scope not in SCOPES:
-            raise OptionError("activation_checkpoint.scope", self.scope, f"take one of {', '.join(SCOPES)}")
+        if self.scope not in _SCOPES:
+            raise OptionError("activation_checkpoint.scope", self.scope, f"take one of {', '.join(_SCOPES)}")
 
     def build(self, *, dump_folder: str) -> Self:
         """Return the policy: torchtitan's configs are built into one."""
@@ -59,7 +61,7 @@ class BlockPolicy:
             PlanError: `model` has no list of blocks.
         """
         found = []
-        for names in block_lists(model, self.scope):
+        for names in _block_lists(model, self.scope):
             for index, name in enumerate(names):
                 block = find_block(model.get_submodule(name), name)
                 _refuse_second_policy(model, block.module)
@@ -203,6 +205,23 @@ def replace(model: nn.Module, name: str, wrapper: Callable[[nn.Module], nn.Modul
     """Put `wrapper(module)` in the place of the module called `name`."""
     parent, _, child = name.rpartition(".")
     model.get_submodule(parent).register_module(child, wrapper(model.get_submodule(name)))
+
+
+def _block_lists(model: nn.Module, scope: Scope) -> Sequence[tuple[str, ...]]:
+    """Return the fully qualified names of the blocks in `scope`, list by list.
+
+    Raises:
+        ParallelError: the scope is vision, and `model` has no vision tower with blocks.
+        PlanError: the scope is another, and `model` has no decoder.
+    """
+    decoder = find_decoder(model, required=scope != "vision")
+    if scope == "vision" and not decoder.towers:
+        raise OptionError(
+            "activation_checkpoint.scope",
+            scope,
+            f'{type(model).__name__} has no vision tower with blocks: set it to "all" or "language"',
+        )
+    return {"all": decoder.block_lists, "language": (decoder.names,), "vision": decoder.towers}[scope]
 
 
 def _refuse_second_policy(model: nn.Module, block: nn.Module) -> None:

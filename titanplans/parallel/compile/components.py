@@ -16,10 +16,10 @@ from titanplans.config import Compile
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import MemoryBudget, memory_budget
 from titanplans.parallel.activation_checkpoint.keep_mixer import Kept
-from titanplans.parallel.blocks import block_lists
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.torch_private import (
     ActivationWrapper,
     backend_function,
@@ -58,7 +58,7 @@ def apply_compile(
     """
     options = compile_options(compile_config)
     fullgraph = compile_config.fullgraph
-    blocks = [(name, model.get_submodule(name)) for names in block_lists(model, "all") for name in names]
+    blocks = _blocks(model)
     check_fullgraph(model, fullgraph)
     for _, block in blocks:
         if any(isinstance(module, Kept) for module in block.modules()):
@@ -177,8 +177,8 @@ def compile_options(compile_config: Compile) -> dict[str, Any]:
 
 def check_fullgraph(model: nn.Module, fullgraph: bool | None) -> None:
     """Raise ParallelError if `fullgraph` is asked of blocks that can't become one graph."""
-    for name in (name for names in block_lists(model, "all") for name in names):
-        if fullgraph and holds_fla(model.get_submodule(name)):
+    for name, block in _blocks(model):
+        if fullgraph and holds_fla(block):
             raise ParallelError(
                 f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
                 "themselves out of every graph: leave fullgraph out"
@@ -187,9 +187,13 @@ def check_fullgraph(model: nn.Module, fullgraph: bool | None) -> None:
 
 def one_graph_a_block(model: nn.Module) -> bool:
     """Whether every block of `model` can become a single graph."""
-    return not any(
-        holds_fla(model.get_submodule(name)) for names in block_lists(model, "all") for name in names
-    )
+    return not any(holds_fla(block) for _, block in _blocks(model))
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of the decoder and of vision towers, with their names."""
+    lists = find_decoder(model).block_lists
+    return [(name, model.get_submodule(name)) for names in lists for name in names]
 
 
 def _budgeted(backend: Any, budget: MemoryBudget) -> Callable[..., Any]:

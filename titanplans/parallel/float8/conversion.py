@@ -1,9 +1,9 @@
-"""Which Linear modules compute in float8, and that they do: torchao's conversion, made strict.
+"""Conversion of Linear modules to float8: torchao's, made strict.
 
-torchao swaps each `nn.Linear` for a `Float8Linear`, and leaves out without a word what it is told to leave out,
-what a filter misspells, and what a fused kernel of the parent computes in its place. Here each of these is
-said, or an error. How a converted module is split is the plans' (`tensor_parallel.float8_linear`); how its weights
-are gathered by FSDP2 is `all_gather`'s.
+torchao swaps each `nn.Linear` for a `Float8Linear`. It says nothing about modules that were filtered out, about a
+filter that matches none, or about a parent whose fused kernel reads the weight and so stays in high precision. Here
+each of these is reported or refused. How plans split a converted module is in `tensor_parallel.float8`; how FSDP2
+gathers its weights is in `all_gather`.
 """
 
 import dataclasses
@@ -127,17 +127,13 @@ def check_float8_options(recipe: str, emulate: bool, device_type: str) -> None:
     if recipe not in RECIPES:
         raise OptionError(RECIPE, recipe, f"take one of {', '.join(RECIPES)}")
     if device_type == "cuda" and not emulate and torch.version.hip is None:
-        has, needs, name = (
-            torch.cuda.get_device_capability(),
-            _CAPABILITY[recipe],
-            torch.cuda.get_device_name(),
-        )
+        has, needs = torch.cuda.get_device_capability(), _CAPABILITY[recipe]
         if has < needs:
             raise OptionError(
                 RECIPE,
                 recipe,
-                f"it needs CUDA capability {needs[0]}.{needs[1]}, and {name} has {has[0]}.{has[1]}: set emulate to true to "
-                "try it out, or leave float8 out",
+                f"it needs CUDA capability {needs[0]}.{needs[1]}, and {torch.cuda.get_device_name()} has {has[0]}.{has[1]}: "
+                "set emulate to true to try it out, or leave float8 out",
             )
 
 
@@ -225,11 +221,6 @@ def _swap(
         model.get_submodule(name).training = mode
 
 
-def conversion_of(model: nn.Module) -> Conversion | None:
-    """Return what `convert_to_float8` did to `model`; None if it did nothing."""
-    return model.__dict__.get("_float8_conversion")
-
-
 def check_calls(model: nn.Module) -> None:
     """Let the first forward of `model` raise a ParallelError if a converted module is not called where its parent is.
 
@@ -305,7 +296,7 @@ def float8_report(model: nn.Module) -> dict[str, Any] | None:
 
     The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not.
     """
-    done = conversion_of(model)
+    done: Conversion | None = model.__dict__.get("_float8_conversion")
     if done is None:
         return None
     crossings = crossings_of(model)
