@@ -4,7 +4,7 @@ import torch
 from tiny import Tiny
 
 from titanplans.proof.assemble import best_fit
-from titanplans.proof.diagnose import diagnose
+from titanplans.proof.localise import diagnose
 from titanplans.proof.report import CaseResult, Check, Finding, Localisation, Place, Refusal, Report
 from titanplans.proof.sample import labels_for, randomise, token_ids
 

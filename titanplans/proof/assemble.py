@@ -1,7 +1,6 @@
-"""One tensor out of what the ranks hold of it, where nothing says how it was split.
+"""One tensor put together from the ranks' parts where nothing says how it was split: the way that fits best.
 
-Only to say where an error is, never whether there is one: among the ways in which ranks can hold
-parts of a tensor the one that fits best is taken, and a wrong tensor could by chance fit one of them.
+This only says where an error is, never whether there is one: a wrong tensor could by chance fit one of the ways.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ Candidate = tuple[str, list[torch.Tensor]]
 
 @dataclass
 class Fit:
-    """The way of putting the ranks' tensors together that comes nearest to what is expected."""
+    """A way to put the ranks' tensors together, and how far that is from what is expected."""
 
     error: float
     how: str

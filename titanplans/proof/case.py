@@ -1,4 +1,4 @@
-"""One case of the grid: split, compare, and if that fails say where; a model that breaks is a verdict too."""
+"""One case of the grid: split the model, compare a step, and find where it fails. A step that raises fails the case."""
 
 import copy
 import time

@@ -61,7 +61,7 @@ def compare(model: nn.Module, reference: Reference, world: World) -> Comparison:
 
     see_tied("split")
     for name, param in model.named_parameters():
-        if _replicated(param):
+        if isinstance(param, DTensor) and all(p.is_replicate() for p in param.placements):
             _see_replicas(replicas, world.every(param.detach()), name)
 
     logits, loss = reference.run_step(model)
@@ -108,7 +108,3 @@ def _see_replicas(worst: _Worst, values: list[torch.Tensor], where: str) -> None
     for value in others:
         apart = difference(value, first)
         worst.see(apart / unit if unit else apart and float("inf"), where)
-
-
-def _replicated(param: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) and all(p.is_replicate() for p in param.placements)

@@ -19,7 +19,7 @@ from titanplans.proof.report import Refusal, Report
 from titanplans.proof.sample import moved, randomise, token_ids
 from titanplans.proof.step import Loss
 from titanplans.proof.tolerance import check_dtype
-from titanplans.proof.world import choose, group_degree, runner
+from titanplans.proof.world import RUNS, choose, group_degree
 from titanplans.tensor_parallel.apply import check_plan
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.plan import TPOptions
@@ -112,7 +112,7 @@ def verify(
         cases = []
         for degree, group in itertools.groupby(accepted, key=lambda options: options.degree):
             chosen = choose(ranks, degree, model)
-            run = partial(runner(chosen), degree, device)
+            run = partial(RUNS[chosen], degree, device)
             proved = prove_cases(reference, plan, list(group), run, find=localise, tell=tell)
             cases += [replace(case, ranks=chosen) for case in proved]
     plan_name = type(resolve_plan(plan, model, accepted[0])).__name__

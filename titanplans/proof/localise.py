@@ -1,9 +1,10 @@
-"""Where a failing case goes wrong first: the split model runs again, every module's output and its gradient compared.
+"""Where a failing case goes wrong first, and how: the split model runs again, and each module's output is compared.
 
 Only a pointer for the reader: the ranks' tensors are put together by what fits best
 (titanplans/proof/assemble.py), and the verdict does not rest on it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.proof import step
 from titanplans.proof.assemble import best_fit
-from titanplans.proof.diagnose import diagnose
 from titanplans.proof.record import Recorder, gradient_key, module_name
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Finding, Localisation, Place, epsilons
@@ -110,7 +110,10 @@ class _Search:
     def gradients(self) -> list[_Seen]:
         """Return, from the loss back, the gradient of each module's output and then of its own parameters."""
         before = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        held = {n: None if _sharded(grad) else self.world.every(grad) for n, grad in before.items()}
+        sharded = {
+            n for n, g in before.items() if isinstance(g, DTensor) and any(p.is_shard() for p in g.placements)
+        }
+        held = {n: None if n in sharded else self.world.every(grad) for n, grad in before.items()}
         align_gradients(self.model.parameters())
         left = {n: p.grad for n, p in self.model.named_parameters() if n in self.reference.gradients}
         places: list[_Seen] = []
@@ -162,6 +165,34 @@ class _Search:
         return Finding(direction, replace(first.place, note=""), tuple(beside), reason)
 
 
+def diagnose(
+    value: torch.Tensor, held: list[torch.Tensor] | None, expected: torch.Tensor, allowed: float, ranks: int
+) -> str:
+    """Return in words what is wrong with `value`, where its values say so for certain; else nothing.
+
+    Args:
+        value: whole, as the next one to read it has it.
+        held: what each rank has before any sum over the ranks, if each has something of that shape.
+        expected: the right one.
+        allowed: the largest difference that is rounding.
+        ranks: the degree.
+    """
+    if value.shape != expected.shape:
+        return f"of shape {tuple(value.shape)}, not {tuple(expected.shape)}"
+    if not value.any():
+        return "all zeros"
+    if held is not None and difference(torch.stack(held).sum(0), expected) <= allowed:
+        return "each rank has its own share: not summed over the ranks"
+    ratio = ((value * expected).sum() / (expected * expected).sum()).item()
+    if not math.isfinite(ratio) or difference(value, expected * ratio) > allowed * max(1.0, abs(ratio)):
+        return ""
+    if math.isclose(ratio, ranks, rel_tol=1e-3):
+        return f"exactly {ranks} times too large: once for each rank"
+    if math.isclose(ratio, 1 / ranks, rel_tol=1e-3):
+        return f"exactly 1/{ranks} of it: divided by the number of ranks"
+    return f"exactly {ratio:.4g} times the right one"
+
+
 def _may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     """Whether a module's output, and its gradient, may be a part of a sum on each rank: inside a region only.
 
@@ -178,7 +209,3 @@ def _may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
 def _parent(name: str) -> str:
     """Return the module that holds the module of a parameter, or of an output."""
     return name.removeprefix("gradient of the output of ").rpartition(".")[0].rpartition(".")[0]
-
-
-def _sharded(gradient: torch.Tensor | None) -> bool:
-    return isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)

@@ -1,10 +1,8 @@
-"""Corrections of what a model's own code does during a proof.
+"""Contexts that change how a model's own code computes during a proof.
 
-`Widen`: a model that computes a norm or a softmax in float32, whatever its inputs are, would hide
-everything below 1e-7; during a proof its float32 means the dtype of the proof.
-`by_rank`: some functions ask for sizes in a way in which LocalTensorMode can't answer where they differ
-between the ranks.
+`Widen`: a norm or a softmax in float32 would hide every error below 1e-7, so float32 becomes the proof's dtype.
 `exact_float8`: torchao emulates float8 products in float32, which would hide the same.
+`by_rank`: LocalTensorMode gives no sizes where they differ between the ranks, so some functions run rank by rank.
 """
 
 from collections.abc import Iterator

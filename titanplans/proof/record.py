@@ -1,4 +1,4 @@
-"""What every module gives out, and the gradient that comes back to it, recorded by hooks in the order of the run."""
+"""Every module's output and that output's gradient, recorded by hooks in the order of the run."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from titanplans.tensor_parallel.float8 import is_cast
 
 
 class Recorder:
-    """A context in which `model` is run forward and backward; afterwards holds what its modules gave.
+    """A context that records the outputs of a model's modules, and their gradients, in a step that runs inside.
 
     `tensors` has "name" for a module's output and "name'" for the gradient of that output, detached;
     a module that runs again has a number after its name. `order` lists the names as they finished.

@@ -2,8 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,10 +40,16 @@ class Reference:
         model = copy.deepcopy(pristine)
         start = {name: param.detach().clone() for name, param in model.named_parameters()}
         self.tied = tied_parameters(model)
-        with _runs_here(model):
+        try:
             logits = step.forward(model, inputs)
             self.labels = labels_for(logits, seed)
             self.loss = step.backward(logits, self.labels)
+        except step.FAILURES as error:
+            device = next(model.parameters()).device.type
+            raise PlanError(
+                f"{type(model).__name__}, unsplit, does not run on {device}: {step.first_line(error)}; if its kernels need "
+                "a GPU, prove it there under torchrun (ranks='process_group', or --process-group)"
+            ) from error
         self.logits = logits.detach()
         self.others = self.other_losses(self.logits)
         self.gradients = _gradients(model)
@@ -149,15 +154,3 @@ class Reference:
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@contextmanager
-def _runs_here(model: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except step.FAILURES as error:
-        device = next(model.parameters()).device.type
-        raise PlanError(
-            f"{type(model).__name__}, unsplit, does not run on {device}: {step.first_line(error)}; if its kernels need a "
-            "GPU, prove it there under torchrun (ranks='process_group', or --process-group)"
-        ) from error

@@ -39,7 +39,15 @@ class Simulated:
         self.mesh = mesh
 
     def settle(self, model: nn.Module) -> None:
-        own_copies(model, self.mesh.size())
+        """Give each rank its own copy of every replicated parameter.
+
+        `distribute_tensor` leaves a replica one plain tensor: an update in place would be done to it once for each
+        rank, and ranks could never differ.
+        """
+        for param in model.parameters():
+            if isinstance(param, DTensor) and not isinstance(local_tensor(param), LocalTensor):
+                copies = {rank: local_tensor(param).detach().clone() for rank in range(self.mesh.size())}
+                set_local_tensor(param, LocalTensor(copies))
 
     def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return each_rank(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self.mesh.size())
@@ -137,15 +145,3 @@ def each_rank(tensor: torch.Tensor, number: int) -> list[torch.Tensor]:
     if isinstance(tensor, LocalTensor):
         return [simulated_ranks(tensor)[rank] for rank in range(number)]
     return [tensor] * number  # made outside the mode: the same on every rank
-
-
-def own_copies(model: nn.Module, number: int) -> None:
-    """Give each simulated rank its own copy of every replicated parameter of a split `model`.
-
-    `distribute_tensor` leaves a replica one plain tensor: an update in place would be done to it once
-    for each rank, and ranks could never differ.
-    """
-    for param in model.parameters():
-        if isinstance(param, DTensor) and not isinstance(local_tensor(param), LocalTensor):
-            copies = {rank: local_tensor(param).detach().clone() for rank in range(number)}
-            set_local_tensor(param, LocalTensor(copies))

@@ -24,7 +24,6 @@ from titanplans.proof import simulate, threads
 
 T = TypeVar("T")
 
-RANKS = ("threads", "simulated", "process_group")
 MOST_THREADS = 16
 MOST_COPIES = 2**30
 """Bytes of parameters that all threads together begin with."""
@@ -108,6 +107,14 @@ def run_group(degree: int, device: torch.device, work: Callable[[World], T]) -> 
     return agreed(world, work(world))
 
 
+RUNS: dict[str, Callable[[int, torch.device, Callable[[Any], Any]], Any]] = {
+    "threads": threads.run,
+    "simulated": simulate.run,
+    "process_group": run_group,
+}
+"""What runs a function on every rank, by the name of the ranks."""
+
+
 def agreed(world: World, value: T) -> T:
     """Return the first rank's `value` on every rank."""
     return world.everyone(value)[0]
@@ -129,8 +136,8 @@ def choose(ranks: str | None, degree: int, model: nn.Module) -> str:
         PlanError: there are no such ranks, or threads can't prove this.
     """
     device = next(model.parameters()).device
-    if ranks not in (None, *RANKS):
-        raise PlanError(f"ranks = {ranks!r}: {either(RANKS)}, or None for what fits")
+    if ranks not in (None, *RUNS):
+        raise PlanError(f"ranks = {ranks!r}: {either(list(RUNS))}, or None for what fits")
     if ranks == "threads" and device.type != "cpu":
         raise PlanError(
             f"ranks = 'threads' on {device}: threads meet on a CPU; take simulated ranks, or a process group"
@@ -140,11 +147,6 @@ def choose(ranks: str | None, degree: int, model: nn.Module) -> str:
     copies = degree * sum(p.numel() * p.element_size() for p in model.parameters())
     fits = device.type == "cpu" and degree <= MOST_THREADS and copies <= MOST_COPIES
     return "threads" if fits else "simulated"
-
-
-def runner(ranks: str) -> Callable[[int, torch.device, Callable[[Any], Any]], Any]:
-    """Return what runs a function on every rank, by the name of the ranks."""
-    return {"threads": threads.run, "simulated": simulate.run, "process_group": run_group}[ranks]
 
 
 def group_degree(degrees: Sequence[int] | None) -> int:

@@ -1,6 +1,6 @@
-"""The command lines of `verify`, `list` and `async-tp`, from words to a `Request`. Needs no torch.
+"""The command lines of `verify`, `list` and `async-tp`, parsed into a `Request`. Needs no torch.
 
-What a SUBJECT stands for is `titanplans.cli.verify.subject`'s.
+`titanplans.cli.verify.subject` finds what a SUBJECT stands for.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def parse(argv: list[str]) -> Request:
             allow_abbrev=False,
         )
     )
-    _add_async_tp(
+    _add_subject(
         commands.add_parser(
             "async-tp",
             help="which collectives async tensor parallelism would fuse with matrix products",
@@ -96,7 +96,9 @@ def parse(argv: list[str]) -> Request:
             epilog=_ASYNC_TP_EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-        )
+        ),
+        tokens="128, or what an image needs",
+        degrees="the job's, or 2",
     )
     request = Request(**vars(parser.parse_args(argv)), words=shlex.join(argv))
     if request.command != "list" and (request.subject is None) != request.all:
@@ -131,12 +133,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_async_tp(parser: argparse.ArgumentParser) -> None:
-    _add_subject(parser, tokens="128, or what an image needs", degrees="the job's, or 2")
-
-
 def _add_subject(parser: argparse.ArgumentParser, *, tokens: str, degrees: str) -> None:
-    """Add what to build, and at which sizes."""
+    """Add the options that say what to build, and in which sizes."""
     add = parser.add_argument
     size = {"type": _positive, "metavar": "N"}
     recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -1,4 +1,4 @@
-"""A config of the same architecture with fewer blocks and fewer tokens: what a plan does to it is the same."""
+"""A smaller config of the same architecture, with fewer blocks and tokens, which a plan splits in the same way."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -67,12 +67,12 @@ def cut(source: Source, layers: int | None, vocab_size: int | None) -> Cut:
 
 
 def _kinds(model: nn.Module) -> list[Any]:
-    """What each block is, but for its weights' values and its number."""
+    """Return the kind of each block."""
     return [kind(block.module) for block in find_decoder(model, required=False).blocks]
 
 
 def kind(block: nn.Module) -> Any:
-    """Return what a block is, but for its weights' values and its number: equal for blocks of one kind."""
+    """Return the classes, shapes and settings of a block, without its number: equal for blocks of one kind."""
     return tuple(
         (
             name,
@@ -89,7 +89,7 @@ def kind(block: nn.Module) -> Any:
 
 
 def _smallest(kinds: list[Any]) -> int:
-    """How many of the first blocks hold every kind, two at least if there are two."""
+    """Return how many of the first blocks hold every kind; at least two, if there are two."""
     every = next(n for n in range(len(kinds) + 1) if all(kind in kinds[:n] for kind in kinds))
     return min(max(every, 2), len(kinds))
 

@@ -26,7 +26,7 @@ class Ranks:
     """Processes in the group; None: all ranks are in this process."""
 
     def words(self, found: str) -> str:
-        """Return the ranks in words, of which the report says that they are `found`."""
+        """Return the ranks in words; `found` is the report's word for ranks in this process."""
         if self.group is None:
             return f"ranks: {found}"
         return f"{self.group} processes over {dist.get_backend()}, {self.device.type}"

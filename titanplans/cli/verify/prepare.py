@@ -1,4 +1,4 @@
-"""From a model's source to what a proof runs on: the model, its dtype, its inputs; and whether it fits into memory."""
+"""What a proof runs on: the model, its dtype and its inputs; and whether the proof fits into memory."""
 
 import os
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Prepared:
 
 
 def prepare(source: Source, request: Request, ranks: Ranks, float8: Float8) -> Prepared:
-    """Settle what is proved, before anything large is built.
+    """Decide model, dtype and sizes before anything large is built.
 
     Args:
         source: where the model comes from.
@@ -156,7 +156,7 @@ def _sequence(config: PretrainedConfig | None) -> int:
 
 
 def _unseen(config: PretrainedConfig | None, seq_len: int) -> list[str]:
-    """What is the same in the whole model and in any split one, at this length."""
+    """Say what sequences of this length can't test: an attention window that holds all of them."""
     text = None if config is None else config.get_text_config()
     window = getattr(text, "sliding_window", None) or getattr(text, "window_size", None)
     types = getattr(text, "layer_types", None)
@@ -169,9 +169,9 @@ def _unseen(config: PretrainedConfig | None, seq_len: int) -> list[str]:
 
 
 def check_memory(model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
-    """Refuse a model whose weights alone, as often as a proof holds them, don't fit into memory.
+    """Refuse a model of which the copies of the weights that a proof holds don't fit into memory.
 
-    A proof needs more than that, for logits and for what each rank replicates: a model that is accepted may not fit.
+    A model that is accepted may still not fit: logits, and what each rank replicates, need memory too.
 
     Raises:
         VerifyError: with what it needs, what there is, and the remedies.
@@ -190,7 +190,7 @@ def check_memory(model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the memory that a process can still take: of a GPU's, or of the machine's and of its container's limit."""
+    """Return the free memory of a GPU; or of the machine, within its container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     found = []
@@ -199,7 +199,7 @@ def available_bytes(device: torch.device) -> int:
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     else:
-        # All there is, used or not: macOS says no more.
+        # macOS: all memory, used or not.
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     group = Path("/sys/fs/cgroup")  # of this container, where there is one
     limit = group / "memory.max"

@@ -1,24 +1,29 @@
 """One subject, proved: its model built, its plan verified, its communication counted."""
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from titanplans.cli.verify.arguments import Request
-from titanplans.cli.verify.count import Count, count
 from titanplans.cli.verify.group import Ranks
 from titanplans.cli.verify.prepare import check_memory, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.modeling.kernels import check_cpu
-from titanplans.proof import Report, verify
+from titanplans.observe.communication import Communication, count_communication
+from titanplans.proof import Report, step, verify
 from titanplans.proof.grid import DEGREES, accepted_cases
 from titanplans.proof.sample import moved
-from titanplans.tensor_parallel.custom import resolve_plan
+from titanplans.proof.simulate import fake_ranks
+from titanplans.tensor_parallel import TPOptions, apply_plan
+from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.plan import TPPlan
 
@@ -32,7 +37,9 @@ class Outcome:
     ranks: str
     notes: tuple[str, ...]
     report: Report
-    counts: tuple[Count, ...]
+    counts: tuple[tuple[TPOptions, Communication], ...]
+    """What the blocks send, once for each choice of options: they send alike at any degree."""
+
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,13 +106,55 @@ def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str]
         progress=tell,
     )
     tell("communication")
-    counts = count(model, subject.plan, report, ranks, inputs)
+    counts = _counts(model, subject.plan, report, ranks, inputs)
     notes = prepared.notes
     if report.passed and not counts:
         notes += ("collectives are not counted: there is no list of blocks to hold them against",)
     seconds = time.perf_counter() - start
     words = ranks.words(report.ranks)
     return Outcome(subject.source.words, sizes, words, notes, report, tuple(counts), seconds)
+
+
+def _counts(
+    model: nn.Module, plan: PlanSource, report: Report, ranks: Ranks, inputs: Mapping[str, Any]
+) -> list[tuple[TPOptions, Communication]]:
+    """Count what the right cases of `report` send, of each choice of options the one with the smallest degree.
+
+    `model` is the whole one, which has never run, and `inputs` are keyword arguments of its forward.
+    """
+    if not find_decoder(model, required=False).blocks:
+        return []  # without blocks there is no bound to hold it against
+    chosen: dict[tuple[bool, bool], TPOptions] = {}
+    for case in report.cases:
+        if case.passed:
+            options = TPOptions(case.degree, case.loss_parallel, case.sequence_parallel)
+            chosen.setdefault((case.loss_parallel, case.sequence_parallel), options)
+    return [(options, _count(model, plan, options, ranks, inputs)) for options in chosen.values()]
+
+
+def _count(
+    model: nn.Module, plan: PlanSource, options: TPOptions, ranks: Ranks, inputs: Mapping[str, Any]
+) -> Communication:
+    if ranks.group is None:
+        made = fake_ranks(options.degree)
+    else:
+        made = nullcontext(init_device_mesh(ranks.device.type, (options.degree,), mesh_dim_names=("tp",)))
+    with made as mesh:
+        split = copy.deepcopy(model)
+        applied = apply_plan(
+            split,
+            mesh,
+            plan=plan,
+            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.sequence_parallel,
+        )
+
+        def run() -> None:
+            logits = step.forward(split, inputs)
+            step.backward(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=ranks.device))
+
+        batch, sequence = next(v for v in inputs.values() if isinstance(v, torch.Tensor)).shape[:2]
+        return count_communication(split, applied, run, options, batch=batch, sequence=sequence)
 
 
 def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a person sees: a header, the report's table, the communication, the verdict; and progress on a terminal."""
+"""The text that `verify` prints: a header, the report's table, the communication, the verdict; and progress."""
 
 import shutil
 import sys
@@ -82,7 +82,7 @@ def _header(outcome: Outcome) -> list[str]:
 
 
 def _communication(outcome: Outcome) -> list[str]:
-    """The collectives: a table for the sequence sharded and one for it whole, and of the rest what is too much."""
+    """One table of collectives for each of sequence sharded and whole; of further cases only what is too much."""
     lines: list[str] = []
     shown: set[bool] = set()
     for options, counted in outcome.counts:

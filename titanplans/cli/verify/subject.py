@@ -1,6 +1,6 @@
-"""What is to be proved: from the words of a command line to a model's source, its plan and its only options.
+"""What is to be proved: which model, plan and options a SUBJECT on the command line stands for.
 
-How the model is built, and cut to fewer layers, is `titanplans.cli.verify.prepare`'s.
+`titanplans.cli.verify.prepare` builds the model and cuts it to fewer layers.
 """
 
 import difflib
@@ -29,7 +29,7 @@ class Source:
     """Where a model comes from: a config, or a function of the user's own."""
 
     words: str
-    """What was asked for, for the header."""
+    """As the header names it."""
 
     config: PretrainedConfig | None = None
     """None: `make` returns the model."""
@@ -39,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its plan, and what of the grid is asked for; None: all of it."""
+    """A model, its plan, and the cases to prove; None stands for all degrees, and for both values of an option."""
 
     source: Source
     plan: PlanSource = None
@@ -61,7 +61,7 @@ def every_model() -> list[str]:
 
 
 def find_subject(words: str, request: Request) -> Subject:
-    """Return what `words` stand for, with what `request` asks of it. Imports the user's modules.
+    """Return the subject that `words` name, with the options of `request`. Imports the user's modules.
 
     Raises:
         UserError: there is no such subject, or an option does not belong to it.
@@ -90,12 +90,12 @@ def find_subject(words: str, request: Request) -> Subject:
 
 
 def _with_float8(subject: Subject, request: Request) -> Subject:
-    """Take the recipe that was asked for in place of a job's, and its filter."""
+    """Put the command line's float8 options in place of the job's."""
     if request.float8 is not None:
         none = request.float8 == "none"
         recipe: Any = {"recipe_name": request.float8, "emulate": True}
         subject = replace(subject, float8=Float8() if none else replace(subject.float8, **recipe))
-    filters = {}
+    filters: dict[str, dict[str, Any]] = {}
     if request.float8_filter:
         filters[f"--float8-filter {','.join(request.float8_filter)}"] = {"filter_fqns": request.float8_filter}
     if request.float8_filter_unaligned:
