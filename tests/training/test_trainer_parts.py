@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from titanplans.errors import UserError
-from titanplans.parallel.process_group import available_cores
-from titanplans.training.device import HostDevice, peak_resident_bytes, pick_device_type, prepare_device
+from titanplans.parallel.process_group import available_cores, default_device_type
+from titanplans.training.device import HostDevice, peak_resident_bytes, prepare_device
 from titanplans.training.exit_status import fail, refuse
 from titanplans.training.logs import _NO_NEWS, _worth_showing
 
@@ -20,7 +20,9 @@ prepare_device()  # before torchtitan, which the next line imports
 
 from titanplans.training.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
 
-on_a_cpu = pytest.mark.skipif(pick_device_type() != "cpu", reason="what a machine without accelerator gets")
+on_a_cpu = pytest.mark.skipif(
+    default_device_type() != "cpu", reason="what a machine without accelerator gets"
+)
 
 
 def python(code: str) -> subprocess.CompletedProcess:
@@ -76,7 +78,7 @@ def test_three_significant_digits(value, text):
 )
 def test_peak_is_known_only_for_devices_of_the_table(name, peak, monkeypatch):
     if (
-        pick_device_type() == "cpu"
+        default_device_type() == "cpu"
     ):  # as on a machine with such a device, where torchtitan's module is left as it is
         spec = importlib.util.find_spec("torchtitan.tools.utils")
         utils = importlib.util.module_from_spec(spec)

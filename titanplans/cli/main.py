@@ -13,6 +13,7 @@ done as written (one line says why), 128 + N stopped by signal N.
 
 import os
 import sys
+import threading
 from typing import NoReturn
 
 from titanplans.errors import nearest
@@ -35,9 +36,12 @@ def run(argv: list[str] | None = None) -> NoReturn:
     status = main(argv)
     if proves:
         exit_now(status)
-    if status == 0:
+    writes = any(
+        not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()
+    )
+    if status == 0 or not writes:
         finish(status)
-    sys.exit(status)  # which waits for what is still being written
+    sys.exit(status)  # which waits for the threads that write a checkpoint
 
 
 def main(argv: list[str]) -> int:

@@ -22,8 +22,8 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
     `kernels.install("cpu")`.
 
     Raises:
-        ModelError: the architecture has no causal LM, a size does not fit another, or flash-attn is
-            missing.
+        ModelError: the architecture has no causal LM, a size does not fit another, or an optional
+            package such as flash-attn is missing.
     """
     config = copy.deepcopy(config)
     config.get_text_config().use_cache = False
@@ -41,11 +41,12 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
         with device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ImportError as error:
-        if "flash" not in str(error).lower():
+        # A failed `import` names its module. A constructor that misses an optional package raises without a name.
+        if error.name is not None:
             raise
         raise ModelError(
-            f"model_type {kind!r} has softmax attention layers, which need flash-attn on a GPU (pip install "
-            "flash-attn --no-build-isolation) or kernels.install('cpu') before the model is built"
+            f"model_type {kind!r} needs a package that is not installed ({' '.join(str(error).split())}); softmax "
+            "attention needs flash-attn on a GPU, or kernels.install('cpu') before the model is built"
         ) from error
     # The constructors check their sizes with asserts as well as with errors.
     except (AssertionError, ValueError) as error:

@@ -1,10 +1,11 @@
-"""What can be refused before a process group exists: a job against this machine, its data and its model.
+"""`check_job`: whether a job can run on this machine, with its data and its model, before a process group exists.
 
-Everything here is known to each rank alone, so all ranks refuse alike. What a job says against
-itself is `titanplans.config.validate`; what a checkpoint folder holds is `titanplans.training.checkpoint_card`.
+Each rank can decide this alone, so all ranks refuse alike. Contradictions within a job are refused in
+`titanplans.config.compatibility`; what a checkpoint folder holds is read in `titanplans.training.checkpoint_card`.
 """
 
 import importlib.util
+from operator import attrgetter
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
+from titanplans.config.values import show
 from titanplans.modeling import kernels
 from titanplans.parallel.compile import holds_fla
 from titanplans.parallel.parallelize import convert, policy_of
+from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
 from titanplans.training import resolve
@@ -27,28 +30,36 @@ from titanplans.training.checkpoint_card import (
 )
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.data import check_dataset, check_tokenizer
-from titanplans.training.device import pick_device_type
 
 
 def check_job(job: JobConfig, world_size: int) -> None:
-    """Raise for the first reason why `job` can't run on `world_size` processes like this one.
+    """Refuse a job that can't run on `world_size` processes like this one.
 
     Raises:
-        UserError: of the package whose matter it is, with the key, the value and what would work.
+        UserError: the first reason, with the key, the value and what would work.
     """
     strategy_of(job)
     data_parallel = resolve.data_parallel_degree(job, world_size)
     resolve.global_batch_size(job, data_parallel)
-    device_type = pick_device_type()
+    device_type = default_device_type()
     check_device(job, device_type)
-    check_packages(job)
+    if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
+        )
     import_custom(job)
     tokens = check_data(job)
 
     config = resolve.hf_config(job)
     kernels.install(device_type)  # some models can't be built on a CPU without
     model = modeling.build(config)
-    check_vocabulary(job, tokens, config.get_text_config().vocab_size)
+    vocab_size = config.get_text_config().vocab_size
+    if tokens > vocab_size:
+        raise ConfigError(
+            f'model.hf_assets_path = "{resolve.tokenizer_path(job)}" has {tokens} tokens, but '
+            f"{' '.join(resolve.model_name(job))} has vocab_size = {vocab_size}; take the tokenizer that belongs to the "
+            "model, or raise vocab_size in a model.config file"
+        )
     check_parallelism(job, model)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(
@@ -66,38 +77,29 @@ def check_device(job: JobConfig, device_type: str) -> None:
                 "parallelism.enable_async_tensor_parallel = true needs NCCL, which this torch is built without; leave it out"
             )
         return
-    only_cuda = {
-        "parallelism.enable_async_tensor_parallel = true": job.parallelism.enable_async_tensor_parallel,
-        "parallelism.enable_fsdp_symm_mem = true": job.parallelism.enable_fsdp_symm_mem,
-        "profiling.enable_memory_snapshot = true": job.profiling.enable_memory_snapshot,
-        'checkpoint.async_mode = "async_with_pinned_mem"': job.checkpoint.async_mode
-        == "async_with_pinned_mem",
-        'optimizer.implementation = "fused_opt_states_bf16"': job.optimizer.implementation
-        == "fused_opt_states_bf16",
-        "training.enable_cpu_offload = true": device_type == "cpu" and job.training.enable_cpu_offload,
-        # On a CPU, autocast knows the small types alone, and switches itself off for others.
-        'training.autocast_dtype = "float32"': device_type == "cpu"
-        and job.training.autocast_dtype == "float32",
+    only_cuda: dict[str, bool | str] = {
+        "parallelism.enable_async_tensor_parallel": True,
+        "parallelism.enable_fsdp_symm_mem": True,
+        "profiling.enable_memory_snapshot": True,
+        "checkpoint.async_mode": "async_with_pinned_mem",
+        "optimizer.implementation": "fused_opt_states_bf16",
     }
-    for setting, wanted in only_cuda.items():
-        if wanted:
-            raise ConfigError(f"{setting} needs CUDA, and this machine trains on {device_type}; leave it out")
-
-
-def check_packages(job: JobConfig) -> None:
-    """Refuse what needs a package that is not installed."""
-    if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
-        )
+    if device_type == "cpu":
+        only_cuda["training.enable_cpu_offload"] = True
+        # On a CPU, autocast knows only the small types, and switches itself off for others.
+        only_cuda["training.autocast_dtype"] = "float32"
+    for key, value in only_cuda.items():
+        if attrgetter(key)(job) == value:
+            raise ConfigError(
+                f"{key} = {show(value)} needs CUDA, and this machine trains on {device_type}; leave it out"
+            )
 
 
 def import_custom(job: JobConfig) -> None:
     """Import the user's own module, which may register plans."""
     name = job.experimental.custom_import
-    if not name:
-        return
-    import_module(name, f'experimental.custom_import = "{name}"', ConfigError)
+    if name:
+        import_module(name, f'experimental.custom_import = "{name}"', ConfigError)
 
 
 def check_data(job: JobConfig) -> int:
@@ -119,27 +121,16 @@ def check_data(job: JobConfig) -> int:
     return tokens
 
 
-def check_vocabulary(job: JobConfig, tokens: int, vocab_size: int) -> None:
-    """Refuse a tokenizer with more tokens than the model has embeddings."""
-    if tokens > vocab_size:
-        path = resolve.tokenizer_path(job)
-        raise ConfigError(
-            f'model.hf_assets_path = "{path}" has {tokens} tokens, but {" ".join(resolve.model_name(job))} has '
-            f"vocab_size = {vocab_size}; take the tokenizer that belongs to the model, or raise vocab_size in a "
-            "model.config file"
-        )
-
-
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
-    """Refuse a model that float8 or the plan does not fit or the degree does not divide, and recomputation of nothing.
+    """Refuse a model that float8, the plan, the degree or recomputation does not fit.
 
-    What depends on the meshes is refused when the model is parallelised. `model`, on meta, is converted.
+    `model`, on meta, is converted to float8 in place. What depends on the meshes is refused in `parallelize`.
     """
     parallelism = job.parallelism
     spread = strategy_of(job)
     if spread.float8.recipe_name is not None:
         with by_job_key():
-            convert(model, spread.float8, pick_device_type())
+            convert(model, spread.float8, default_device_type())
     if parallelism.tensor_parallel_degree > 1:
         check_plan(
             model,
@@ -148,7 +139,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             sequence_parallel=parallelism.enable_sequence_parallel,
             plan=job.model.plan,
         )
-    if pick_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
+    if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(
             f'training.{key} = "{spread.autocast_dtype}" is autocast here, which flash-linear-attention follows on '

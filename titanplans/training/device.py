@@ -1,12 +1,10 @@
 """The device of this process, settled before torchtitan is imported.
 
-torchtitan 0.3 picks its device when `torchtitan.tools.utils` is imported, other modules copy the
-choice by value, and where there is no accelerator it picks CUDA. `prepare_device` makes the choice
-first. On an accelerator torchtitan keeps its own; on a CPU it is handed `HostDevice`, which answers
-the questions that torchtitan asks of `torch.cuda` and `torch.cpu` lacks.
+torchtitan 0.3 picks its device when `torchtitan.tools.utils` is imported, and other modules copy the choice. Without an
+accelerator it picks CUDA. `prepare_device` therefore comes first: on an accelerator it leaves torchtitan's choice, on a
+CPU it sets `HostDevice`, which adds to `torch.cpu` what torchtitan calls on `torch.cuda`.
 
-Everything that adapts torchtitan to a CPU lives here, with one repair that every device needs. Which
-kernels the models use does not: see `titanplans.modeling.kernels`.
+All that adapts torchtitan to a CPU lives here. The models' CPU kernels are in `titanplans.modeling.kernels`.
 """
 
 import math
@@ -35,7 +33,7 @@ def prepare_device() -> str:
     Raises:
         RuntimeError: torchtitan was imported before, and has chosen another device by then.
     """
-    device_type = pick_device_type()
+    device_type = default_device_type()
     if not hasattr(torch.distributed, "set_timeout"):
         # torchtitan 0.3.0 lowers the timeouts after the first step by the name that torch gives this
         # function after 2.13; without it, that step is the last, on any device.
@@ -44,11 +42,6 @@ def prepare_device() -> str:
         _use_host_device()
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return device_type
-
-
-def pick_device_type() -> str:
-    """The accelerator that torch sees, or "cpu"; Apple's "mps" has no collectives, so it counts as none."""
-    return default_device_type()
 
 
 class HostDevice:

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
-from titanplans.training.device import pick_device_type
+from titanplans.parallel.process_group import default_device_type
 from titanplans.training.exit_status import finish, one_line
 from titanplans.training.rank import run_rank
 from titanplans.training.signals import Stopped
@@ -43,7 +43,7 @@ def local_ranks(job: JobConfig) -> int:
     degrees, shards = job.parallelism, job.parallelism.shard_degree
     ranks = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
     ranks *= degrees.context_parallel_degree * degrees.pipeline_parallel_degree
-    if pick_device_type() == "cpu":
+    if default_device_type() == "cpu":
         return ranks * max(1, shards)
     gpus = torch.accelerator.device_count()
     ranks *= max(1, gpus // ranks) if shards == -1 else shards

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from titanplans.cli.verify.arguments import Request
 from titanplans.errors import VerifyError
-from titanplans.training.device import pick_device_type
+from titanplans.parallel.process_group import default_device_type
 
 # A wrong plan may leave ranks waiting for one another: then it fails after this time, not after torch's half hour.
 _PATIENCE = timedelta(minutes=5)
@@ -73,7 +73,7 @@ def started_ranks(request: Request) -> Iterator[Ranks]:
     if request.ranks != "process_group":
         yield Ranks(torch.device("cpu"))
         return
-    kind = pick_device_type()
+    kind = default_device_type()
     device = torch.device(kind)
     if kind != "cpu":
         processes, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()

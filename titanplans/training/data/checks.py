@@ -1,13 +1,14 @@
-"""What is refused before a process group, a device or torchtitan exists.
+"""Checks of data and checkpoints that run before a process group, a device or torchtitan exists.
 
-The loader raises the same errors; raised from here they come before anything was started. Nothing
-is converted or indexed: of .jsonl and .parquet files only as many rows are read as one sequence needs.
+The loader raises the same errors, but later, on every rank. Nothing is converted or indexed here: of .jsonl and .parquet
+files only as many rows are read as one sequence needs.
 """
 
 import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from titanplans.errors import DataError
 from titanplans.training.data.hub import Stream
@@ -17,6 +18,7 @@ from titanplans.training.data.split import check_split, in_split
 from titanplans.training.data.vocabulary import load_tokenizer
 
 _RANK_KEY = re.compile(r"dataloader\.dp_rank_(\d+)$")
+_REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
 
 
 def check_dataset(
@@ -28,7 +30,7 @@ def check_dataset(
     tokenizer_path: str | None = None,
     seq_len: int | None = None,
 ) -> None:
-    """Refuses a data set that the loader could not use.
+    """Refuse a data set that the loader could not use.
 
     Args:
         dataset: this and the next three as for `titanplans.training.data.sources.open_source`.
@@ -75,20 +77,34 @@ def _texts(dataset: str, dataset_path: str | None, split: str, text_column: str)
 
 
 def check_checkpoint(folder: str | Path, dp_world_size: int) -> None:
-    """Refuses a checkpoint whose data loader ran on another number of data-parallel ranks.
+    """Refuse a checkpoint whose data loader ran on another number of data-parallel ranks.
 
-    Reads the metadata of one DCP checkpoint (`…/step-N`) and nothing else. Loading it would fail too,
-    but on the ranks that are new, and with the name of a missing key. A checkpoint without loader
-    state passes.
+    Only the metadata of one distributed checkpoint (`…/step-N`) is read. A checkpoint without loader state passes.
 
     Raises:
-        DataError: naming both degrees.
+        DataError: the degrees differ; the message names both.
     """
     from torch.distributed.checkpoint import FileSystemReader
 
-    from titanplans.training.data.resume import degree_changed
-
     keys = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     saved = sum(_RANK_KEY.match(key) is not None for key in keys)
-    if saved not in (0, dp_world_size):
-        raise degree_changed(saved, dp_world_size)
+    if saved:
+        check_degree(saved, dp_world_size)
+
+
+def check_degree(saved: int, current: int) -> None:
+    """Refuse a checkpoint that was written at another data-parallel degree (`DataError`)."""
+    if saved != current:
+        raise DataError(
+            f"data-parallel degree {current}: the checkpoint's data loader had {saved}, and the positions of {saved} "
+            f"ranks in the data can't be divided among {current}; {_REMEDY}"
+        )
+
+
+def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other data or settings; the `DataError` names the first that differs, with both values."""
+    for key in saved | current:
+        if saved.get(key) != current.get(key):
+            raise DataError(
+                f"{key} = {current.get(key)!r}: the checkpoint's data loader had {saved.get(key)!r}; {_REMEDY}"
+            )

@@ -1,8 +1,7 @@
-"""The data loader of the trainer: torchtitan's, over packed text, with a strict memory.
+"""The data loader of the trainer: torchtitan's, over packed text, which resumes strictly.
 
-What torchtitan's own loader lets pass with a warning or an assertion (another data-parallel degree,
-another data set, no state for this rank) is an error here: a run that goes on with other data than it
-stopped with is not resumed.
+torchtitan's own loader only warns, or asserts, when a checkpoint is of another data-parallel degree or data set, or lacks
+the state of this rank. Here that is an error, because such a run would go on with other data.
 """
 
 import hashlib
@@ -14,8 +13,9 @@ from typing import Any
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from titanplans.errors import DataError
+from titanplans.training.data.checks import check_degree, check_identity
 from titanplans.training.data.dataset import Layout, PackedText
-from titanplans.training.data.resume import check_identity, degree_changed, rank_missing
 from titanplans.training.data.sources import open_source
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
@@ -109,11 +109,12 @@ class TextDataLoader(ParallelAwareDataloader):
         """
         if not state_dict:  # torchtitan: nothing was saved yet
             return
-        saved_degree = state_dict["world_size"]
-        if saved_degree != self.dp_world_size:
-            raise degree_changed(saved_degree, self.dp_world_size)
+        check_degree(state_dict["world_size"], self.dp_world_size)
         if self._rank_id not in state_dict:
-            raise rank_missing(self._rank_id)
+            raise DataError(
+                f"the checkpoint holds no data loader state for {self._rank_id}; start the data anew with "
+                'exclude_from_loading = ["dataloader"] in [checkpoint]'
+            )
         check_identity(json.loads(state_dict["identity"]), self._identity)
         super().load_state_dict(state_dict)
 

@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -158,8 +159,11 @@ class Rows:
     """
 
     def __init__(self, files: Sequence[Path], file_format: str, split: str, text_column: str) -> None:
+        from datasets import load_dataset
+
         check_split(split)
-        rows = _convert(files, file_format)
+        with _naming_the_files(files, file_format):
+            rows = load_dataset(file_format, data_files=[str(file) for file in files], split="train")
         check_column(rows.column_names, text_column, str(files[0]))
         self._rows = cast("Dataset", rows.select_columns([text_column]))
         self._check_texts(text_column, str(files[0]))
@@ -185,14 +189,24 @@ class Rows:
         return as_text(self._rows[number][self._text_column], self._text_column, f"row {number}")
 
 
-def _convert(files: Sequence[Path], file_format: str) -> "Dataset":
-    from datasets import load_dataset
+@contextmanager
+def _naming_the_files(files: Sequence[Path], file_format: str) -> Iterator[None]:
+    """Turn errors of the `datasets` library into a DataError that says which files can't be read, and why."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        return load_dataset(file_format, data_files=[str(file) for file in files], split="train")
+        yield
+    except DataError:
+        raise
     except (ValueError, DatasetGenerationError) as error:
-        raise _unreadable(files, file_format, error) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
+        reason = " ".join(str(cause).split())
+        raise DataError(
+            f"{which} can't be read as {file_format} ({reason}); repair the file or leave it out"
+        ) from error
 
 
 def preview_rows(files: Sequence[Path], file_format: str, text_column: str) -> Iterator[str]:
@@ -202,28 +216,14 @@ def preview_rows(files: Sequence[Path], file_format: str, text_column: str) -> I
         DataError: no such column, or rows that can't be read.
     """
     from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
 
-    try:
-        rows = load_dataset(
-            file_format, data_files=[str(file) for file in files], split="train", streaming=True
-        )
-        for number, row in enumerate(rows):
-            check_column(list(row), text_column, str(files[0]))
+    paths = [str(file) for file in files]
+    with _naming_the_files(files, file_format):
+        for number, row in enumerate(
+            load_dataset(file_format, data_files=paths, split="train", streaming=True)
+        ):
+            check_column(list(row), text_column, paths[0])
             yield as_text(row[text_column], text_column, f"row {number}")
-    except DataError:
-        raise
-    except (ValueError, DatasetGenerationError) as error:
-        raise _unreadable(files, file_format, error) from error
-
-
-def _unreadable(files: Sequence[Path], file_format: str, error: BaseException) -> DataError:
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
-    reason = " ".join(str(cause).split())
-    return DataError(f"{which} can't be read as {file_format} ({reason}); repair the file or leave it out")
 
 
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:

@@ -3,6 +3,7 @@
 Nothing here imports torchtitan, so a job is checked before a process group or a device exists.
 """
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -19,7 +20,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of the folder `path`, without the bos/eos handling that torchtitan adds.
 
     Raises:
-        DataError: the folder or its tokenizer.json is missing, or the file can't be read.
+        DataError: the folder or its tokenizer.json is missing, or the file is no tokenizer's.
+        Exception: `tokenizers`' own, for a tokenizer that contradicts itself.
     """
     folder, file = Path(path), Path(path) / "tokenizer.json"
     remedy = f"give a folder with a tokenizer.json; the project's own is {default_tokenizer_path()!r}"
@@ -30,13 +32,20 @@ def load_tokenizer(path: str) -> Tokenizer:
     if not file.is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
         raise DataError(f"hf_assets_path = {path!r}: no tokenizer.json in it (it holds {found}); {remedy}")
+    # Read here first: for a file that it can't use, `tokenizers` raises a bare Exception.
     try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # `tokenizers` raises nothing narrower for a file that it can't use
-        reason = " ".join(str(error).split())
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except ValueError as error:  # not UTF-8, or not JSON
         raise DataError(
-            f"hf_assets_path = {path!r}: {file.name} is no tokenizer ({reason}); {remedy}"
+            f"hf_assets_path = {path!r}: {file.name} is no tokenizer ({error}); {remedy}"
         ) from error
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise DataError(
+            f'hf_assets_path = {path!r}: {file.name} is no tokenizer (it has no "model" with a "vocab"); {remedy}'
+        )
+    return Tokenizer.from_str(text)
 
 
 def check_tokenizer(path: str) -> int:
