@@ -1,7 +1,7 @@
-"""Whose checkpoints a folder holds: `model.json` beside them, and the shapes in a checkpoint itself.
+"""Whether a checkpoint belongs to the job's model: by `model.json` in its folder, and by the shapes in it.
 
-A checkpoint that is loaded into another model fails on every rank, deep in a planner, or does not
-fail at all where only heads or norms differ. Both are told here, before a process group exists.
+Loading a checkpoint into another model fails on every rank deep in a planner, or, where only heads or norms differ, not at
+all. These checks refuse it before a process group exists.
 """
 
 import json
@@ -24,7 +24,7 @@ CARD = "model.json"
 _OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 _STEP = re.compile(r"step-(\d+)")
-# Of the file and of the speed, not of the model.
+# Keys that say nothing about the model's weights or results.
 _INCIDENTAL = {
     "_name_or_path", "architectures", "attn_mode", "chunk_size_feed_forward", "dtype", "initializer_range",
     "output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "transformers_version", "use_cache",
@@ -32,7 +32,7 @@ _INCIDENTAL = {
 
 
 def write_model_card(folder: str | Path, hf_config: PretrainedConfig) -> None:
-    """Note in `folder`, whole or not at all, which model its checkpoints are of. For one rank, before training."""
+    """Write `model.json` to `folder`, whole or not at all. One rank calls it, before training."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{CARD}.{os.getpid()}"
@@ -41,9 +41,9 @@ def write_model_card(folder: str | Path, hf_config: PretrainedConfig) -> None:
 
 
 def check_model_card(folder: str | Path, hf_config: PretrainedConfig, key: str = "checkpoint.folder") -> None:
-    """Refuse a folder whose card is of another model; a folder without a card passes.
+    """Refuse a folder whose `model.json` is another model's; a folder without one passes.
 
-    `key` is the key of the job that leads to the folder, for the message.
+    `key` is the job's key for the folder, used in the message.
 
     Raises:
         ConfigError: the card differs; the message names the keys with both values.

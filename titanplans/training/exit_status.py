@@ -1,7 +1,7 @@
-"""How a process ends: a refusal in one line, a failure with its traceback, and the exit status of each.
+"""How a process ends: a refusal prints one line, a failure its traceback; each has its exit status.
 
-Where several ranks fail, all but one fail because another is gone. Which one was first is known to who started them
-(`titanplans.training.launch`, or torchrun): a rank leaves its exception in the file that TORCHELASTIC_ERROR_FILE names.
+When several ranks fail, all but the first fail because that one is gone. The launcher (`titanplans.training.launch` or
+torchrun) finds the first: each rank writes its exception to the file that TORCHELASTIC_ERROR_FILE names.
 """
 
 import atexit
@@ -15,7 +15,7 @@ from titanplans.errors import UserError
 
 
 def refuse(error: UserError, rank: int) -> int:
-    """Say on one line what can't be done, and return 2. Other ranks than 0 speak only if 0 does not."""
+    """Print the error on one line and return 2. Ranks other than 0 print it only if rank 0 has not ended the job."""
     if rank != 0:
         # Rank 0 mostly has the same error; the launcher stops this rank as soon as it has exited.
         time.sleep(3.0)
@@ -24,12 +24,12 @@ def refuse(error: UserError, rank: int) -> int:
 
 
 def fail(error: Exception, rank: int) -> int:
-    """Tell what went wrong on this rank, with its traceback, and return 1. Call it where `error` is handled.
+    """Report `error` with its traceback and return 1. Call it in the `except` block that handles `error`.
 
-    A rank that was started by torchrun or by `titanplans.training.launch` leaves the telling to them.
+    A rank that torchrun or `titanplans.training.launch` started writes it to the error file, which they print.
     """
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # Not at the top: a mistake in a TOML file is told without waiting for torch to be imported.
+        # Not at the top: a mistake in a TOML file is reported without importing torch.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         # Ranks that fail because this one is gone do so once it has ended. torchrun orders failures by whole seconds.
@@ -47,9 +47,9 @@ def one_line(text: str) -> str:
 
 
 def finish(status: int) -> NoReturn:
-    """End a process that is done: as Python does, but without freeing object by object what it holds.
+    """End the process after its exit handlers, without freeing every object.
 
-    That takes two seconds of processor time once the model libraries are imported.
+    Freeing takes two seconds of processor time once the model libraries are imported.
     """
     atexit._run_exitfuncs()  # W&B's, and those that end a data loader's workers
     exit_now(status)

@@ -1,7 +1,7 @@
-"""`trainer_config`: a job in our words to torchtitan 0.3's config objects, section by section.
+"""`trainer_config` turns a job into torchtitan 0.3's config objects, section by section.
 
-Importing this imports torchtitan, so the device has to be settled before (`titanplans.training.device`). What
-keys mean is documented on `titanplans.config.JobConfig`; what unset ones stand for is `titanplans.training.resolve`.
+Importing this imports torchtitan, so `titanplans.training.device.prepare_device` comes first. `titanplans.config.JobConfig`
+documents the keys; `titanplans.training.resolve` gives unset ones their values.
 """
 
 import os
@@ -24,10 +24,10 @@ from titanplans.training.trainer import Trainer, Validator
 
 
 def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Config:
-    """Return what torchtitan's Trainer needs to run `job`; `Trainer(trainer_config(job)).train()` runs it.
+    """Return the config of a Trainer for `job`; `Trainer(trainer_config(job)).train()` runs it.
 
     Args:
-        job: checked before (`titanplans.training.checks.check_job`), so that its errors are told in its words.
+        job: already checked by `titanplans.training.checks.check_job`, whose errors name the job's keys.
         world_size: number of processes; None reads torchrun's WORLD_SIZE, and 1 where there is none.
 
     Raises:

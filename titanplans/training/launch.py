@@ -1,8 +1,8 @@
-"""Start the ranks of a job on this machine: what `titanplans train` does where torchrun did not.
+"""Start the ranks of a job on this machine, where torchrun has not started them.
 
-One process a rank, each with the environment that torchrun would give it. When one fails the others are stopped, and
-what went wrong is told: the rank that failed first with its traceback, the others in a line each. Several machines are
-torchrun's business; what a rank does is `titanplans.training.rank`'s.
+One process per rank, each with the environment that torchrun would give it. When one fails, the others are stopped; the
+rank that failed first is reported with its traceback, the others in a line each. Jobs on several machines need torchrun.
+What a rank does is in `titanplans.training.rank`.
 """
 
 import json
@@ -32,10 +32,9 @@ _GRACE_SECONDS = 2.0
 
 
 def local_ranks(job: JobConfig) -> int:
-    """How many processes to start here: the product of the degrees.
+    """Return the number of processes to start here: the product of the degrees.
 
-    `data_parallel_shard_degree = -1` takes the GPUs that the other degrees leave; on a CPU, where a
-    rank is just a share of the cores, it counts as 1, and under DDP everywhere.
+    `data_parallel_shard_degree = -1` takes the GPUs that the other degrees leave. On a CPU and under DDP it counts as 1.
 
     Raises:
         UserError: the degrees need more GPUs than this machine has.
@@ -92,13 +91,13 @@ def launch(job: JobConfig, ranks: int) -> int:
 
 
 class _Failure(NamedTuple):
-    """How a rank ended that was not stopped from here."""
+    """A rank that failed by itself, and was not stopped by the launcher."""
 
     rank: int
     status: int
-    """The process's: negative, the signal that killed it."""
+    """The process's exit code; negative: the signal that killed it."""
     time: float
-    """When it left its exception, in seconds; 0: it left none."""
+    """When it wrote its exception to the file, in seconds; 0: it wrote none."""
     told: str
     traceback: str
 
@@ -133,9 +132,10 @@ def _wait_for_all_or_a_failure(processes: list[BaseProcess]) -> list[int | None]
 
 
 def _failures(processes: list[BaseProcess], folder: Path) -> list[_Failure]:
-    """Return how each rank ended that has failed by itself, the one where it began first.
+    """Return the ranks that failed by themselves, the first to fail first.
 
-    A rank that was killed, or that refused, leaves no exception; those of others come of its absence.
+    A rank that was killed or refused the job writes no exception, so it counts as the first: its absence causes those of
+    the others.
     """
     found = []
     for rank, process in enumerate(processes):

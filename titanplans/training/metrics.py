@@ -1,8 +1,7 @@
-"""What a run logs: one line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
+"""What a run logs: a line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
 
-torchtitan's processor collects the figures and owns the two writers; this one words the line, adds
-the time left, and leaves out what is not known: MFU on a device without a published peak, device
-memory on a machine without a device.
+torchtitan's processor collects the figures and writes to TensorBoard and W&B. This one formats the line, adds the time
+left, and omits what is not known: MFU on a device without a published peak, device memory on a CPU.
 """
 
 import contextlib

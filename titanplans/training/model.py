@@ -1,8 +1,8 @@
 """A Hugging Face style causal language model as torchtitan's trainer wants to see it.
 
-`LanguageModel` adapts the calling convention (tokens in, logits out; weights initialised on request)
-and adds nothing to the model: parameter names, state dicts and parallelisms are the wrapped model's.
-Which modules a model has is decided in `models`, how they are split in `parallel` and `plans`.
+`LanguageModel` adapts the calling convention (tokens in, logits out; weights initialised on request). Parameter names,
+state dicts and parallelisms are the wrapped model's. Models are built in `titanplans.modeling` and parallelised in
+`titanplans.parallel`.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class LanguageModel(BaseModel):
 
     lm: PreTrainedModel
     finish: Callable[[], None] | None = None
-    """What is left to do once the weights have values."""
+    """Called once the weights have values: applies DDP."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -87,7 +87,7 @@ class LanguageModel(BaseModel):
                 self.finish()
 
     def verify_module_protocol(self) -> None:
-        """Accepts third-party modules: they are initialised by `models`, not by torchtitan's protocol."""
+        """Accept third-party modules: `titanplans.modeling` initialises them, not torchtitan's protocol."""
 
     def train(self, mode: bool = True) -> "LanguageModel":
         """Set training mode on the wrapped model, whose own flag its forward reads."""
@@ -111,12 +111,12 @@ class LanguageModel(BaseModel):
 def model_spec(
     config: PretrainedConfig, *, name: str, flavor: str, strategy: FSDP2Config | DDPConfig
 ) -> ModelSpec:
-    """What torchtitan's trainer needs to know of a model.
+    """Return the model spec for torchtitan's trainer.
 
     Args:
         config: the architecture.
         name, flavor: for the log.
-        strategy: how it is spread. torchtitan's own configs, which the trainer hands over too, decide nothing.
+        strategy: how the model is parallelised. torchtitan's own configs, which the trainer passes too, are not read.
     """
 
     def parallelize_language_model(

@@ -1,7 +1,6 @@
-"""The parallelism report of a job, written and logged: at start what was done to the model, after a step what it did.
+"""Write and log a job's parallelism report: at the start what was applied to the model, after a step what was measured.
 
-What is in it, and how it is found out, is `titanplans.observe.report`'s. The file is `parallelism.json` in the job's
-dump folder, of rank 0.
+Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.observe.report` says what it contains.
 """
 
 import json
@@ -30,15 +29,15 @@ class JobReport:
     """Writes and logs the report of one run.
 
     Args:
-        model: parallelised, with its values.
+        model: parallelised and initialised.
         mesh: torchtitan's ParallelDims.
-        config: the strategy by which it was.
+        config: the strategy that was applied.
         dump_folder: the job's.
-        micro_batches: of a step.
+        micro_batches: the number in a step.
         measure: whether to measure a step.
 
     Attributes:
-        steps_to_measure: that are left.
+        steps_to_measure: how many are still to be measured.
 
     Raises:
         ConfigError: what was to be compiled is not.

@@ -1,6 +1,6 @@
-"""One rank of a job, from its environment to its exit status: set up, train, tear down.
+"""One rank of a job, from its environment to its exit status.
 
-Under torchrun, or started by `titanplans.training.launch`, or alone: the environment names rank and world size.
+torchrun, `titanplans.training.launch` or, for a single process, `titanplans.training.main` sets RANK and WORLD_SIZE.
 """
 
 import os
@@ -31,7 +31,7 @@ def run_rank(job: JobConfig) -> int:
         if rank == 0:
             print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
     except Exception as error:  # noqa: BLE001
-        # Whatever it is: the others wait for this rank, so it has to end at once, and say why.
+        # Any error: the other ranks wait for this one, so it must end at once and report why.
         status = fail(error, rank)
     if world_size > 1:
         exit_now(status)

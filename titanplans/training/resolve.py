@@ -1,6 +1,6 @@
-"""What the unset keys of a job stand for, once the number of processes is known.
+"""The values that unset keys of a job get, some of which depend on the number of processes.
 
-Both `titanplans.training.checks` and `titanplans.training.job` need these answers, and they have to be the same ones.
+`titanplans.training.checks` and `titanplans.training.job` share them.
 """
 
 import math
@@ -17,7 +17,7 @@ DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
 
 
 def model_name(job: JobConfig) -> tuple[str, str]:
-    """Return the model's name and flavor, for the log: of a config file, its path and "config"."""
+    """Return the model's name and flavor; for a config file, its path and "config"."""
     if job.model.config is not None:
         return job.model.config, "config"
     return job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR
@@ -51,7 +51,7 @@ class DataSettings(NamedTuple):
 
 
 def training_data(job: JobConfig) -> DataSettings:
-    """Return what is trained on."""
+    """Return the training data's settings."""
     t = job.training
     return DataSettings(
         t.dataset, t.dataset_path, t.dataset_split, t.text_column, t.seq_len, t.local_batch_size
@@ -59,7 +59,7 @@ def training_data(job: JobConfig) -> DataSettings:
 
 
 def validation_data(job: JobConfig) -> DataSettings:
-    """Return what is validated on: what [validation] leaves open is as in training."""
+    """Return the validation data's settings; keys that [validation] leaves unset are those of [training]."""
     t, v = job.training, job.validation
     # A data set of its own does not take the training set's path.
     path = v.dataset_path if v.dataset_path is not None or v.dataset is not None else t.dataset_path
@@ -74,7 +74,7 @@ def validation_data(job: JobConfig) -> DataSettings:
 
 
 def data_parallel_degree(job: JobConfig, world_size: int) -> int:
-    """Return over how many ranks the batch is spread: replicas times shards.
+    """Return the number of ranks that the batch is divided among: replicas times shards.
 
     Raises:
         ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.

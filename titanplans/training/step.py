@@ -1,6 +1,7 @@
-"""The end of a training step, between the last backward and the optimizer: the gradient's norm, and steps left out.
+"""Gradient clipping in torchtitan's `train_step`, and skipping steps whose gradient is not finite.
 
-torchtitan's `train_step` has no hook there. The norm itself is `titanplans.tensor_parallel.gradients`' work.
+`train_step` has no hook between the last backward and the optimizer. The norm is computed in
+`titanplans.tensor_parallel.gradients`.
 """
 
 import logging
@@ -19,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 class Skipped:
-    """Clips gradients, and leaves out the steps whose gradient is not finite.
+    """Clips gradients, and skips the steps whose gradient is not finite.
 
     Attributes:
-        steps: how many steps this run has left out.
-        last: whether the last step was one of them.
+        steps: the number of steps that this run has skipped.
+        last: whether the last step was skipped.
     """
 
     def __init__(self) -> None:
@@ -51,10 +52,9 @@ class Skipped:
 def clipping(clip: Clip) -> Iterator[None]:
     """Let torchtitan's `train_step` clip by `clip(parameters, max_norm)`, which returns the norm before clipping.
 
-    `train_step` calls a function of another module by its name there, and does nothing else between the last
-    backward and the optimizer's step. torchtitan's function stacks the norms of all gradients, which fails
-    for plain tensors beside DTensors and for DTensors of several meshes, and can't leave a step out. Its name is
-    given to `clip` for the body alone, so that nothing else in the process sees it.
+    `train_step` calls `torchtitan.distributed.utils.clip_grad_norm_`, which stacks the norms of all gradients. That
+    fails for plain tensors beside DTensors and for DTensors of several meshes, and it can't skip a step. It is replaced
+    only while the body runs.
     """
 
     def clip_grad_norm_(

@@ -1,9 +1,8 @@
-"""torchtitan's `Trainer`, with what this project needs to be different, and nothing else.
+"""torchtitan's `Trainer` and `Validator` with this project's differences.
 
-A resumed run has to give the losses of an undisturbed one to the last bit, so the random generators
-go into the checkpoint; the last step is always logged; a run that ends early still ends its writes.
-What is communicated when, the gradient's norm and which steps are left out are `parallel`'s. The loop, the
-optimiser step, checkpoints and validation are torchtitan's.
+A resumed run repeats the losses of an undisturbed one to the last bit, so checkpoints hold the random generators. A run
+that ends early finishes its writes. When gradients are communicated is decided in `titanplans.parallel`. The loop, the
+optimizer step, checkpoints and validation are torchtitan's.
 """
 
 import traceback
@@ -40,10 +39,10 @@ class Trainer(torchtitan.trainer.Trainer):
         """torchtitan's, whose `build` makes this class."""
 
         strategy: FSDP2Config | DDPConfig
-        """How the model is spread: what `model_spec` was given, for what is outside of the model."""
+        """How the model is parallelised, as given to `model_spec`."""
 
         skip_nan_inf: bool = False
-        """Leave out steps whose gradient is not finite."""
+        """Skip steps whose gradient is not finite."""
 
     # What `titanplans.training.model` and `titanplans.training.metrics` have put into the config.
     model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -104,7 +103,7 @@ class Trainer(torchtitan.trainer.Trainer):
         yield from batches
 
     def train_step(self, data_iterator: Iterator[_Batch]) -> None:
-        """torchtitan's, with the norm of the gradient, and with what is done where it is not finite, from here.
+        """torchtitan's step, with this project's clipping and skipping of gradients that are not finite.
 
         Raises:
             ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be

@@ -2,7 +2,7 @@
 
     titanplans sweep configs/experiments/tp_variants.toml
 
-`spec` reads the file, `cells` makes the jobs, `record` knows which of them are done, `process` runs one, `figures` reads
-what it measured, `table` and `plot` show it, `main` is the command line. A cell is a `titanplans train` of its own; nothing
-here imports torchtitan.
+`spec` reads the file, `cells` makes the jobs, `record` stores the state of each, `process` runs one, `figures` reads what
+it measured, `table` and `plot` write the results, `main` is the command line. A cell is a `titanplans train` process;
+nothing here imports torchtitan.
 """

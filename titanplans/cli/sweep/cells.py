@@ -1,13 +1,13 @@
 """The cells of a sweep: the command line and the job of each.
 
-A cell whose settings contradict each other is a cell all the same: that it is refused is its result. What depends on
-the machine, the data and the model is refused by the run itself, or asked of it beforehand by `refusal`.
+A cell whose settings contradict each other is still a cell; its result is the refusal. What depends on the machine, the
+data and the model is refused when the job runs; `refusal` checks it without running.
 """
 
 import json
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ def make_cells(spec: Spec) -> list[Cell]:
             )
         cell = _cell(spec, name, settings)
         job = cell.job
-        what = str(sorted(settings.items())) if job is None else _without_folder(job).to_toml()
+        values = settings if job is None else values_of(job) | {"job.dump_folder": ""}
+        what = str(sorted(values.items()))
         if what in seen:
             raise ConfigError(
                 f"{spec.path}: cells {seen[what]} and {name} have equal settings, so they are one experiment; "
@@ -138,7 +139,3 @@ def _word(value: Any) -> str:
 
 def _toml(value: Any) -> str:
     return " ".join(tomli_w.dumps({"v": value}).removeprefix("v = ").split())
-
-
-def _without_folder(job: JobConfig) -> JobConfig:
-    return replace(job, job=replace(job.job, dump_folder=""))

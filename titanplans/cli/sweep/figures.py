@@ -1,4 +1,4 @@
-"""What a finished cell measured: read from its metrics.jsonl and parallelism.json, never from what it printed."""
+"""The figures of a finished cell, from its metrics.jsonl and parallelism.json; its printed output is not parsed."""
 
 import json
 import statistics
@@ -40,7 +40,7 @@ FIGURES = (
 """bytes_per_step is in bytes, and shown in MB (10^6)."""
 
 Figures = dict[str, float | int | str]
-"""By name: the number, or a text that says why there is none. Never 0 for what is not known."""
+"""By name: the number, or the reason why it is not known."""
 
 
 def read_figures(folder: Path, skip_steps: int) -> Figures:
@@ -55,7 +55,7 @@ def read_figures(folder: Path, skip_steps: int) -> Figures:
 
 
 def memory_ranks(folder: Path) -> str:
-    """Say of which ranks the peak memory is known: "rank 0", or "the largest of N ranks"."""
+    """Return whose peak memory it is: "rank 0", or "the largest of N ranks"."""
     count = len(_metrics_files(folder))
     return "rank 0" if count <= 1 else f"the largest of {count} ranks"
 

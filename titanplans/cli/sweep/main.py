@@ -1,13 +1,13 @@
-"""The command line: read the sweep, run what is not done, write the table after each cell.
+"""The command line: read the sweep, run the cells that are not done, write the table after each.
 
-    0          every cell has its result: it finished, or was refused
-    1          a cell failed or ran into its time limit; the others have been run
+    0          every cell finished or was refused
+    1          a cell failed or exceeded its time limit; the others have been run
     2          the sweep can't be run as written: one line says why, and nothing was run
-    128 + N    stopped by signal N; the same command goes on
+    128 + N    stopped by signal N; the same command continues
 
-A cell that has finished with the same settings is not run again. One that was refused, failed, or was interrupted is
-tried again, and resumes from its checkpoint if its job writes them. A cell that has finished, or holds a checkpoint, and
-whose settings have changed since is refused, unless --rerun allows to delete what it wrote.
+A cell that has finished with the same settings is not run again. One that was refused, failed or was interrupted is run
+again, and resumes from its checkpoint if its job writes any. If the settings of a cell that has finished or holds a
+checkpoint have changed, the sweep is refused; --rerun deletes what such cells wrote.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Tell = Callable[[str], None]
 
 
 def main(argv: list[str]) -> int:
-    """Do what `argv` says; return the exit status."""
+    """Run the sweep that `argv` names; return the exit status."""
     try:
         arguments = _parse(argv)
         if "RANK" in os.environ:
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="titanplans sweep",
-        description="Run a grid of jobs, one after another, and write a table of what came of each.",
+        description="Run a grid of jobs, one after another, and write a table of their results.",
     )
     parser.add_argument("sweep", metavar="SWEEP.toml", help="which jobs (docs/sweep.md)")
     parser.add_argument("--dry-run", action="store_true", help="list the cells; start nothing, write nothing")
@@ -113,7 +113,7 @@ def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, l
     for cell in chosen:
         record = records[cell.name]
         if record is not None and (changes(cell, record) or (rerun == "all" and record.state == "finished")):
-            # All of them at once: if this sweep is killed, no table mixes its figures with those of before.
+            # All before the first runs: if this sweep is killed, no table mixes its figures with earlier ones.
             shutil.rmtree(cell.folder)
             records[cell.name] = None
     rows = {cell.name: _row(cell, records[cell.name]) for cell in cells}
@@ -137,7 +137,7 @@ def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, l
 
 
 def _refuse_changed(spec: Spec, chosen: list[Cell], records: dict[str, Record | None]) -> None:
-    """Refuse cells whose results or checkpoints come from other settings: they don't compare, and only --rerun deletes."""
+    """Refuse cells whose results or checkpoints come from other settings; only --rerun deletes those."""
     for cell in chosen:
         record = records[cell.name]
         kept = None if record is None else _worth_keeping(cell, record)
@@ -196,7 +196,7 @@ def _teller(cell: Cell, cells: list[Cell]) -> Tell:
 
 
 def _write_tables(spec: Spec, rows: list[table.Row]) -> str:
-    """Write the three of them, each whole or not at all; return their names."""
+    """Write CSV, Markdown and plot, each whole or not at all; return their paths."""
     from titanplans.cli.sweep import plot  # Pillow
 
     paths = [spec.folder / name for name in (table.CSV, table.MARKDOWN, table.PLOT)]

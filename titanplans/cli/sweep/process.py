@@ -1,6 +1,6 @@
-"""Run one cell as a process: start it, stop it at its time limit or with the sweep, and say in a line how it ended.
+"""Run one cell as a process: start it, stop it at its time limit or with the sweep, and return how it ended.
 
-What it writes to the screen goes into `log.txt` of its folder. What it measured is `titanplans.cli.sweep.figures`'s.
+Its output goes to `log.txt` in its folder. `titanplans.cli.sweep.figures` reads what it measured.
 """
 
 import contextlib
@@ -12,8 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from titanplans.cli.sweep.record import State
 from titanplans.errors import UserError
@@ -76,10 +75,12 @@ def run_cell(arguments: list[str], folder: Path, lock: int, time_limit: float | 
         time_limit: seconds; None for none.
     """
     start, process = time.perf_counter(), None
+    # A closed terminal stops the sweep, too: its signal does not reach the job's session. Under nohup it is ignored.
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []
     with (folder / LOG).open("a") as log:
         offset = log.tell()
         try:
-            with stop_on_signals(), _stop_on_hangup():
+            with stop_on_signals(*hangup):
                 # A session of its own: Ctrl-C on the terminal reaches the sweep, and the job once, through it.
                 process = subprocess.Popen(
                     [*TRAIN, *arguments],
@@ -139,19 +140,3 @@ def _stop(process: subprocess.Popen, signum: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
-
-
-@contextlib.contextmanager
-def _stop_on_hangup() -> Iterator[None]:
-    """Stop when the terminal is closed, too: that signal does not reach the job's session. Not under nohup."""
-    previous = signal.getsignal(signal.SIGHUP)
-    if previous == signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, _raise_stopped)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, previous)
-
-
-def _raise_stopped(signum: int, frame: FrameType | None) -> NoReturn:
-    raise Stopped(signum)

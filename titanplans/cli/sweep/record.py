@@ -1,7 +1,7 @@
-"""What is known of a cell on disk, `cell.json` in its folder, and whether that is still the cell of the file.
+"""A cell's record on disk, `cell.json` in its folder, and how the cell of the sweep file differs from it.
 
-A record is written before a cell starts and after it has ended, each time whole, so that a sweep that is killed
-leaves a record that says so.
+A record is written before the cell starts, with state "running", and after it has ended. A sweep that is killed in
+between leaves the first.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ FILE_NAME = "cell.json"
 
 @dataclass(kw_only=True)
 class Record:
-    """What a cell was, and what came of it; the fields are those of cell.json."""
+    """A cell's settings and its result; the fields are those of cell.json."""
 
     cell: str
     command: str
@@ -99,18 +99,18 @@ def read_record(cell: Cell) -> Record | None:
 
 
 def changes(cell: Cell, record: Record) -> list[str]:
-    """Say in what the cell of the file differs from the one that was run: "training.steps = 10, now 12"."""
+    """Return how the cell of the file differs from the one that was run: "training.steps = 10, now 12"."""
     now = new_record(cell)
     if record.job is None or now.job is None:
         same = record.job == now.job and record.settings == now.settings
         return [] if same else ["its settings contradicted each other, or do now"]
     told = []
     for key in sorted(now.job.keys() | record.job.keys()):
-        # A key that only one of the releases has stands for its default.
+        # A key that another release did not have counts as its default.
         default = keys()[key].default if key in keys() else None
         before, after = record.job.get(key, default), now.job.get(key, default)
         if before != after:
-            told.append(f"{key} = {_shown(before)}, now {_shown(after)}")
+            told.append(f"{key} = {show_or_unset(before)}, now {show_or_unset(after)}")
     both = now.inputs.keys() & record.inputs.keys()
     return told + [
         f"the file of {key} has other content" for key in both if now.inputs[key] != record.inputs[key]
@@ -135,5 +135,6 @@ def _inputs(cell: Cell) -> dict[str, str]:
     return {"model.config": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
 
 
-def _shown(value: Any) -> str:
+def show_or_unset(value: Any) -> str:
+    """Return a job's value as TOML has it, or "unset"."""
     return "unset" if value is None else show(value)

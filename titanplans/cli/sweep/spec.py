@@ -1,7 +1,7 @@
-"""The sweep file, read strictly: over which job, and the settings of each cell.
+"""The sweep file: the base job and the settings of each cell.
 
-Keys are a job's and are checked here one by one, so that a mistake is told before anything runs. Whether settings go
-together is asked cell by cell (`titanplans.cli.sweep.cells`).
+Keys are a job's. Each key and value is checked here, before anything runs. Whether a cell's settings contradict each
+other is found in `titanplans.cli.sweep.cells`.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class Header(Options):
     """Folder for the cells and the tables; None: "outputs/" and the file's name."""
 
     description: str = ""
-    """What the experiment is for; stands above the table."""
+    """What the experiment is for; printed above the table."""
 
     time_limit_seconds: PositiveFloat | None = None
     """After how long a cell is stopped; None: never."""
@@ -168,10 +168,7 @@ def _axes(document: dict[str, Any], path: str) -> list[list[_Point]]:
             raise ConfigError(
                 f"{where} lists of different lengths don't vary together: {told}; make them equal"
             )
-        points = [
-            {key: value for settings in point for key, value in settings.items()}
-            for point in zip(*columns.values(), strict=True)
-        ]
+        points = [_merged(point) for point in zip(*columns.values(), strict=True)]
         axes.append(list(zip(names or map(_name, points), points, strict=True)))
     return axes
 
@@ -204,8 +201,11 @@ def _check_axes(path: str, fixed: Settings, axes: list[list[_Point]]) -> None:
 def _product(axes: list[list[_Point]]) -> Iterable[_Point]:
     """Yield the cells of the grid, the last axis varying fastest."""
     for points in itertools.product(*axes) if axes else ():
-        settings = {key: value for _, point in points for key, value in point.items()}
-        yield ",".join(name for name, _ in points), settings
+        yield ",".join(name for name, _ in points), _merged(settings for _, settings in points)
+
+
+def _merged(parts: Iterable[Settings]) -> Settings:
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _named(document: dict[str, Any], path: str) -> Iterable[_Point]:

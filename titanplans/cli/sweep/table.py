@@ -1,7 +1,7 @@
-"""The table of a sweep, as CSV for programs and as Markdown for people, from the records of its cells.
+"""The table of a sweep, as CSV and as Markdown, from the records of its cells.
 
-Every cell of the sweep has a row, also one that was refused, failed, or has not run yet; a figure that is not there is
-an empty cell, and the reason stands below the table (in the CSV, beside it).
+Every cell of the sweep has a row, even if it was refused, failed or has not run yet. A missing figure is an empty field;
+its reason stands below the Markdown table, and in the CSV's last column.
 """
 
 import csv
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from titanplans.cli.sweep.cells import Cell
 from titanplans.cli.sweep.figures import FIGURES, Figure, memory_ranks
-from titanplans.cli.sweep.record import Record
+from titanplans.cli.sweep.record import Record, show_or_unset
 from titanplans.cli.sweep.spec import Spec
 from titanplans.config.values import show
 
@@ -20,18 +20,18 @@ CSV, MARKDOWN, PLOT = "table.csv", "table.md", "table.png"
 
 
 class Row(NamedTuple):
-    """A cell and what is known of it."""
+    """A cell and its record."""
 
     cell: Cell
     record: Record | None
     """None: not run, or not with these settings."""
 
     outdated: bool = False
-    """There is a record, of other settings: its figures would not compare."""
+    """The record on disk has other settings, so its figures are not shown."""
 
     @property
     def state(self) -> str:
-        """The record's, in words of the table."""
+        """The record's state as the table names it."""
         if self.record is None:
             return "outdated" if self.outdated else "not run"
         return "interrupted" if self.record.state == "running" else self.record.state
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def csv_table(rows: list[Row]) -> str:
-    """Return the table with every figure in full, and what varies as columns of their own."""
+    """Return the table with every figure in full, and a column for each key that varies."""
     varied = varying_keys([row.cell for row in rows])
     names = [figure.name for figure in FIGURES]
     out = io.StringIO()
@@ -74,7 +74,7 @@ def csv_table(rows: list[Row]) -> str:
 
 
 def markdown_table(spec: Spec, rows: list[Row]) -> str:
-    """Return a page: what was run, the table, and below it what is missing and why."""
+    """Return a page: what was run, the table, and below it the missing figures with their reasons."""
     titles = [f"{figure.title}, {figure.unit}".rstrip(", ") for figure in FIGURES]
     lines = [f"# {Path(spec.path).stem}", ""]
     if spec.header.description:
@@ -92,13 +92,13 @@ def markdown_table(spec: Spec, rows: list[Row]) -> str:
 
 
 def varying_keys(cells: list[Cell]) -> list[str]:
-    """Return the keys that are not alike in all cells, in the order of the file."""
+    """Return the keys whose values differ between cells, in the order of the file."""
     given = dict.fromkeys(key for cell in cells for key in cell.settings)
     return [key for key in given if len({_setting(cell, key) for cell in cells}) > 1]
 
 
 def different_data(rows: list[Row]) -> list[str]:
-    """Say of which finished cells the losses don't compare with the first one's, as they saw other data or seeds."""
+    """Return a note for each finished cell whose data or seed differs from the first one's: their losses don't compare."""
     finished = [row for row in rows if row.state == "finished"]
     told = []
     for row in finished[1:]:
@@ -113,7 +113,7 @@ def different_data(rows: list[Row]) -> list[str]:
 
 
 def _data(row: Row) -> dict[str, str]:
-    """Return what decides which tokens a step sees, and how they are ordered."""
+    """Return the settings that decide which tokens each step reads."""
     job, record = row.cell.job, row.record
     assert job is not None
     assert record is not None
@@ -134,7 +134,7 @@ def _data(row: Row) -> dict[str, str]:
         "data-parallel ranks": record.ranks
         // (p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree),
     }
-    return {key: "unset" if value is None else show(value) for key, value in found.items()}
+    return {key: show_or_unset(value) for key, value in found.items()}
 
 
 def _summary(spec: Spec, rows: list[Row]) -> str:
@@ -170,7 +170,7 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def _setting(cell: Cell, key: str) -> str:
-    """Return what a cell has under a key, as written; empty where it has the base job's."""
+    """Return a cell's own value of a key; empty where the base job's holds."""
     if key not in cell.settings:
         return ""
     value = cell.settings[key]
