@@ -46,7 +46,7 @@ def test_names_and_parameters_stay_and_each_module_is_told():
     assert done.filtered == {"1.up_proj": "filter_fqns has '1.up'"}
     assert list(float8_linears(model)) == list(done.converted)
     assert not any(module.training for module in model.modules())
-    assert float8_report(model) == {
+    assert float8_report(model, done, {}) == {
         "recipe": "rowwise",
         "emulated": True,
         "converted": ["0.up_proj", "0.down_proj", "1.down_proj"],
@@ -56,7 +56,7 @@ def test_names_and_parameters_stay_and_each_module_is_told():
         "scales_together": False,
         "borders": {},
     }
-    assert float8_report(two_blocks()) is None
+    assert float8_report(two_blocks(), None, {}) is None
 
 
 def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
@@ -415,7 +415,8 @@ def _gla(compiled):
     model = manager.parallelize(modeling.build(modeling.load_config("gla", "debug", **sizes)))
     manager.to_empty()
     modeling.initialize(model, seed=0)
-    return train(model, manager), float8_report(model)["borders"]["model.layers.0.attn"]["activations"]
+    borders = manager.parallelism_report().values["float8"]["borders"]
+    return train(model, manager), borders["model.layers.0.attn"]["activations"]
 
 
 def one_process(recipe):

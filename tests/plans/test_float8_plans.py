@@ -21,7 +21,6 @@ from titanplans.proof.modes import exact_float8
 from titanplans.proof.simulate import ranks
 from titanplans.tensor_parallel.float8 import RECIPES, float8_linears, recipe_of
 from titanplans.tensor_parallel.float8_checks import check_torchao_styles
-from titanplans.tensor_parallel.styles import crossings_of
 
 DENSE = dict(
     hidden_size=64,
@@ -288,7 +287,6 @@ def crossings(name, recipe="tensorwise", plan=None, **convert):
     model = build(name, recipe, **convert)
     with ranks(2) as mesh:
         found = apply_plan(model, mesh, plan=plan).crossings
-    assert crossings_of(model) == found
     return {n.removeprefix("model.layers.0."): tuple(crossing) for n, crossing in found.items()}
 
 

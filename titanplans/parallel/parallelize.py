@@ -44,7 +44,7 @@ from titanplans.parallel.float8 import (
     seek_scales_together,
 )
 from titanplans.parallel.fsdp import check_shard, shard
-from titanplans.parallel.steps import took
+from titanplans.parallel.record import record_of
 from titanplans.tensor_parallel import apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
 
@@ -118,6 +118,7 @@ def apply_to_blocks(
     else:
         config = replace(config, activation_checkpoint=_options_of_policy(policy))
     check_compatible(model, mesh, config, policy)
+    record = record_of(model)
 
     # First: a plan splits the products that there are, and FSDP gathers their weights.
     if config.float8.recipe_name is not None:
@@ -128,7 +129,8 @@ def apply_to_blocks(
             keep_plain_between_graphs(model)
         else:
             check_calls(model)
-        took(model, "float8", recipe=done.recipe)
+        record.steps.append("float8")
+        record.float8 = done
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if isinstance(config, FSDP2Config) and mesh.tp_enabled:
@@ -141,30 +143,32 @@ def apply_to_blocks(
         )
         counts = Counter(type(style).__name__ for style in applied.styles.values())
         _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
-        took(model, "tensor parallelism", styles=dict(counts))
+        record.steps.append("tensor parallelism")
+        record.plan = applied
 
     # Before compile, so that the compiler sees what is recomputed.
     if policy is not None:
         apply_activation_checkpointing(model, policy, dump_folder)
-        took(model, "activation checkpointing", policy=str(policy))
+        record.steps.append("activation checkpointing")
+        record.policy = str(policy)
 
     # Before data parallelism, whose hooks on blocks and parameters stay outside the compiled graphs.
     if config.compile.blocks:
         async_tp = isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel
         apply_compile(model, config.compile, mesh, async_tensor_parallel=async_tp)
-        took(model, "compile")
+        record.steps.append("compile")
 
 
 def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     """Take the last step: FSDP2 at every size (over one rank it still gives mixed precision), or DDP."""
     if isinstance(config, DDPConfig):
         apply_ddp(model, _ddp_mesh(mesh), config)
-        took(model, "DDP")
+        record_of(model).steps.append("DDP")
         return
     over = fsdp_mesh(mesh)
     if (autocast := dtype(config.autocast_dtype)) is not None:
         apply_autocast(model, over.device_type, autocast)
-        took(model, "autocast", dtype=config.autocast_dtype)
+        record_of(model).steps.append("autocast")
     shard(model, over, config)
     gathers = config.float8.enable_fsdp_float8_all_gather
     if gathers:
@@ -172,7 +176,7 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     split = mesh.tp_enabled and not gathers and config.float8.recipe_name == "tensorwise"
     if config.float8.precompute_float8_dynamic_scale_for_fsdp or split:
         seek_scales_together(model, dtype(config.mixed_precision_param))
-    took(model, "FSDP2")
+    record_of(model).steps.append("FSDP2")
 
 
 def check_compatible(model: nn.Module, mesh: Any, config: Config, policy: Any) -> None:

@@ -10,16 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanplans.config import DDPConfig, FSDP2Config, Strategy
+from titanplans.config import DDPConfig, Strategy
 from titanplans.observe.compilation import is_compiled
 from titanplans.observe.places import fsdp_units
 from titanplans.observe.report import ParallelismReport
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.float8 import float8_report
-from titanplans.parallel.steps import steps_taken
-from titanplans.tensor_parallel.custom import resolve_plan
+from titanplans.parallel.record import Record, record_of
 from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.plan import TPOptions
 from titanplans.torch_private import ActivationWrapper
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -36,9 +34,9 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
     Raises:
         ParallelError: a block that was to be compiled is not.
     """
-    decoder = find_decoder(model)
+    record = record_of(model)
+    decoder = record.plan.decoder if record.plan is not None else find_decoder(model)
     blocks = [*decoder.names, *(name for names in decoder.towers for name in names)]
-    steps = {step["step"]: step for step in steps_taken(model)}
     return ParallelismReport(
         model,
         mesh,
@@ -47,10 +45,12 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
             "strategy": lambda: config.title,
             "world_size": dist.get_world_size,
             "degrees": lambda: {name: getattr(mesh, name) for name in _DEGREES},
-            "steps_taken": lambda: list(steps),
-            "tensor_parallel": lambda: _tensor_parallel(model, mesh, config, steps),
-            "float8": lambda: float8_report(model),
-            "recomputation": lambda: _recomputation(model, blocks, steps),
+            "steps_taken": lambda: list(record.steps),
+            "tensor_parallel": lambda: _tensor_parallel(record),
+            "float8": lambda: float8_report(
+                model, record.float8, record.plan.crossings if record.plan else {}
+            ),
+            "recomputation": lambda: _recomputation(model, blocks, record),
             "compile": lambda: _compile(model, blocks, config),
             "autocast": lambda: getattr(config, "autocast_dtype", None),
             "data_parallel": lambda: _data_parallel(model, mesh, config),
@@ -58,23 +58,19 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
     )
 
 
-_Steps = dict[str, dict[str, Any]]
-
-
-def _tensor_parallel(model: nn.Module, mesh: Any, config: Strategy, steps: _Steps) -> dict[str, Any] | None:
-    if "tensor parallelism" not in steps or not isinstance(config, FSDP2Config):
+def _tensor_parallel(record: Record) -> dict[str, Any] | None:
+    if record.plan is None:
         return None
-    loss_parallel, sequence_parallel = not config.disable_loss_parallel, config.enable_sequence_parallel
-    options = TPOptions(mesh.tp, loss_parallel, sequence_parallel)
+    options = record.plan.plan.options
     return {
-        "plan": type(resolve_plan(config.plan, model, options)).__name__,
-        "styles": steps["tensor parallelism"]["styles"],
-        "sequence_parallel": sequence_parallel,
-        "loss_parallel": loss_parallel,
+        "plan": type(record.plan.plan).__name__,
+        "styles": dict(Counter(type(style).__name__ for style in record.plan.styles.values())),
+        "sequence_parallel": options.sequence_parallel,
+        "loss_parallel": options.loss_parallel,
     }
 
 
-def _recomputation(model: nn.Module, blocks: list[str], steps: _Steps) -> dict[str, Any] | None:
+def _recomputation(model: nn.Module, blocks: list[str], record: Record) -> dict[str, Any] | None:
     recomputed, kept = Counter(), 0
     for block in blocks:
         for module in model.get_submodule(block).modules():
@@ -84,7 +80,7 @@ def _recomputation(model: nn.Module, blocks: list[str], steps: _Steps) -> dict[s
     if not recomputed.total():
         return None
     return {
-        "policy": steps.get("activation checkpointing", {}).get("policy"),
+        "policy": record.policy,
         "blocks": len(+recomputed),
         "of": len(blocks),
         "kept_mixers": kept,

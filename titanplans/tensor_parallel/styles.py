@@ -101,12 +101,6 @@ def _mark_of(module: nn.Module) -> _Mark:
     return module.__dict__.get("_plan_mark", _Mark("", None))
 
 
-def crossings_of(model: nn.Module) -> dict[str, Crossing]:
-    """Return how each border of a split model is crossed where something beside it is float8, by plan key."""
-    marks = map(_mark_of, model.modules())
-    return {key: crossing for key, crossing in marks if crossing is not None}
-
-
 def border_of(module: nn.Module, mesh: DeviceMesh, stream: Stream) -> Border:
     """Return the border at `module`; in float8 if `apply_plan` has found that something may cross it so."""
     crossing = _mark_of(module).crossing

@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,14 @@ from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.compile.fla_graphs import holds_fla
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.float8 import ALIGNMENT, RECIPES, Recipe, float8_linears, keep_border_plain
-from titanplans.tensor_parallel.styles import crossings_of
+from titanplans.tensor_parallel.float8 import (
+    ALIGNMENT,
+    RECIPES,
+    Crossing,
+    Recipe,
+    float8_linears,
+    keep_border_plain,
+)
 from titanplans.torch_private import gains_by_float8, hooks_of, is_float8_gathered
 
 SMALL = "auto_filter_small_kn"
@@ -111,9 +117,7 @@ def convert_to_float8(
         _check_untied(model, chosen)
     unfused = _unfuse(model, chosen)
     _swap(model, chosen, recipe, emulate, fsdp_all_gather)
-    conversion = Conversion(recipe, emulate, tuple(chosen), filtered, unfused)
-    model.__dict__["_float8_conversion"] = conversion
-    return conversion
+    return Conversion(recipe, emulate, tuple(chosen), filtered, unfused)
 
 
 def check_float8_options(recipe: str, emulate: bool, device_type: str) -> None:
@@ -291,15 +295,20 @@ def keep_plain_between_graphs(model: nn.Module) -> None:
                 )
 
 
-def float8_report(model: nn.Module) -> dict[str, Any] | None:
+def float8_report(
+    model: nn.Module, done: Conversion | None, crossings: Mapping[str, Crossing]
+) -> dict[str, Any] | None:
     """Return what became of each Linear of `model` as JSON has it; None if nothing is float8.
 
     The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not.
+
+    Args:
+        model: parallelised.
+        done: what `convert_to_float8` returned.
+        crossings: the AppliedPlan's.
     """
-    done: Conversion | None = model.__dict__.get("_float8_conversion")
     if done is None:
         return None
-    crossings = crossings_of(model)
     return {
         "recipe": done.recipe,
         "emulated": done.emulate,

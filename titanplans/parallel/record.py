@@ -1,0 +1,28 @@
+"""What `parallelize` did to a model: one record, kept with the model, that reports and checks read."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from titanplans.parallel.float8 import Conversion
+from titanplans.tensor_parallel.apply import AppliedPlan
+
+_NAME = "_parallelized"
+
+
+@dataclass
+class Record:
+    """The steps that a model has been through, and what each of them returned."""
+
+    steps: list[str] = field(default_factory=list)
+    """In the order in which they were taken."""
+
+    plan: AppliedPlan | None = None
+    float8: Conversion | None = None
+    policy: str | None = None
+    """What recomputes, in words."""
+
+
+def record_of(model: nn.Module) -> Record:
+    """Return the record of `model`, which is empty before `parallelize`."""
+    return model.__dict__.setdefault(_NAME, Record())
