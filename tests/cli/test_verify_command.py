@@ -29,12 +29,12 @@ from titanplans import modeling
 class Unregistered(Qwen3Plan):
     pass
 
-class Retention(TPPlan):
+class LinearAttention(TPPlan):
     def attn_plan(self, attn):
-        split = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj", "g_proj")}
-        return self.attn_region() | split | {
-            "g_norm_swish_gate": self.replicated_in_region(), "o_proj": self.rowwise(reduce_output=False)
-        }
+        split = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
+        for name in ("norm", "feature_map_q", "feature_map_k"):
+            split |= self.each_of(attn, name, self.replicated_in_region())
+        return self.attn_region() | split | {"o_proj": self.rowwise(reduce_output=False)}
 
     def mlp_plan(self, mlp):
         return super().mlp_plan(mlp) | self.mlp_region() | {"down_proj": self.rowwise(reduce_output=False)}
@@ -99,6 +99,7 @@ def folder(tmp_path, monkeypatch):
     """A folder of the user's, which Python imports from, as `python -m` does."""
     (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
     (tmp_path / "retnet.json").write_text(json.dumps(RETNET))
+    (tmp_path / "linear_attn.json").write_text(json.dumps(RETNET | {"model_type": "linear_attn"}))
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
     (tmp_path / "broken_syntax.py").write_text("def f(:")
     (tmp_path / "broken_name.py").write_text("x = 1\ny = undefined\n")
@@ -341,7 +342,7 @@ REFUSED = {
     "incomplete": (("verify", f"{OURS}:DICT", "--model", "qwen3"), "is covered by no key of DictPlan"),
     "no registered plan": (("verify", "retnet.json"), "no plan is registered for RetNetForCausalLM"),
     "GPU kernel": (
-        ("verify", "retnet.json", "--plan", f"{OURS}:Retention"),
+        ("verify", "linear_attn.json", "--plan", f"{OURS}:LinearAttention"),
         "torchrun --nproc-per-node 2 -m titanplans verify ... --process-group",
     ),
     "no model": (

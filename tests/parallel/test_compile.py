@@ -9,7 +9,7 @@ from tiny import Block, Tiny, TinyPlan
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from titanplans.parallel import ParallelError
+from titanplans.parallel import Compile, FSDP2Config, ParallelError
 from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
 from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
 from titanplans.parallel.activation_checkpoint.selective import Selective
@@ -26,7 +26,9 @@ def fresh():
 
 
 def config(backend="aot_eager", **options):
-    return SimpleNamespace(backend=backend, enable_async_tensor_parallel=False, **options)
+    """Return what apply_compile reads of `Compile`, whose backend may be a counter here."""
+    unset = dict.fromkeys(("mode", "fullgraph", "dynamic", "options"))
+    return SimpleNamespace(**unset | options, backend=backend)
 
 
 class Counted(CompileCounterWithBackend):
@@ -246,10 +248,14 @@ def step_of(**options):
 
 
 REFUSED = {
-    "compile.mode = 'fast'": lambda: apply_compile(tiny(), config("inductor", mode="fast"), None),
-    "exclude each other": lambda: apply_compile(tiny(), config("inductor", mode="default", options={}), None),
-    "compile.mode is inductor's": lambda: apply_compile(tiny(), config(mode="max-autotune"), None),
-    "compile.options is inductor's": lambda: compile_loss(cross_entropy, config(options={"a": 1})),
+    'compile.mode = "fast"': lambda: Compile(enable=True, mode="fast"),
+    "exclude each other": lambda: Compile(enable=True, mode="default", options={}),
+    'compile.mode = "max-autotune": it does nothing with compile.backend': lambda: FSDP2Config(
+        compile=Compile(enable=True, backend="eager", mode="max-autotune")
+    ),
+    "it does nothing with compile.backend": lambda: FSDP2Config(
+        compile=Compile(enable=True, backend="eager", options={"a": 1})
+    ),
     "compile.fullgraph = true, but model.layers.0": lambda: apply_compile(
         gla(1), config(fullgraph=True), None
     ),
