@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.config import ConfigError, JobConfig, OptionError, load_job
-from titanplans.config.refused import REFUSED
+from titanplans.config.other_names import REFUSED
 from titanplans.config.schema import build_job, keys
 from titanplans.config.translate import read_tables
 from titanplans.config.values import in_toml

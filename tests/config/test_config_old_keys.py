@@ -6,8 +6,7 @@ import pytest
 import tomli_w
 
 from titanplans.config import ConfigError, load_job
-from titanplans.config.other_names import RENAMED
-from titanplans.config.refused import REFUSED
+from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.schema import keys
 from titanplans.config.translate import PENDING
 from titanplans.config.usage import tables

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titanplans.config.refused import REFUSED
+from titanplans.config.other_names import REFUSED
 from titanplans.config.values import show
 from titanplans.errors import either, near_multiples
 

@@ -1,9 +1,9 @@
-"""Options that are read under another name today: torchtitan's earlier ones and 0.3's, flame's, and Automodel's.
+"""Options of other projects and of earlier releases, as other_names.toml has them: under today's name, or refused."""
 
-Only names stand here; what can't be honoured under any name is in `refused`.
-"""
+from importlib.resources import files
+from typing import Any, NamedTuple
 
-from typing import NamedTuple
+import tomli
 
 
 class Renamed(NamedTuple):
@@ -13,72 +13,24 @@ class Renamed(NamedTuple):
     of: str
 
 
-def _renamed(of: str, names: dict[str, str]) -> dict[str, Renamed]:
-    return {old: Renamed(new, of) for old, new in names.items()}
+class Refused(NamedTuple):
+    """A key that is not honoured."""
+
+    off: tuple[Any, ...]
+    """Values that are accepted, since they ask for nothing."""
+    reason: str
+    """Why, and what to do instead."""
 
 
-RENAMED: dict[str, Renamed] = {
-    **_renamed(
-        "torchtitan up to 0.2.2",
-        {
-            "model.tokenizer_path": "model.hf_assets_path",
-            "job.print_args": "job.print_config",
-            "checkpoint.enable_checkpoint": "checkpoint.enable",
-            "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-            "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
-            "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-            "training.compile": "compile.enable",
-            "training.seed": "debug.seed",
-            "training.deterministic": "debug.deterministic",
-            "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
-            **{
-                f"float8.{key}": f"quantize.linear.float8.{key}"
-                for key in (
-                    "enable_fsdp_float8_all_gather",
-                    "precompute_float8_dynamic_scale_for_fsdp",
-                    "recipe_name",
-                    "filter_fqns",
-                    "emulate",
-                )
-            },
-        },
-    ),
-    **_renamed(
-        "flame",
-        {
-            "training.batch_size": "training.local_batch_size",
-            "training.data_files": "training.dataset_path",
-            "training.num_workers": "training.dataloader.num_workers",
-            "training.persistent_workers": "training.dataloader.persistent_workers",
-            "training.pin_memory": "training.dataloader.pin_memory",
-            "training.prefetch_factor": "training.dataloader.prefetch_factor",
-            "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-            "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-            "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-            "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
-            "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
-        },
-    ),
-    **_renamed(
-        "torchtitan 0.3",
-        {
-            "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
-            "debug.print_config": "job.print_config",
-            "debug.save_config_file": "job.save_config_file",
-        },
-    ),
+_TABLES = tomli.loads(files("titanplans.config").joinpath("other_names.toml").read_text(encoding="utf-8"))
+
+RENAMED = {old: Renamed(to, of) for of, names in _TABLES["renamed"].items() for old, to in names.items()}
+"""Today's key by the old one: torchtitan's and flame's."""
+
+AUTOMODEL: dict[str, str] = _TABLES["automodel"]
+"""Today's option of a strategy by that of NeMo Automodel."""
+
+REFUSED = {
+    key: Refused(tuple(off), row["reason"]) for row in _TABLES["refused"] for key, off in row["keys"].items()
 }
-"""Today's key by the old one."""
-
-AUTOMODEL: dict[str, str] = {
-    "sequence_parallel": "enable_sequence_parallel",
-    "tp_plan": "plan",
-    "activation_checkpointing": "activation_checkpoint",
-    "defer_fsdp_grad_sync": "fsdp_defer_grad_sync",
-    "reshard_after_forward": "fsdp_reshard_after_forward",
-    "fsdp2_forward_prefetch_depth": "fsdp_forward_prefetch",
-    "fsdp2_backward_prefetch_depth": "fsdp_backward_prefetch",
-    "enabled": "enable",
-    "megatron_fsdp_unit_modules": "fsdp_unit_modules",
-}
-"""Today's option of a strategy by that of NeMo Automodel's configs."""
+"""Refusals by key."""

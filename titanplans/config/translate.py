@@ -7,8 +7,7 @@ knows is refused with the nearest one that exists.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from titanplans.config.other_names import RENAMED
-from titanplans.config.refused import REFUSED
+from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.schema import keys
 from titanplans.config.values import from_text, from_toml, show
 from titanplans.errors import ConfigError, nearest

@@ -4,8 +4,7 @@ import itertools
 import textwrap
 from typing import Any
 
-from titanplans.config.other_names import RENAMED
-from titanplans.config.refused import REFUSED
+from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.schema import Key, keys
 from titanplans.config.values import describe, in_toml, show
 
