@@ -126,7 +126,7 @@ def test_a_hook_of_the_users_own_keeps_working(border):
 
 
 def test_a_record_that_was_replaced_is_an_error(border):
-    with pytest.raises(ParallelError, match="was set anew while graphs were recorded"), recording_graphs():
+    with pytest.raises(ParallelError, match="was replaced while graphs were recorded"), recording_graphs():
         inductor.post_grad_custom_post_pass = Own()
 
 

@@ -128,7 +128,8 @@ def _wait_for_all_or_a_failure(processes: list[BaseProcess]) -> list[int | None]
         codes = [process.exitcode for process in processes]
         if any(codes) or None not in codes:
             return codes
-        connection.wait([process.sentinel for process in processes if process.exitcode is None])
+        # Of those that ran a moment ago: asked anew, all may have ended, and waiting for none of them never ends.
+        connection.wait([p.sentinel for p, code in zip(processes, codes, strict=True) if code is None])
 
 
 def _failures(processes: list[BaseProcess], folder: Path) -> list[_Failure]:
