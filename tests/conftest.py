@@ -1,4 +1,6 @@
-"""What holds for all tests: the device that torchtitan settles on when it is imported, threads, no clocks, the order."""
+"""What holds for all tests: the device that torchtitan settles on, threads, signals, no clocks, the order of files."""
+
+import signal
 
 import hypothesis
 import torch
@@ -8,6 +10,10 @@ from titanplans.training.device import prepare_device
 prepare_device()
 # Tensors here are tiny, and ranks have processes of their own: a second thread only waits, on a core that is busy.
 torch.set_num_threads(1)
+# A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP; a program that tests start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)  # which a new program does not inherit
 # A property is true or false; how long an example takes says something of the machine alone.
 hypothesis.settings.register_profile("titanplans", deadline=None)
 hypothesis.settings.load_profile("titanplans")

@@ -1,6 +1,5 @@
 """The files of `titanplans.models` and of other packages: what they may hold, how they are found, what is refused."""
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -81,33 +80,36 @@ def package(folder, name, file, entry):
     (info / "entry_points.txt").write_text(f"[titanplans.models]\nsizes = {entry}\n")
 
 
-def answer(folder, code):
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True)
-    return done.stdout.decode() + done.stderr.decode().splitlines()[-1]
+@pytest.fixture
+def found_anew():
+    """The families are read once in a process."""
+    families.cache_clear()
+    yield
+    families.cache_clear()
 
 
-def test_another_package_adds_families_by_an_entry_point(tmp_path):
+@pytest.mark.usefixtures("found_anew")
+def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
     package(tmp_path, "sizes_of_mine", "olmo.toml", "sizes_of_mine")
-    code = (
-        "from titanplans import modeling; assert modeling.available()['olmo'] == ('tiny',)\n"
-        "print(modeling.load_config('olmo', 'tiny').hidden_size)"
-    )
-    assert answer(tmp_path, code).startswith("64\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert available()["olmo"] == ("tiny",)
+    assert load_config("olmo", "tiny").hidden_size == 64
 
 
+@pytest.mark.usefixtures("found_anew")
 @pytest.mark.parametrize(
     ("file", "entry", "words"),
     [
-        ("llama.toml", "sizes_of_mine", ["'llama' is in two files", "sizes_of_mine"]),
+        ("llama.toml", "sizes_of_hers", ["'llama' is in two files", "sizes_of_hers"]),
         ("olmo.toml", "sizes_of_his", ["entry point sizes = 'sizes_of_his'", "No module named"]),
     ],
 )
-def test_an_entry_point_that_cannot_be_used_is_refused_by_name(tmp_path, file, entry, words):
-    package(tmp_path, "sizes_of_mine", file, entry)
-    said = answer(tmp_path, "from titanplans import modeling; modeling.available()")
-    assert all(word in said for word in ["ModelError", *words]), said
+def test_an_entry_point_that_cannot_be_used_is_refused_by_name(tmp_path, monkeypatch, file, entry, words):
+    package(tmp_path, "sizes_of_hers", file, entry)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError) as refusal:
+        available()
+    assert all(word in str(refusal.value) for word in words)
 
 
 def test_reading_the_sizes_imports_no_model():
@@ -115,5 +117,8 @@ def test_reading_the_sizes_imports_no_model():
         "import sys; from titanplans.modeling.families import families; families()\n"
         "print([m for m in sys.modules if m.startswith(('fla.', 'transformers.models.llama'))])"
     )
-    assert answer(ROOT, code).startswith("[]\n")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == "[]\n"
     assert families()["gla"].config_class == "fla.models.GLAConfig"
