@@ -12,9 +12,9 @@ from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from titanplans import apply_plan, modeling, registered_plans
 from titanplans.cli.async_tp.decide import _prepare_block, decide
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
-from titanplans.cli.verify.arguments import Request
+from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.main import main
-from titanplans.cli.verify.subject import Source, Subject
+from titanplans.cli.verify.subject import Subject
 from titanplans.modeling import kernels
 from titanplans.observe.async_tp.capture import capture
 from titanplans.observe.async_tp.verdict import verdicts
@@ -35,15 +35,15 @@ def quietly(words):
     """Progress, shown to nobody."""
 
 
-def decided(name, **request):
-    source = Source(name, modeling.load_config(name, "debug"))
-    return decide(Subject(source), Request("async-tp", name, vocab_size=512, **request), 2, quietly)
+def decided(name, *options):
+    request = parse(["async-tp", name, "--vocab-size", "512", *options])
+    return decide(Subject(name, modeling.load_config(name, "debug")), request, 2, quietly)
 
 
 def row(name):
     """A model's row of the table, and what inductor's record says of the same graphs."""
     with recording_graphs() as record:
-        decision = decided(name, batch_size=1)
+        decision = decided(name, "--batch-size", "1")
     (blocks,) = (found for found in decision.blocks if found.names)
     assert len(blocks.names) >= 2  # the first, too, but for the gather where the stream begins
     counts = ["/".join(map(str, blocks.count(backward=backward))) for backward in (False, True)]
@@ -157,7 +157,7 @@ def normed():
 
 
 def test_what_stands_between_is_said_in_words():
-    decision = decide(Subject(Source("own", make=normed), NormedPlan), Request("async-tp", "own"), 2, quietly)
+    decision = decide(Subject("own", make=normed, plan=NormedPlan), parse(["async-tp", "own"]), 2, quietly)
     assert not decision.complete
     said = {(v.place, v.backward): v.obstacle for b in decision.blocks for v in b.verdicts if not v.fused}
     assert said["mlp in", False] == ("mlp.norm, reshape between it and gate_proj, up_proj")

@@ -5,14 +5,13 @@ import torch
 
 from titanplans import modeling, registered_plans
 from titanplans.cli.verify.cut import cut
-from titanplans.cli.verify.group import Ranks
-from titanplans.cli.verify.prepare import available_bytes, check_memory
-from titanplans.cli.verify.subject import Source, every_model
+from titanplans.cli.verify.prepare import check_memory, memory
+from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.errors import VerifyError
 from titanplans.modeling import kernels
 from titanplans.tensor_parallel.decoder import find_decoder
 
-CPU = Ranks(torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,11 +30,11 @@ def hybrid(**options):
     from fla.models import GLAConfig
 
     sizes = dict(hidden_size=64, num_hidden_layers=8, num_heads=4, vocab_size=100, intermediate_size=96)
-    return Source("hybrid", GLAConfig(**sizes, attn={"layers": [2, 5], "num_heads": 4}, **options))
+    return Subject("hybrid", GLAConfig(**sizes, attn={"layers": [2, 5], "num_heads": 4}, **options))
 
 
 def named(name, flavor):
-    return Source(f"{name}, flavor {flavor}", modeling.load_config(name, flavor))
+    return Subject(f"{name}, flavor {flavor}", modeling.load_config(name, flavor))
 
 
 @pytest.mark.parametrize(
@@ -52,31 +51,31 @@ def named(name, flavor):
     ],
 )
 def test_the_first_blocks(source, layers, blocks, of):
-    found = cut(source(), layers, None)
+    config, model, notes = cut(source(), layers, None)
     why = "" if layers else ", as few as hold every kind of block (--layers)"
-    assert found.notes == ((f"the first {blocks} of {of} blocks{why}",) if blocks < of else ())
-    assert len(find_decoder(found.model).blocks) == blocks
-    text = found.config.get_text_config()
+    assert notes == ([f"the first {blocks} of {of} blocks{why}"] if blocks < of else [])
+    assert len(find_decoder(model).blocks) == blocks
+    text = config.get_text_config()
     assert text.num_hidden_layers == blocks
     assert len(getattr(text, "layer_types", None) or range(blocks)) == blocks
-    assert all(p.is_meta for p in found.model.parameters())
+    assert all(p.is_meta for p in model.parameters())
 
 
 def test_lists_with_an_entry_for_each_block_follow():
-    found = cut(named("gemma3_text", "1B"), 7, None).config
+    found, *_ = cut(named("gemma3_text", "1B"), 7, None)
     assert found.layer_types == modeling.load_config("gemma3_text", "1B").layer_types[:7]
     assert found.sliding_window == 512
-    assert cut(hybrid(), None, None).config.attn["layers"] == [2]
+    assert cut(hybrid(), None, None)[0].attn["layers"] == [2]
     # A vision tower is cut to the same number, if it has more.
-    assert cut(named("gemma3", "4B"), 3, None).config.vision_config.num_hidden_layers == 3
+    assert cut(named("gemma3", "4B"), 3, None)[0].vision_config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(("name", "flavor"), [("qwen3", "0.6B"), ("gemma3", "4B"), ("gla", "340M")])
 def test_a_smaller_vocabulary(name, flavor):
-    found = cut(named(name, flavor), None, 1000)
-    assert found.notes[1].startswith("a vocabulary of 1,000 instead of ")
-    assert found.model.get_input_embeddings().weight.shape[0] == 1000
-    assert found.model.get_output_embeddings().weight.shape[0] == 1000
+    _, model, notes = cut(named(name, flavor), None, 1000)
+    assert notes[1].startswith("a vocabulary of 1,000 instead of ")
+    assert model.get_input_embeddings().weight.shape[0] == 1000
+    assert model.get_output_embeddings().weight.shape[0] == 1000
 
 
 def test_more_than_there_is_is_refused():
@@ -89,7 +88,7 @@ def test_more_than_there_is_is_refused():
 def test_memory_that_is_not_there_is_refused():
     model = modeling.build(modeling.load_config("llama", "3.1-70B"))
     # Ten copies of 70.6e9 float64.
-    expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 5,644\.3 GB, and .* GB are free: fewer "
+    expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 5,644\.3 GB, and there are .* GB: fewer "
     with pytest.raises(VerifyError, match=expected):
         check_memory(model, torch.float64, CPU)
     with pytest.raises(VerifyError, match=r"in float32 needs more than 2,822\.1 GB"):
@@ -97,5 +96,5 @@ def test_memory_that_is_not_there_is_refused():
 
 
 def test_a_small_proof_fits():
-    assert available_bytes(CPU.device) > 2**28
+    assert memory(CPU) > 2**28
     check_memory(modeling.build(modeling.load_config("qwen3", "debug")), torch.float64, CPU)

@@ -9,9 +9,9 @@ import torch
 from mutants.corpus import Mutant
 from titanplans import PlanError, check_plan
 from titanplans.proof import threads
-from titanplans.proof.case import prove_cases
+from titanplans.proof.case import prove_case
 from titanplans.proof.report import CaseResult
-from titanplans.proof.world import Run, World
+from titanplans.proof.world import World
 
 CPU = torch.device("cpu")
 
@@ -68,17 +68,15 @@ def _refused(mutant: Mutant) -> str | None:
 
 def _over_threads(degree: int, mutants: list[Mutant]) -> list[Verdict]:
     def prove(world: World) -> list[Verdict]:
-        return [_verdict(mutant, lambda work: work(world)) for mutant in mutants]
+        return [_verdict(mutant, world) for mutant in mutants]
 
     return threads.run(degree, CPU, prove)
 
 
-def _verdict(mutant: Mutant, run: Run) -> Verdict:
+def _verdict(mutant: Mutant, world: World) -> Verdict:
     reference = mutant.architecture.reference()
     try:
-        (case,) = prove_cases(
-            reference, mutant.plan, [mutant.options], run, find=True, tell=lambda words: None
-        )
+        case = prove_case(reference, mutant.plan, mutant.options, world)
     except PlanError as error:
         return Verdict(mutant, str(error), None)
     return Verdict(mutant, None, case)

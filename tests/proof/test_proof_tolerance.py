@@ -27,7 +27,7 @@ def test_the_margin_on_both_sides(blocks):
 
     Measured on 12 seeds at tp = 4, one to eight blocks: at most 2.5 epsilons, of 424 to 2,272 allowed.
     """
-    options = {"degrees": [4], "loss_parallel": True, "sequence_parallel": True, "localise": False}
+    options = {"degrees": [4], "loss_parallel": True, "sequence_parallel": True}
     for seed in range(2):
         (case,) = verify(deep(blocks), TinyPlan, seed=seed, **options).cases
         assert case.passed
@@ -60,7 +60,7 @@ def test_the_unit_follows_the_condition_of_a_quantity():
         with torch.no_grad():
             model.lm_head.weight *= scale
         reference = Reference(model, token_ids(model, 2, 16, 1, 0), 0)
-        return reference.loss_unit, reference.loss.item()
+        return reference.units["loss", ""], reference.expected["loss", ""].item()
 
     flat, loss = unit(1e-6)
     assert flat < 4e-16 * loss, (
@@ -76,11 +76,12 @@ def test_a_gradient_that_is_nothing_but_rounding_has_a_unit_of_its_own():
     model.double()
     randomise(model, 0)
     reference = Reference(model, token_ids(model, 2, 16, 1, 0), 0)
-    bias, weight = "layers.0.attn.k_proj.bias", "layers.0.attn.k_proj.weight"
-    assert reference.gradients[bias].abs().max() < 1e-15 < reference.gradients[weight].abs().max()
-    assert reference.units[bias] > 0.1 * reference.gradients[bias].abs().max()
+    bias, weight = (("gradients", f"layers.0.attn.k_proj.{name}") for name in ("bias", "weight"))
+    noise, neighbour = (reference.expected[key].abs().max() for key in (bias, weight))
+    assert noise < 1e-15 < neighbour
+    assert reference.units[bias] > 0.1 * noise
     # And yet a gradient of the size that its neighbour has would be far outside.
-    assert reference.tolerance * reference.units[bias] < 1e-8 * reference.gradients[weight].abs().max()
+    assert reference.tolerance * reference.units[bias] < 1e-8 * neighbour
 
 
 def test_depth_counts_the_sums_of_a_model():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans import PlanError, TPOptions
 from titanplans.proof import simulate, threads, verify, world
-from titanplans.proof.case import prove_cases
+from titanplans.proof.case import prove_case
 from titanplans.proof.world import choose
 from titanplans.tensor_parallel.local_parameters import local_parameter
 from titanplans.tensor_parallel.loss import cross_entropy
@@ -40,17 +40,11 @@ def test_threads_and_simulated_ranks_agree_on_right_plans(architecture):
     for degree in (2, 4):
         # At each degree every option both ways; the four together are all choices.
         cases = [TPOptions(degree, loss, loss == (degree == 2)) for loss in BOTH]
-        threaded, simulated = (
-            prove_cases(
-                architecture.reference(),
-                None,
-                cases,
-                lambda work, run=run, degree=degree: run(degree, CPU, work),
-                find=True,
-                tell=lambda words: None,
-            )
-            for run in (threads.run, simulate.run)
-        )
+
+        def prove(world, cases=cases):
+            return [prove_case(architecture.reference(), None, options, world) for options in cases]
+
+        threaded, simulated = (run(degree, CPU, prove) for run in (threads.run, simulate.run))
         for one, other in zip(threaded, simulated, strict=True):
             assert one.passed, one.worst
             alike(one, other)

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.proof.case import prove_cases
+from titanplans.proof.case import prove_case
 from titanplans.proof.modes import exact_float8
 from titanplans.proof.reference import Reference
-from titanplans.proof.report import Refusal, Report
+from titanplans.proof.report import CaseResult, Refusal, Report, case_name
 from titanplans.proof.sample import moved, randomise, token_ids
 from titanplans.proof.step import Loss
 from titanplans.proof.tolerance import check_dtype
-from titanplans.proof.world import RUNS, choose, group_degree
+from titanplans.proof.world import RUNS, World, choose, group_degree
 from titanplans.tensor_parallel.apply import check_plan
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.plan import TPOptions
@@ -43,7 +42,6 @@ def verify(
     seed: int = 0,
     losses: Mapping[str, Loss] | None = None,
     ranks: str | None = None,
-    localise: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Prove that `plan` splits a model right: one training step, split and whole, quantity by quantity.
@@ -76,7 +74,6 @@ def verify(
         ranks: "threads" or "simulated", all in this process; "process_group": one rank in each process
             of the default one, each of which calls this and gets the same report; None for threads or
             simulated ranks, whichever fits each degree (titanplans/proof/world.py says when).
-        localise: run failing cases again to find where they go wrong first.
         progress: called with a few words before each step.
 
     Raises:
@@ -84,7 +81,7 @@ def verify(
             is accepted; the whole model does not run, or not in this dtype.
     """
     check_dtype(dtype)
-    tell = progress or (lambda words: None)
+    progress = progress or (lambda words: None)
     named = degrees is not None or ranks == "process_group"
     if ranks == "process_group":
         degrees = [group_degree(degrees)]
@@ -107,14 +104,21 @@ def verify(
         randomise(model, seed)
         if ranks == "process_group":
             _share(model)
-        tell("the whole model")
+        progress("the whole model")
         reference = Reference(model, moved(inputs, device, dtype), seed, losses)
-        cases = []
+
+        def prove(group: Sequence[TPOptions], world: World) -> list[CaseResult]:
+            results = []
+            for options in group:
+                if world.first:
+                    progress(case_name(options))
+                results.append(prove_case(reference, plan, options, world))
+            return results
+
+        cases: list[CaseResult] = []
         for degree, group in itertools.groupby(accepted, key=lambda options: options.degree):
-            chosen = choose(ranks, degree, model)
-            run = partial(RUNS[chosen], degree, device)
-            proved = prove_cases(reference, plan, list(group), run, find=localise, tell=tell)
-            cases += [replace(case, ranks=chosen) for case in proved]
+            run = RUNS[choose(ranks, degree, model)]
+            cases += run(degree, device, partial(prove, list(group)))
     plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
     subject = f"{type(model).__name__}, {plan_name}"
     return Report(subject, str(dtype).removeprefix("torch."), tuple(cases), tuple(refused))
@@ -149,7 +153,7 @@ def accepted_cases(
     accepted, refused = [], []
     errors: list[PlanError] = []
     for degree, group in itertools.groupby(grid, key=lambda options: options.degree):
-        reasons: dict[TPOptions, PlanError] = {}
+        reasons: dict[str, list[TPOptions]] = {}
         for options in group:
             try:
                 check_plan(
@@ -162,18 +166,11 @@ def accepted_cases(
                 )
                 accepted.append(options)
             except PlanError as error:
-                reasons[options] = error
-        errors += reasons.values()
-        whole_degree = not any(options.degree == degree for options in accepted)
-        if whole_degree and named:
+                errors.append(error)
+                reasons.setdefault(str(error), []).append(options)
+        if named and not any(options.degree == degree for options in accepted):
             raise errors[-1]
-        if whole_degree and len({str(error) for error in reasons.values()}) == 1:
-            refused.append(Refusal(degree, None, None, str(errors[-1])))
-        else:
-            refused += [
-                Refusal(degree, o.loss_parallel, o.sequence_parallel, str(error))
-                for o, error in reasons.items()
-            ]
+        refused += [Refusal(tuple(those), reason) for reason, those in reasons.items()]
     if not accepted:
         raise errors[0]
     return accepted, refused

@@ -1,4 +1,4 @@
-"""Where a failing case goes wrong first, and how: the split model runs again, and each module's output is compared.
+"""Where a failing case goes wrong first, and how: each module's output is compared, and the gradient of each.
 
 Only a pointer for the reader: the ranks' tensors are put together by what fits best
 (titanplans/proof/assemble.py), and the verdict does not rest on it.
@@ -9,18 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.proof import step
 from titanplans.proof.assemble import best_fit
-from titanplans.proof.record import Recorder, gradient_key, module_name
+from titanplans.proof.record import gradient_key, module_name
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Finding, Localisation, Place, epsilons
+from titanplans.proof.split import SplitStep
 from titanplans.proof.tolerance import difference
 from titanplans.proof.world import World, agreed, wholes
-from titanplans.tensor_parallel.gradients import align_gradients
 from titanplans.tensor_parallel.styles import Style
 
 BESIDE = 2
@@ -42,27 +40,19 @@ class _Seen:
     unit: float
 
 
-def localise(
-    model: nn.Module,
-    styles: Mapping[str, ParallelStyle],
-    reference: Reference,
-    world: World,
-    case: CaseResult,
-) -> Localisation:
+def localise(split: SplitStep, reference: Reference, world: World, case: CaseResult) -> Localisation:
     """Return where the split model differs first: forward or, if it does not there, backward.
 
     Args:
-        model: split, fresh.
-        styles: its plan, by fully qualified name.
-        reference: the whole model, recorded.
+        split: its step, compared, or as far as it came.
+        reference: the whole model.
         world: the ranks.
-        case: the failing one.
+        case: the result, which fails.
     """
-    search = _Search(model, styles, reference, world)
-    with torch.no_grad():
-        finding = agreed(world, search.first_off("forward", search.outputs()))
-        if finding is None and not search.broke:
-            finding = agreed(world, search.first_off("backward", search.gradients()))
+    search = _Search(split, reference, world)
+    finding = agreed(world, search.first_off("forward", search.outputs()))
+    if finding is None and case.checks[0].what != "runs":
+        finding = agreed(world, search.first_off("backward", search.gradients()))
     notes = list(_notes(case))
     if finding is None and not notes:
         notes = [
@@ -85,60 +75,54 @@ def _notes(case: CaseResult) -> Iterator[str]:
 
 
 class _Search:
-    """One run of the split model, recorded, beside the whole model's. Arguments as those of `localise`."""
+    """What the split model's modules gave beside the whole model's. Arguments as those of `localise`."""
 
-    def __init__(
-        self, model: nn.Module, styles: Mapping[str, ParallelStyle], reference: Reference, world: World
-    ):
-        self.model, self.styles, self.reference, self.world = model, styles, reference, world
-        self.whole, self.units = reference.recorded()
-        self.broke = False
-        """It did not run to its end; what was recorded until then counts."""
-        self.split = Recorder(model)
-        try:
-            with self.split:
-                world.together(lambda: reference.run_step(model))
-        except step.FAILURES:
-            self.broke = True
+    def __init__(self, split: SplitStep, reference: Reference, world: World):
+        self.split, self.reference, self.world = split, reference, world
         # Where a rank broke off, it has recorded less than the others.
-        self.common = set.intersection(*world.everyone(set(self.split.tensors)))
+        self.common = set.intersection(*world.everyone(set(split.record.tensors)))
 
     def outputs(self) -> list[_Seen]:
         """Return each module's output, in the order in which they finished."""
-        return [seen for key in self.whole.order if (seen := self._output(key, key)) is not None]
+        return [seen for key in self.reference.order if (seen := self._output(key, key)) is not None]
 
     def gradients(self) -> list[_Seen]:
         """Return, from the loss back, the gradient of each module's output and then of its own parameters."""
-        before = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        sharded = {
-            n for n, g in before.items() if isinstance(g, DTensor) and any(p.is_shard() for p in g.placements)
-        }
-        held = {n: None if n in sharded else self.world.every(grad) for n, grad in before.items()}
-        align_gradients(self.model.parameters())
-        left = {n: p.grad for n, p in self.model.named_parameters() if n in self.reference.gradients}
+        left = dict(self.split.gradients)
+        parameters = self.split.model.named_parameters()
+        aligned = {name: param.grad for name, param in parameters if param.grad is not None}
         places: list[_Seen] = []
-        for key in reversed(self.whole.order):
+        for key in reversed(self.reference.order):
             if (seen := self._output(gradient_key(key), f"gradient of the output of {key}")) is not None:
                 places.append(seen)
             for name in [n for n in left if n.rpartition(".")[0] == module_name(key)]:
-                if (gradient := left.pop(name)) is not None:
-                    expected, unit = self.reference.gradients[name], self.reference.units[name]
-                    values = wholes(gradient, self.world)
-                    if not self.world.first:
-                        continue
+                gradient = left.pop(name)
+                if ("gradients", name) not in self.reference.expected:
+                    continue
+                sharded = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
+                held = None if sharded else self.world.every(gradient)
+                values = wholes(aligned[name], self.world)
+                if self.world.first:
+                    expected, unit = self._whole("gradients", name)
                     error = max(difference(value, expected) for value in values) / unit
-                    places.append(_Seen(Place(name, error), values, held[name], expected, unit))
+                    places.append(_Seen(Place(name, error), values, held, expected, unit))
         return places
+
+    def _whole(self, what: str, name: str) -> tuple[torch.Tensor, float]:
+        """Return a quantity of the whole model, and its unit."""
+        unit = self.reference.units[what, name]
+        assert isinstance(unit, float)
+        return self.reference.expected[what, name], unit
 
     def _output(self, key: str, label: str) -> _Seen | None:
         """Return the place of a recorded tensor; None if it was not recorded, or can't be put together."""
-        if key not in self.common or key not in self.units:
+        if key not in self.common or ("outputs", key) not in self.reference.expected:
             return None
-        tensor, expected, unit = self.split.tensors[key], self.whole.tensors[key], self.units[key]
-        held = wholes(tensor, self.world)
+        held = wholes(self.split.record.tensors[key], self.world)
         if not self.world.first:
             return None
-        fit = best_fit(held, expected, sums=_may_be_partial(module_name(key), self.styles))
+        expected, unit = self._whole("outputs", key)
+        fit = best_fit(held, expected, sums=_may_be_partial(module_name(key), self.split.styles))
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titanplans.tensor_parallel.plan import TPOptions
+
 
 @dataclass(frozen=True)
 class Check:
@@ -87,9 +89,7 @@ class Localisation:
 class CaseResult:
     """One degree with one choice of options."""
 
-    degree: int
-    loss_parallel: bool
-    sequence_parallel: bool
+    options: TPOptions
     checks: tuple[Check, ...]
     missing: tuple[str, ...] = ()
     """Parameters with a gradient in the whole model and none in the split one."""
@@ -119,21 +119,18 @@ class CaseResult:
     @property
     def name(self) -> str:
         """The case in words."""
-        return case_name(self.degree, self.loss_parallel, self.sequence_parallel)
+        return case_name(self.options)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A degree, with the options if only some are refused, that strict application does not accept."""
+    """Choices of options at one degree that strict application does not accept, all for one reason."""
 
-    degree: int
-    loss_parallel: bool | None
-    sequence_parallel: bool | None
+    options: tuple[TPOptions, ...]
     reason: str
 
     def __str__(self) -> str:
-        name = case_name(self.degree, self.loss_parallel, self.sequence_parallel)
-        return f"not proved: {name}: {self.reason}"
+        return f"not proved: {case_name(*self.options)}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -161,9 +158,12 @@ class Report:
         """Return the report as JSON has it, verdicts included; numbers that are not finite as strings."""
         found = _plain(asdict(self)) | {"passed": self.passed}
         for case, written in zip(self.cases, found["cases"], strict=True):
-            written["passed"] = case.passed
+            del written["options"]
+            written |= options_as_json(case.options) | {"passed": case.passed}
             for check, one in zip(case.checks, written["checks"], strict=True):
                 one["passed"] = check.passed
+        for refusal, written in zip(self.refused, found["refused"], strict=True):
+            written["options"] = [options_as_json(options) for options in refusal.options]
         return found
 
     def table(self) -> str:
@@ -181,11 +181,19 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def case_name(degree: int, loss_parallel: bool | None, sequence_parallel: bool | None) -> str:
-    """Return a case in words, "tp 2, loss sharded, sequence whole"; an option that is None is left out."""
-    options = {"loss": loss_parallel, "sequence": sequence_parallel}
-    words = [f"{what} {'sharded' if on else 'whole'}" for what, on in options.items() if on is not None]
-    return ", ".join([f"tp {degree}", *words])
+def case_name(*cases: TPOptions) -> str:
+    """Return in words what cases of one degree have in common: "tp 2, loss sharded, sequence whole"."""
+    words = [f"tp {cases[0].degree}"]
+    losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
+    for what, sharded in (("loss", losses), ("sequence", sequences)):
+        if len(sharded) == 1:
+            words.append(f"{what} {'sharded' if sharded.pop() else 'whole'}")
+    return ", ".join(words)
+
+
+def options_as_json(options: TPOptions) -> dict[str, Any]:
+    """Return what tells a case from the others of a report."""
+    return {name: getattr(options, name) for name in ("degree", "loss_parallel", "sequence_parallel")}
 
 
 def epsilons(error: float) -> str:

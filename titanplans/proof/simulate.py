@@ -32,6 +32,7 @@ T = TypeVar("T")
 class Simulated:
     """The world (titanplans/proof/world.py) of all simulated ranks."""
 
+    name = "simulated"
     exact = first = True
     ranked = False
 

@@ -28,9 +28,9 @@ def _row(case: CaseResult, checks: Sequence[str]) -> tuple[str, ...]:
     if case.missing:
         errors["gradients"] = "missing"
     return (
-        str(case.degree),
-        "sharded" if case.loss_parallel else "whole",
-        "sharded" if case.sequence_parallel else "whole",
+        str(case.options.degree),
+        "sharded" if case.options.loss_parallel else "whole",
+        "sharded" if case.options.sequence_parallel else "whole",
         *(errors.get(what, "-") for what in checks),
         "right" if case.passed else "WRONG",
         case.worst,

@@ -181,6 +181,7 @@ dist.Backend.register_backend(
 class Thread:
     """The world (titanplans/proof/world.py) as one of the threads sees it."""
 
+    name = "threads"
     exact = ranked = True
 
     def __init__(self, mesh: DeviceMesh, rank: int, meeting: Meeting):

@@ -32,6 +32,9 @@ MOST_COPIES = 2**30
 class World(Protocol):
     """The ranks over which cases are split, as one of them sees them; simulated ranks are all seen as one."""
 
+    name: str
+    """threads, simulated or process_group."""
+
     mesh: DeviceMesh
     """1-D, "tp"."""
 
@@ -64,13 +67,10 @@ class World(Protocol):
         ...
 
 
-Run = Callable[[Callable[[World], Any]], Any]
-"""Runs a function on every rank of a world, and returns what it returns on the first."""
-
-
 class Group:
     """One rank in each process of the default process group, over gloo or NCCL."""
 
+    name = "process_group"
     # Kernels that sum with atomic operations give each rank bits of its own.
     exact = False
     ranked = True

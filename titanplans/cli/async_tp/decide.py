@@ -1,7 +1,8 @@
-"""What the command line asks, prepared: the model, split over ranks that do not exist; `observe.async_tp` decides."""
+"""What async tensor parallelism would fuse: the model, split over ranks that do not exist, its graphs, the verdicts."""
 
 import time
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,14 +13,12 @@ from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
-from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.cut import kind
-from titanplans.cli.verify.group import Ranks
 from titanplans.cli.verify.prepare import Prepared, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
-from titanplans.observe.async_tp.capture import graph_breaks
-from titanplans.observe.async_tp.decision import Blocks, decide_blocks
+from titanplans.observe.async_tp.capture import Captured, capture, graph_breaks
+from titanplans.observe.async_tp.verdict import BEGINS, Verdict, verdicts
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 from titanplans.parallel.float8 import keep_plain_between_graphs
@@ -30,6 +29,25 @@ from titanplans.torch_private import dynamo_errors
 
 _TOKENS = 128
 """In a sequence: more than the 64 up to which FLA's mixers take another kernel."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks whose collectives have the same verdicts."""
+
+    title: str
+    names: tuple[str, ...]
+    """Their names; none for the gather where the stream begins, which stands apart."""
+
+    graphs: int
+    """Graphs that each becomes, forward."""
+
+    verdicts: tuple[Verdict, ...]
+
+    def count(self, *, backward: bool) -> tuple[int, int]:
+        """Return how many collectives are fused, of how many."""
+        those = [v for v in self.verdicts if v.backward == backward]
+        return sum(v.fused for v in those), len(those)
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class Decision:
         return all(v.fused or not v.possible for b in self.blocks for v in b.verdicts)
 
 
-def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str], None]) -> Decision:
+def decide(subject: Subject, request: Namespace, degree: int, progress: Callable[[str], None]) -> Decision:
     """Decide what async tensor parallelism would fuse in `subject` at one degree.
 
     Raises:
@@ -70,7 +88,7 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
             f"async-tp {request.subject}: without sequence parallelism there are all-reduces only, which torch's pass does "
             "not fuse; switch it on"
         )
-    tell("the model")
+    progress("the model")
     prepared = _prepare(subject, request, degree)
     model = prepared.model
     decoder = find_decoder(model, required=False)
@@ -78,18 +96,17 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
         raise VerifyError(
             f"async-tp {request.subject}: {type(model).__name__} has no list of blocks to compile"
         )
-    alike, kinds = _alike(decoder), {block.name: block.kind for block in decoder.blocks}
+    alike = _alike(decoder)
     inputs = prepared.inputs()
     with fake_ranks(degree) as mesh:
         apply_plan(model, mesh, plan=subject.plan, loss_parallel=False)
         _give_values(model)
         async_tp.prepare(model)
-        tell("the graphs")
+        progress("the graphs")
         try:
-            group = mesh.get_group().group_name
             with graphs_end_as_on_a_gpu():
-                blocks = decide_blocks(
-                    model, alike, kinds, partial(_step, model, inputs), group, _prepare_block
+                captured = capture(
+                    model, alike, partial(_step, model, inputs), mesh.get_group().group_name, _prepare_block
                 )
         except dynamo_errors().TorchDynamoException as error:
             reason = str(error.__cause__ or error).strip().splitlines()[0]
@@ -98,21 +115,48 @@ def decide(subject: Subject, request: Request, degree: int, tell: Callable[[str]
                 "special, such as float8, or see TORCH_LOGS=+dynamo"
             ) from error
     return Decision(
-        subject.source.words,
+        subject.words,
         degree,
         prepared.batch_size,
         prepared.seq_len,
         prepared.notes,
-        blocks,
+        _judged(model, decoder, alike, captured),
         graph_breaks(),
         time.perf_counter() - start,
     )
 
 
-def _prepare(subject: Subject, request: Request, degree: int) -> Prepared:
-    """The model as a proof has it, in float32, with enough tokens for what depends on their number."""
-    float8 = replace(subject.float8, emulate=False)  # the products that a GPU has
-    prepared = prepare(subject.source, replace(request, dtype="float32"), Ranks(torch.device("cpu")), float8)
+def _judged(
+    model: nn.Module,
+    decoder: Decoder,
+    alike: Mapping[str, tuple[str, ...]],
+    captured: Mapping[str, Sequence[Captured]],
+) -> tuple[Blocks, ...]:
+    """Return the verdicts on each kind of block, and apart from them that on the gather where the stream begins."""
+    kinds = {block.name: block.kind for block in decoder.blocks}
+    found: dict[tuple[str, tuple[Verdict, ...]], Blocks] = {}
+    for name, names in alike.items():
+        modules = {str(id(module)): path for path, module in model.get_submodule(name).named_modules()}
+        own = verdicts(captured[name], modules)
+        begins = tuple(v for v in own if v.obstacle == BEGINS)
+        rest = tuple(v for v in own if v.obstacle != BEGINS)
+        graphs = sum(not graph.backward for graph in captured[name]) - bool(begins)
+        for title, verdict, held in (
+            (kinds[name], rest, names),
+            (f"{name}, where the sharded stream begins", begins, ()),
+        ):
+            if verdict:
+                before = found.get((title, verdict), Blocks(title, (), graphs, verdict))
+                found[title, verdict] = replace(before, names=(*before.names, *held))
+    return tuple(found.values())
+
+
+def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
+    """Prepare the model as for a proof, in float32, with enough tokens for what depends on their number."""
+    unemulated = replace(
+        subject, float8=replace(subject.float8, emulate=False)
+    )  # the products that a GPU has
+    prepared = prepare(unemulated, request, torch.device("cpu"), torch.float32)
     keep_plain_between_graphs(prepared.model)
     if request.seq_len is not None:
         return prepared

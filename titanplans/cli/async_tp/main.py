@@ -2,13 +2,13 @@
 
 import json
 import sys
+from argparse import Namespace
 from contextlib import redirect_stdout
 
-from titanplans.cli.verify.arguments import Request
 from titanplans.training.logs import init_logging
 
 
-def main(request: Request) -> int:
+def main(request: Namespace) -> int:
     """Decide what `request` asks and print it; return the exit status.
 
     Raises:

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from titanplans.cli.async_tp.decide import Decision
-from titanplans.observe.async_tp.decision import Blocks
+from titanplans.cli.async_tp.decide import Blocks, Decision
 from titanplans.observe.async_tp.verdict import Verdict
 
 

@@ -1,11 +1,11 @@
-"""The command lines of `verify`, `list` and `async-tp`, parsed into a `Request`. Needs no torch.
+"""The command lines of `verify`, `list` and `async-tp`. Needs no torch.
 
 `titanplans.cli.verify.subject` finds what a SUBJECT stands for.
 """
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from argparse import Namespace
 from typing import NoReturn
 
 from titanplans.errors import VerifyError
@@ -29,43 +29,18 @@ _ASYNC_TP_EXAMPLES = """\
 exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 not possible as asked (one line says why)"""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be proved. None: not given."""
-
-    command: str
-    """verify, list or async-tp."""
-
-    subject: str | None = None
-    all: bool = False
-    model: str | None = None
-    flavor: str | None = None
-    plan: str | None = None
-    degrees: tuple[int, ...] | None = None
-    loss_parallel: bool | None = None
-    sequence_parallel: bool | None = None
-    float8: str | None = None
-    float8_filter: tuple[str, ...] = ()
-    float8_filter_unaligned: bool = False
-    layers: int | None = None
-    vocab_size: int | None = None
-    seq_len: int | None = None
-    batch_size: int = 2
-    dtype: str | None = None
-    ranks: str | None = None
-    """threads, simulated or process_group; None: whichever of the first two fits."""
-    json: bool = False
-    words: str = ""
-    """The command line."""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise VerifyError(f"{message}; see {self.prog} --help")
 
 
-def parse(argv: list[str]) -> Request:
-    """Read a command line, without the program's name. `--help` prints, and ends the process with status 0.
+def parse(argv: list[str]) -> Namespace:
+    """Return the options of a command line, None for what is not given; `words` are the line itself.
+
+    `--help` prints, and ends the process with status 0.
+
+    Args:
+        argv: without the program's name.
 
     Raises:
         VerifyError: an option that is not there, or a value that can't be read.
@@ -87,21 +62,22 @@ def parse(argv: list[str]) -> Request:
             allow_abbrev=False,
         )
     )
-    _add_subject(
-        commands.add_parser(
-            "async-tp",
-            help="which collectives async tensor parallelism would fuse with matrix products",
-            description="Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would "
-            "fuse with matrix products, and say what stands between the others and theirs.",
-            epilog=_ASYNC_TP_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        ),
-        tokens="128, or what an image needs",
-        degrees="the job's, or 2",
+    async_tp = commands.add_parser(
+        "async-tp",
+        help="which collectives async tensor parallelism would fuse with matrix products",
+        description="Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would "
+        "fuse with matrix products, and say what stands between the others and theirs.",
+        epilog=_ASYNC_TP_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    request = Request(**vars(parser.parse_args(argv)), words=shlex.join(argv))
-    if request.command != "list" and (request.subject is None) != request.all:
+    _add_subject(async_tp, tokens="128, or what an image needs", degrees="the job's, or 2")
+    async_tp.set_defaults(loss_parallel=None, sequence_parallel=None, ranks=None)
+    request = parser.parse_args(argv)
+    request.words = shlex.join(argv)
+    if request.command == "list":
+        return request
+    if (request.subject is None) != request.all:
         raise VerifyError(
             f"{request.command} takes either a SUBJECT or --all; see titanplans {request.command} --help"
         )

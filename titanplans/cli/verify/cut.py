@@ -1,33 +1,25 @@
 """A smaller config of the same architecture, with fewer blocks and tokens, which a plan splits in the same way."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.cli.verify.subject import Source
+from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
 from titanplans.tensor_parallel.decoder import find_decoder
 
 _OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # under these names a block knows its place
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A smaller config, its model on the meta device, and what is smaller, in words."""
-
-    config: PretrainedConfig
-    model: nn.Module
-    notes: tuple[str, ...]
-
-
-def cut(source: Source, layers: int | None, vocab_size: int | None) -> Cut:
-    """Return the model of `source`, which has a config, with the first `layers` of its blocks.
+def cut(
+    source: Subject, layers: int | None, vocab_size: int | None
+) -> tuple[PretrainedConfig, nn.Module, list[str]]:
+    """Return the smaller config, its model on meta with the first `layers` blocks, and what is smaller, in words.
 
     Args:
-        source: the whole model.
+        source: the whole model, which has a config.
         layers: None takes as few as hold every kind of block (by classes, shapes and settings), but two, since the
             stream begins at the first. A tower of another modality is cut to the same number if it has more.
         vocab_size: tokens in the vocabulary; None leaves them.
@@ -63,7 +55,7 @@ def cut(source: Source, layers: int | None, vocab_size: int | None) -> Cut:
             f"--layers {number}: the config of {source.words} gives {number} blocks that are not the first {number} of its "
             f"{len(kinds)}; give --layers {len(kinds)}, or a config.json of its own"
         )
-    return Cut(config, model, tuple(notes))
+    return config, model, notes
 
 
 def _kinds(model: nn.Module) -> list[Any]:

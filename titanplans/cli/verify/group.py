@@ -1,15 +1,14 @@
 """The processes of a proof: this one, or those that torchrun started, in a process group."""
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from titanplans.cli.verify.arguments import Request
 from titanplans.errors import VerifyError
 from titanplans.parallel.process_group import default_device_type
 
@@ -17,22 +16,7 @@ from titanplans.parallel.process_group import default_device_type
 _PATIENCE = timedelta(minutes=5)
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of a proof, and what they compute on."""
-
-    device: torch.device
-    group: int | None = None
-    """Processes in the group; None: all ranks are in this process."""
-
-    def words(self, found: str) -> str:
-        """Return the ranks in words; `found` is the report's word for ranks in this process."""
-        if self.group is None:
-            return f"ranks: {found}"
-        return f"{self.group} processes over {dist.get_backend()}, {self.device.type}"
-
-
-def check_launch(request: Request) -> None:
+def check_launch(request: Namespace) -> None:
     """Refuse torchrun without a process group, a process group without torchrun, and degrees that are not its size.
 
     Raises:
@@ -56,7 +40,6 @@ def check_launch(request: Request) -> None:
             "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2"
         )
     if grouped and request.degrees not in (None, (size,)):
-        assert request.degrees is not None
         raise VerifyError(
             f"--tp {','.join(map(str, request.degrees))}: {size} processes prove degree {size} only; "
             "start as many as the degree, or leave --tp out"
@@ -64,14 +47,14 @@ def check_launch(request: Request) -> None:
 
 
 @contextmanager
-def started_ranks(request: Request) -> Iterator[Ranks]:
-    """Give the ranks on which `request` is proved; a process group is set up, and taken down.
+def started_ranks(request: Namespace) -> Iterator[torch.device]:
+    """Give the device of this process's ranks; a process group that is asked for is set up, and taken down.
 
     Raises:
         VerifyError: fewer GPUs than processes.
     """
     if request.ranks != "process_group":
-        yield Ranks(torch.device("cpu"))
+        yield torch.device("cpu")
         return
     kind = default_device_type()
     device = torch.device(kind)
@@ -90,6 +73,6 @@ def started_ranks(request: Request) -> Iterator[Ranks]:
     backend = dist.get_default_backend_for_device(kind)
     dist.init_process_group(backend, device_id=device if kind != "cpu" else None, timeout=_PATIENCE)
     try:
-        yield Ranks(device, dist.get_world_size())
+        yield device
     finally:
         dist.destroy_process_group()

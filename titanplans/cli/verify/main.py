@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from contextlib import redirect_stdout
 
-from titanplans.cli.verify.arguments import Request, parse
+from titanplans.cli.verify.arguments import parse
 from titanplans.errors import UserError
 from titanplans.training.exit_status import refuse
 from titanplans.training.logs import init_logging
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _verify(request: Request, rank: int) -> int:
+def _verify(request: Namespace, rank: int) -> int:
     # Whatever libraries log belongs on stderr: stdout is the result's.
     with redirect_stdout(sys.stderr):
         init_logging(rank)
@@ -54,8 +55,8 @@ def _verify(request: Request, rank: int) -> int:
     check_launch(request)
     start = time.perf_counter()
     outcomes = []
-    with started_ranks(request) as ranks:
-        _import_libraries(ranks.device.type)
+    with started_ranks(request) as device:
+        _import_libraries(device.type)
         from titanplans.cli.verify.proof import prove
         from titanplans.cli.verify.screen import progress, summary, text
         from titanplans.cli.verify.subject import every_model, find_subject
@@ -63,7 +64,7 @@ def _verify(request: Request, rank: int) -> int:
         for name in every_model() if request.all else [request.subject or ""]:
             with redirect_stdout(sys.stderr), progress(name, shown=rank == 0) as tell:
                 subject = find_subject(name, request)
-                outcomes.append(prove(subject, request, ranks, tell))
+                outcomes.append(prove(subject, request, device, tell))
             if rank == 0 and not request.json:
                 print(text(outcomes[-1]), end="\n\n" if request.all else "\n", flush=True)
     right = all(outcome.report.passed for outcome in outcomes)

@@ -1,20 +1,21 @@
 """What a proof runs on: the model, its dtype and its inputs; and whether the proof fits into memory."""
 
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
-from titanplans.cli.verify.arguments import Request
 from titanplans.cli.verify.cut import cut
-from titanplans.cli.verify.group import Ranks
-from titanplans.cli.verify.subject import Source
+from titanplans.cli.verify.subject import Subject
 from titanplans.errors import OptionError, VerifyError
 from titanplans.parallel import Float8
 from titanplans.parallel.float8.conversion import FILTER, RECIPE
@@ -57,51 +58,50 @@ class Prepared:
         return token_ids(self.model, self.batch_size, self.seq_len, 1, 0)
 
 
-def prepare(source: Source, request: Request, ranks: Ranks, float8: Float8) -> Prepared:
+def prepare(
+    subject: Subject, request: Namespace, device: torch.device, dtype: torch.dtype | None = None
+) -> Prepared:
     """Decide model, dtype and sizes before anything large is built.
 
     Args:
-        source: where the model comes from.
+        subject: which model, and which of its Linear modules are converted to float8.
         request: the command line.
-        ranks: where it is proved.
-        float8: which of its Linear modules are converted.
+        device: where it runs.
+        dtype: of its weights; None: float64, or float32 where its kernels compute no other.
 
     Raises:
         UserError: the model can't be built as asked.
     """
-    notes, make = [], None
-    if source.config is None:
-        model, config = _made(source, request, ranks), None
+    notes, make, float8 = [], None, subject.float8
+    if subject.config is None:
+        model, config = _made(subject, request, device), None
         if isinstance(model, PreTrainedModel):
             config = model.config
     else:
-        found = cut(source, request.layers, request.vocab_size)
-        model, config = found.model, found.config
-        notes += found.notes
-    dtype = _dtype(model, request, ranks, notes)
-    if source.config is not None:
-        assert config is not None
-        cut_config = config
-
-        def make() -> nn.Module:
-            # The proof draws new parameters: no noise is added here.
-            model: nn.Module = modeling.build_real(cut_config, dtype=dtype, noise=0.0)
-            model.to(ranks.device)
-            if float8.recipe_name is not None:
-                convert(model, float8, ranks.device.type)
-            return model
-
+        config, model, notes = cut(subject, request.layers, request.vocab_size)
+    dtype = dtype or _dtype(model, device, notes)
+    if config is not None and subject.config is not None:
+        make = partial(_build, config, dtype, device, float8)
     if float8.recipe_name is not None:
-        notes.append(_converted(model, float8, ranks))
+        notes.append(_converted(model, float8, device))
     seq_len = request.seq_len or _sequence(config)
     notes += _unseen(config, seq_len)
     return Prepared(model, make, config, dtype, request.batch_size, seq_len, tuple(notes))
 
 
-def _converted(model: nn.Module, float8: Float8, ranks: Ranks) -> str:
+def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, float8: Float8) -> nn.Module:
+    # The proof draws new parameters: no noise is added here.
+    model: nn.Module = modeling.build_real(config, dtype=dtype, noise=0.0)
+    model.to(device)
+    if float8.recipe_name is not None:
+        convert(model, float8, device.type)
+    return model
+
+
+def _converted(model: nn.Module, float8: Float8, device: torch.device) -> str:
     """Convert `model`, and say so."""
     try:
-        done = convert(model, float8, ranks.device.type)
+        done = convert(model, float8, device.type)
     except OptionError as error:
         option = {FILTER: "--float8-filter", RECIPE: "--float8"}[error.option]
         value = error.value if isinstance(error.value, str) else ",".join(error.value)
@@ -110,36 +110,34 @@ def _converted(model: nn.Module, float8: Float8, ranks: Ranks) -> str:
     return f"{len(done.converted)} Linear modules are float8 ({done.recipe}), whole and split{left}"
 
 
-def _made(source: Source, request: Request, ranks: Ranks) -> nn.Module:
-    """The model of a function of the user's own."""
+def _made(subject: Subject, request: Namespace, device: torch.device) -> nn.Module:
+    """Return the model of a function of the user's own."""
     for option, value in (("layers", request.layers), ("vocab-size", request.vocab_size)):
         if value is not None:
             raise VerifyError(
-                f"--{option} {value}: {source.words} makes a model of a fixed size; let it make a smaller one"
+                f"--{option} {value}: {subject.words} makes a model of a fixed size; let it make a smaller one"
             )
-    if not callable(source.make):
+    if not callable(subject.make):
         raise VerifyError(
-            f"{source.words} is of type {type(source.make).__name__}, not a function that returns an nn.Module"
+            f"{subject.words} is of type {type(subject.make).__name__}, not a function that returns an nn.Module"
         )
-    with as_user_error(source.words, VerifyError):
-        model = source.make()
+    with as_user_error(subject.words, VerifyError):
+        model = subject.make()
     if not isinstance(model, nn.Module):
         raise VerifyError(
-            f"{source.words} returned something of type {type(model).__name__}, not an nn.Module"
+            f"{subject.words} returned something of type {type(model).__name__}, not an nn.Module"
         )
     on_meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if on_meta is not None:
         raise VerifyError(
-            f"{source.words} returned a model without weights ({on_meta} is on meta); give it some"
+            f"{subject.words} returned a model without weights ({on_meta} is on meta); give it some"
         )
-    return model.to(ranks.device)
+    return model.to(device)
 
 
-def _dtype(model: nn.Module, request: Request, ranks: Ranks, notes: list[str]) -> torch.dtype:
-    if request.dtype is not None:
-        return getattr(torch, request.dtype)
+def _dtype(model: nn.Module, device: torch.device, notes: list[str]) -> torch.dtype:
     triton = any(type(module).__module__.partition(".")[0] == "fla" for module in model.modules())
-    if ranks.device.type != "cpu" and triton:
+    if device.type != "cpu" and triton:
         notes.append("float32, since Triton kernels of flash-linear-attention compute no float64 (--dtype)")
         return torch.float32
     return torch.float64
@@ -168,7 +166,7 @@ def _unseen(config: PretrainedConfig | None, seq_len: int) -> list[str]:
     ]
 
 
-def check_memory(model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
+def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a model of which the copies of the weights that a proof holds don't fit into memory.
 
     A model that is accepted may still not fit: logits, and what each rank replicates, need memory too.
@@ -178,35 +176,22 @@ def check_memory(model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
     """
     parameters = sum(p.numel() for p in model.parameters())
     needed = _COPIES * parameters * dtype.itemsize
-    if ranks.group is not None and ranks.device.type == "cpu":
-        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = available_bytes(ranks.device)
-    if needed > free:
+    if device.type == "cpu" and dist.is_initialized():
+        needed *= int(os.environ["LOCAL_WORLD_SIZE"])
+    there = memory(device)
+    if needed > there:
         raise VerifyError(
             f"a proof of {parameters:,} parameters in {str(dtype).removeprefix('torch.')} needs more than "
-            f"{needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free: fewer --layers, a smaller --vocab-size or a "
+            f"{needed / 1e9:,.1f} GB, and there are {there / 1e9:,.1f} GB: fewer --layers, a smaller --vocab-size or a "
             "smaller flavor"
         )
 
 
-def available_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU; or of the machine, within its container's limit."""
+def memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU; or of the machine, within its container's limit, used ones included."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    found = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    else:
-        # macOS: all memory, used or not.
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    group = Path("/sys/fs/cgroup")  # of this container, where there is one
-    limit = group / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(
-            stat["inactive_file"]
-        )  # a cache that gives way
-        found.append(int(most) - used)
-    return min(found)
+        return torch.cuda.mem_get_info(device)[1]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of this container, where there is one
+    most = limit.read_text().strip() if limit.exists() else "max"
+    return machine if most == "max" else min(machine, int(most))

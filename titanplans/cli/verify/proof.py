@@ -2,26 +2,28 @@
 
 import copy
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from titanplans.cli.verify.arguments import Request
-from titanplans.cli.verify.group import Ranks
 from titanplans.cli.verify.prepare import check_memory, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.modeling.kernels import check_cpu
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.proof import Report, step, verify
 from titanplans.proof.grid import DEGREES, accepted_cases
+from titanplans.proof.report import options_as_json
 from titanplans.proof.sample import moved
 from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.world import group_degree
 from titanplans.tensor_parallel import TPOptions, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -53,70 +55,69 @@ class Outcome:
             "seconds": round(self.seconds, 2),
             "report": self.report.to_dict(),
             "communication": [
-                {
-                    "degree": options.degree,
-                    "loss_parallel": options.loss_parallel,
-                    "sequence_parallel": options.sequence_parallel,
-                    **counted.to_dict(),
-                }
-                for options, counted in self.counts
+                options_as_json(options) | counted.to_dict() for options, counted in self.counts
             ],
         }
 
 
-def prove(subject: Subject, request: Request, ranks: Ranks, tell: Callable[[str], None]) -> Outcome:
-    """Prove `subject` as `request` asks, on `ranks`; `tell` is called with a few words before each step.
+def prove(
+    subject: Subject, request: Namespace, device: torch.device, progress: Callable[[str], None]
+) -> Outcome:
+    """Prove `subject` as `request` asks, on `device`; `progress` is called with a few words before each step.
 
     Raises:
         UserError: it can't be asked: the model can't be built, or needs a GPU; the plan or the degree does not fit it;
             there is not enough memory.
     """
     start = time.perf_counter()
-    tell("the model")
-    prepared = prepare(subject.source, request, ranks, subject.float8)
+    progress("the model")
+    dtype = None if request.dtype is None else getattr(torch, request.dtype)
+    prepared = prepare(subject, request, device, dtype)
     model = prepared.model
-    named = subject.degrees if ranks.group is None else (ranks.group,)
+    degrees = (group_degree(subject.degrees),) if dist.is_initialized() else subject.degrees
     # `verify` asks again; here it is asked before the model takes any memory.
     accepted, _ = accepted_cases(
         model,
         subject.plan,
-        named or DEGREES,
+        degrees or DEGREES,
         subject.loss_parallel,
         subject.sequence_parallel,
-        named=named is not None,
+        named=degrees is not None,
     )
-    if ranks.device.type == "cpu" and isinstance(model, PreTrainedModel):
+    if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
-    check_memory(model, prepared.dtype, ranks)
+    check_memory(model, prepared.dtype, device)
     sizes = _sizes(model, resolve_plan(subject.plan, model, accepted[0]))
     sizes |= {"batch_size": prepared.batch_size, "seq_len": prepared.seq_len}
     if prepared.make is not None:
         model = prepared.make()
-    inputs = moved(prepared.inputs(), ranks.device, prepared.dtype)
+    inputs = moved(prepared.inputs(), device, prepared.dtype)
     report = verify(
         lambda: model,
         subject.plan,
-        degrees=subject.degrees,
+        degrees=degrees,
         loss_parallel=subject.loss_parallel,
         sequence_parallel=subject.sequence_parallel,
         inputs=inputs,
         dtype=prepared.dtype,
         losses={"torchtitan": torchtitans_loss},
         ranks=request.ranks,
-        progress=tell,
+        progress=progress,
     )
-    tell("communication")
-    counts = _counts(model, subject.plan, report, ranks, inputs)
+    progress("communication")
+    counts = _counts(model, subject.plan, report, inputs)
     notes = prepared.notes
     if report.passed and not counts:
         notes += ("collectives are not counted: there is no list of blocks to hold them against",)
+    ranks = f"ranks: {report.ranks}"
+    if dist.is_initialized():
+        ranks = f"{dist.get_world_size()} processes over {dist.get_backend()}, {device.type}"
     seconds = time.perf_counter() - start
-    words = ranks.words(report.ranks)
-    return Outcome(subject.source.words, sizes, words, notes, report, tuple(counts), seconds)
+    return Outcome(subject.words, sizes, ranks, notes, report, tuple(counts), seconds)
 
 
 def _counts(
-    model: nn.Module, plan: PlanSource, report: Report, ranks: Ranks, inputs: Mapping[str, Any]
+    model: nn.Module, plan: PlanSource, report: Report, inputs: Mapping[str, Any]
 ) -> list[tuple[TPOptions, Communication]]:
     """Count what the right cases of `report` send, of each choice of options the one with the smallest degree.
 
@@ -127,18 +128,19 @@ def _counts(
     chosen: dict[tuple[bool, bool], TPOptions] = {}
     for case in report.cases:
         if case.passed:
-            options = TPOptions(case.degree, case.loss_parallel, case.sequence_parallel)
-            chosen.setdefault((case.loss_parallel, case.sequence_parallel), options)
-    return [(options, _count(model, plan, options, ranks, inputs)) for options in chosen.values()]
+            options = case.options
+            chosen.setdefault((options.loss_parallel, options.sequence_parallel), options)
+    return [(options, _count(model, plan, options, inputs)) for options in chosen.values()]
 
 
 def _count(
-    model: nn.Module, plan: PlanSource, options: TPOptions, ranks: Ranks, inputs: Mapping[str, Any]
+    model: nn.Module, plan: PlanSource, options: TPOptions, inputs: Mapping[str, Any]
 ) -> Communication:
-    if ranks.group is None:
-        made = fake_ranks(options.degree)
+    if dist.is_initialized():
+        device = next(model.parameters()).device
+        made = nullcontext(init_device_mesh(device.type, (options.degree,), mesh_dim_names=("tp",)))
     else:
-        made = nullcontext(init_device_mesh(ranks.device.type, (options.degree,), mesh_dim_names=("tp",)))
+        made = fake_ranks(options.degree)
     with made as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(
@@ -151,7 +153,7 @@ def _count(
 
         def run() -> None:
             logits = step.forward(split, inputs)
-            step.backward(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=ranks.device))
+            step.backward(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device))
 
         batch, sequence = next(v for v in inputs.values() if isinstance(v, torch.Tensor)).shape[:2]
         return count_communication(split, applied, run, options, batch=batch, sequence=sequence)

@@ -87,7 +87,7 @@ def _communication(outcome: Outcome) -> list[str]:
     shown: set[bool] = set()
     for options, counted in outcome.counts:
         table = counted.lines()
-        name = case_name(options.degree, options.loss_parallel, options.sequence_parallel)
+        name = case_name(options)
         title = f"collectives, {name}"
         if options.sequence_parallel in shown:  # the loss changes nothing but the head
             table = [line for line in table if line.startswith("more")]

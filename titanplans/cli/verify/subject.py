@@ -4,6 +4,7 @@
 """
 
 import difflib
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.cli.verify.arguments import Request
 from titanplans.config import JobConfig
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
@@ -25,23 +25,18 @@ _FORMS = "a job.toml, a config.json, or a plan as module:Class"
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a model comes from: a config, or a function of the user's own."""
+class Subject:
+    """A model, its plan, and the cases to prove; None stands for all degrees, and for both values of an option."""
 
     words: str
-    """As the header names it."""
+    """The model, as the header names it."""
 
     config: PretrainedConfig | None = None
     """None: `make` returns the model."""
 
     make: Callable[[], nn.Module] | None = None
+    """A function of the user's own."""
 
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, its plan, and the cases to prove; None stands for all degrees, and for both values of an option."""
-
-    source: Source
     plan: PlanSource = None
     """None: the registered one."""
 
@@ -60,7 +55,7 @@ def every_model() -> list[str]:
     return [name for name in modeling.available() if name in registered_plans()]
 
 
-def find_subject(words: str, request: Request) -> Subject:
+def find_subject(words: str, request: Namespace) -> Subject:
     """Return the subject that `words` name, with the options of `request`. Imports the user's modules.
 
     Raises:
@@ -76,7 +71,7 @@ def find_subject(words: str, request: Request) -> Subject:
     elif words.endswith(".toml"):
         subject = _job(words, request)
     else:
-        subject = Subject(_model(words, request.flavor, request.command))
+        subject = _model(words, request.flavor, request.command)
     if request.plan is not None:
         if is_plan:
             raise VerifyError(f"--plan {request.plan}: {words} is a plan already; leave one of them out")
@@ -89,7 +84,7 @@ def find_subject(words: str, request: Request) -> Subject:
     return _with_float8(replace(subject, **chosen), request)
 
 
-def _with_float8(subject: Subject, request: Request) -> Subject:
+def _with_float8(subject: Subject, request: Namespace) -> Subject:
     """Put the command line's float8 options in place of the job's."""
     if request.float8 is not None:
         none = request.float8 == "none"
@@ -109,19 +104,19 @@ def _with_float8(subject: Subject, request: Request) -> Subject:
     return subject
 
 
-def _model(words: str, flavor: str | None, option: str) -> Source:
+def _model(words: str, flavor: str | None, option: str) -> Subject:
     """A model by a name, by the path of a config.json, or as "module:callable"."""
     if words in modeling.available():
         flavor = flavor or "debug"
-        return Source(f"{words}, flavor {flavor}", modeling.load_config(words, flavor))
+        return Subject(f"{words}, flavor {flavor}", modeling.load_config(words, flavor))
     if flavor is not None:
         raise VerifyError(
             f"--flavor {flavor}: goes with a named model ({', '.join(modeling.available())}), not with {words}"
         )
     if ":" in words:
-        return Source(words, make=load_attribute(words, option))
+        return Subject(words, make=load_attribute(words, option))
     if words.endswith(".json") or Path(words).is_dir() or "/" in words:
-        return Source(words, modeling.load_config_file(words))
+        return Subject(words, modeling.load_config_file(words))
     names = list(modeling.available())
     close = difflib.get_close_matches(words, names, n=1)
     raise VerifyError(
@@ -131,7 +126,7 @@ def _model(words: str, flavor: str | None, option: str) -> Source:
     )
 
 
-def _job(path: str, request: Request) -> Subject:
+def _job(path: str, request: Namespace) -> Subject:
     from titanplans.config import load_job
     from titanplans.training.resolve import hf_config, model_name
 
@@ -149,16 +144,16 @@ def _job(path: str, request: Request) -> Subject:
         )
     name, flavor = model_name(job)
     model = name if job.model.config is not None else f"{name}, flavor {flavor}"
-    source = Source(f"{path}: {model}", hf_config(job))
     plan = job.model.plan
     return Subject(
-        source,
-        _plan(plan, f"{path}: model.plan =") if isinstance(plan, str) else plan,
-        (degree,),
-        not job.parallelism.disable_loss_parallel,
-        job.parallelism.enable_sequence_parallel,
-        job.training.seq_len,
-        _float8(job),
+        f"{path}: {model}",
+        hf_config(job),
+        plan=_plan(plan, f"{path}: model.plan =") if isinstance(plan, str) else plan,
+        degrees=(degree,),
+        loss_parallel=not job.parallelism.disable_loss_parallel,
+        sequence_parallel=job.parallelism.enable_sequence_parallel,
+        seq_len=job.training.seq_len,
+        float8=_float8(job),
     )
 
 
@@ -175,7 +170,7 @@ def _float8(job: JobConfig) -> Float8:
     )
 
 
-def _own_plan(words: str, request: Request) -> Subject:
+def _own_plan(words: str, request: Namespace) -> Subject:
     plan = load_attribute(words, request.command)
     if not (isinstance(plan, dict) or (isinstance(plan, type) and issubclass(plan, TPPlan))):
         raise VerifyError(
@@ -183,12 +178,12 @@ def _own_plan(words: str, request: Request) -> Subject:
             "--model"
         )
     if request.model is not None:
-        return Subject(_model(request.model, request.flavor, "--model"), plan)
+        return replace(_model(request.model, request.flavor, "--model"), plan=plan)
     named = [
         t for t, registered in registered_plans().items() if registered is plan and t in modeling.available()
     ]
     if len(named) == 1:
-        return Subject(_model(named[0], request.flavor, request.command), plan)
+        return replace(_model(named[0], request.flavor, request.command), plan=plan)
     why = f"is registered for {' and '.join(named)}" if named else "is registered for no named model"
     raise VerifyError(
         f"{request.command} {words}: {why}; say which model it splits by --model: "
