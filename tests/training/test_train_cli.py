@@ -94,9 +94,8 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The processes of the ranks: children of the launcher, which has one more (multiprocessing's tracker)."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """The processes of the ranks, which the launcher forks."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
@@ -135,7 +134,7 @@ def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folde
 
 
 @pytest.fixture
-def told(folder, monkeypatch, capsys):
+def refused(folder, monkeypatch, capsys):
     """Return a function that runs `titanplans train` in this process, for a job that does not start."""
     monkeypatch.chdir(folder)
     for name in ("RANK", "WORLD_SIZE"):
@@ -143,7 +142,7 @@ def told(folder, monkeypatch, capsys):
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
 
-    def told(*options: str) -> tuple[int, str, str]:
+    def refused(*options: str) -> tuple[int, str, str]:
         try:
             status = main(["train", *options])
         except SystemExit as ended:
@@ -151,7 +150,7 @@ def told(folder, monkeypatch, capsys):
         said = capsys.readouterr()
         return status, said.out, said.err
 
-    yield told
+    yield refused
     root.handlers[:] = handlers
     root.setLevel(level)
 
@@ -163,8 +162,8 @@ def told(folder, monkeypatch, capsys):
         (["job.toml", "--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree = 3"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(told, options, named):
-    status, stdout, stderr = told(*options)
+def test_bad_input_is_one_line_and_status_2(refused, options, named):
+    status, stdout, stderr = refused(*options)
     assert status == 2
     assert stderr.startswith("error: ")
     assert named in stderr
@@ -172,23 +171,23 @@ def test_bad_input_is_one_line_and_status_2(told, options, named):
     assert "step" not in stdout
 
 
-def test_print_config_starts_nothing(folder, told):
-    status, stdout, stderr = told("job.toml", "--print-config")
+def test_print_config_starts_nothing(folder, refused):
+    status, stdout, stderr = refused("job.toml", "--print-config")
     assert (status, stderr) == (0, "")
     assert "tensor_parallel_degree = 2" in stdout
     assert not (folder / "out").exists()
 
 
-def test_rank_of_torchrun_checks_against_its_world(told, monkeypatch):
+def test_rank_of_torchrun_checks_against_its_world(refused, monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    status, _, stderr = told("job.toml")
+    status, _, stderr = refused("job.toml")
     assert status == 2
     assert "tensor_parallel_degree = 2" in stderr
     assert stderr.count("\n") == 1
 
 
-def test_a_plan_of_the_users_own_reaches_every_rank(folder, told):
+def test_a_plan_of_the_users_own_reaches_every_rank(folder, refused):
     (folder / "my_plans.py").write_text(
         """
 from titanplans import TPPlan, register_plan
@@ -207,12 +206,12 @@ class GranitePlan(TPPlan):
     status, out, err = run(folder, "job.toml", *options, PYTHONPATH=str(folder))
     assert status == 0, err
     assert len(LOSS.findall(out)) == 2
-    status, out, err = told("job.toml", *options[2:])
+    status, out, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
     assert "no plan is registered for GraniteForCausalLM" in err
 
 
-def test_the_rank_that_failed_first_is_told_with_its_traceback_and_the_others_in_a_line(folder):
+def test_the_rank_that_failed_first_is_named_with_its_traceback_and_the_others_in_a_line(folder):
     (folder / "breaks.py").write_text(
         """
 import os

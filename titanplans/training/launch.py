@@ -5,8 +5,10 @@ rank that failed first is reported with its traceback, the others in a line each
 What a rank does is in `titanplans.training.rank`.
 """
 
+import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -14,7 +16,7 @@ import time
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import multiprocessing
@@ -62,9 +64,13 @@ def launch(job: JobConfig, ranks: int) -> int:
     """
     # The store lives here, so that it outlives every rank and its port is known before they start.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="titanplans-") as folder:
+    folder = Path(tempfile.mkdtemp(prefix="titanplans-"))
+    method = start_method(job)
+    if method == "fork":
+        importlib.import_module("titanplans.training.job")  # the Trainer, once for all
+    try:
         context = multiprocessing.start_processes(
-            _run, args=(job, ranks, store.port, folder), nprocs=ranks, join=False, start_method="spawn"
+            _run, args=(job, ranks, store.port, folder), nprocs=ranks, join=False, start_method=method
         )
         assert context is not None
         processes: list[BaseProcess] = context.processes
@@ -75,19 +81,32 @@ def launch(job: JobConfig, ranks: int) -> int:
         except Stopped:
             _stop(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
             raise
-        first, *others = _failures(processes, Path(folder))
+        first, *others = _failures(processes, folder)
         _stop(processes, _GRACE_SECONDS)
-    if first.status == 2:  # a UserError, which the rank has told
+    finally:
+        shutil.rmtree(folder)
+    if first.status == 2:  # a UserError, which the rank has printed
         return 2
     if first.traceback:
         print(f"rank {first.rank}: {first.traceback}", file=sys.stderr, end="")
     for failure in others:
-        print(f"rank {failure.rank} {failure.told}", file=sys.stderr)
-    line = f"error: rank {first.rank} (pid {processes[first.rank].pid}) {first.told}; the other ranks were stopped"
+        print(f"rank {failure.rank} {failure.how}", file=sys.stderr)
+    line = f"error: rank {first.rank} (pid {processes[first.rank].pid}) {first.how}; the other ranks were stopped"
     if job.checkpoint.enable:
         line += ". Finished checkpoints are complete: the same command resumes from the newest"
     print(line, file=sys.stderr)
     return 1
+
+
+def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
+    """Return how ranks are started: forked from this process, or as new ones, each of which imports the libraries (9 s).
+
+    A fork can't use an accelerator that its parent has looked at, nor macOS's libraries. Its parent's threads are not in it:
+    a job with code of the user's, which may have started some, is not forked.
+    """
+    users_code = job.experimental.custom_import or ":" in str(job.model.plan)
+    forks = sys.platform == "linux" and default_device_type() == "cpu" and not users_code
+    return "fork" if forks else "spawn"
 
 
 class _Failure(NamedTuple):
@@ -98,12 +117,13 @@ class _Failure(NamedTuple):
     """The process's exit code; negative: the signal that killed it."""
     time: float
     """When it wrote its exception to the file, in seconds; 0: it wrote none."""
-    told: str
+    how: str
     traceback: str
 
 
-def _run(local_rank: int, job: JobConfig, ranks: int, port: int, folder: str) -> None:
+def _run(local_rank: int, job: JobConfig, ranks: int, port: int, folder: Path) -> None:
     """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
+    signal.set_wakeup_fd(-1)  # a fork has its parent's, which is told of signals to the parent
     os.environ.update(
         RANK=str(local_rank),
         LOCAL_RANK=str(local_rank),
@@ -113,7 +133,7 @@ def _run(local_rank: int, job: JobConfig, ranks: int, port: int, folder: str) ->
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_ERROR_FILE=str(_error_file(Path(folder), local_rank)),
+        TORCHELASTIC_ERROR_FILE=str(_error_file(folder, local_rank)),
     )
     finish(run_rank(job))
 
@@ -147,8 +167,8 @@ def _failures(processes: list[BaseProcess], folder: Path) -> list[_Failure]:
             found.append(_Failure(rank, status, 0.0, _how(status), ""))
             continue
         left = json.loads(file.read_text())["message"]
-        told = f"failed: {one_line(left['message'])}"
-        found.append(_Failure(rank, status, file.stat().st_mtime, told, left["extraInfo"]["py_callstack"]))
+        how = f"failed: {one_line(left['message'])}"
+        found.append(_Failure(rank, status, file.stat().st_mtime, how, left["extraInfo"]["py_callstack"]))
     return sorted(found, key=lambda failure: failure.time)
 
 

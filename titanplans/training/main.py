@@ -32,7 +32,9 @@ def main(argv: list[str]) -> int:
             init_logging(rank)
             for note in job.notes:
                 logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
-            # Not at the top: a mistake in the TOML is told before torch and the model libraries are imported.
+            # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
+            import torch
+
             from titanplans.modeling import kernels
             from titanplans.training.checks import check_job
             from titanplans.training.device import prepare_device
@@ -40,6 +42,8 @@ def main(argv: list[str]) -> int:
 
             kernels.install(prepare_device())
             ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else local_ranks(job)
+            if not under_torchrun and ranks > 1:
+                torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
             check_job(job, ranks)
             if not under_torchrun and ranks > 1:
                 return launch(job, ranks)
