@@ -1,5 +1,7 @@
 """The one command: its words, and that what needs no model answers without torch."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ try:
     status = main(sys.argv[1:])
 except SystemExit as ended:
     status = ended.code
-heavy = {"torch", "numpy", "transformers", "torchtitan", "datasets", "PIL"} & sys.modules.keys()
+heavy = {"torch", "numpy", "transformers", "torchtitan", "datasets"} & sys.modules.keys()
 assert not heavy, heavy
 sys.exit(status)
 """
@@ -71,3 +73,21 @@ def test_train_py_and_the_command_are_one(words):
     doors = [("train.py",), ("-m", "titanplans", "train")]
     by_file, by_module = (run(sys.executable, *door, *words) for door in doors)
     assert by_file == by_module
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "train --help", "sweep configs/experiments/tp_variants.toml --dry-run"]
+)
+def test_who_closes_the_output_gets_no_traceback(words):
+    """As `titanplans … | head` does."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [sys.executable, "-m", "titanplans", *words.split()],
+        cwd=ROOT,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

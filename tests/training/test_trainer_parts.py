@@ -104,6 +104,15 @@ def test_log_keeps_what_is_news():
         assert shown(name, logging.ERROR, "utils", "collect")
 
 
+def test_a_job_whose_log_nobody_reads_goes_on():
+    done = python(
+        "import logging, os, sys; from titanplans.training.logs import init_logging; init_logging(0);"
+        "ours, theirs = os.pipe(); os.close(ours); os.dup2(theirs, 1);"
+        "[logging.getLogger('titanplans').info('words') for _ in range(3)]"
+    )
+    assert (done.returncode, done.stderr) == (0, "stdout was closed: the job goes on without its log\n")
+
+
 def test_what_is_no_news_is_what_torchtitan_logs():
     """The functions that are named are torchtitan's, and each logs."""
     import inspect

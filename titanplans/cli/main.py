@@ -12,12 +12,14 @@ done as written (one line says why), 128 + N stopped by signal N.
 """
 
 import os
+import select
+import signal
 import sys
 import threading
 from typing import NoReturn
 
 from titanplans.errors import nearest
-from titanplans.training.exit_status import exit_now, finish
+from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep")
 
@@ -33,7 +35,14 @@ def run(argv: list[str] | None = None) -> NoReturn:
     elif proves and argv[0] != "async-tp":  # which captures what the compiler makes
         # Simulated ranks run eagerly. What a library compiles at import time would only import the compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    status = main(argv)
+    try:
+        status = main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        mute_stdout()
+        status = 128 + signal.SIGPIPE
     if proves:
         exit_now(status)
     writes = any(
@@ -42,6 +51,13 @@ def run(argv: list[str] | None = None) -> NoReturn:
     if status == 0 or not writes:
         finish(status)
     sys.exit(status)  # which waits for the threads that write a checkpoint
+
+
+def _stdout_is_closed() -> bool:
+    """Whether who read the output has closed it, as `| head` does."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))  # errors are reported unasked
 
 
 def main(argv: list[str]) -> int:

@@ -46,6 +46,11 @@ def one_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
+def mute_stdout() -> None:
+    """Send what is still printed nowhere: who read stdout has closed it, as `| head` does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def finish(status: int) -> NoReturn:
     """End the process after its exit handlers, without freeing every object.
 

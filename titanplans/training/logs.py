@@ -9,6 +9,8 @@ import os
 import sys
 import warnings
 
+from titanplans.training.exit_status import mute_stdout
+
 # torchtitan's own progress that is no news, by the file and the function that logs it, with the reason.
 _NO_NEWS = {
     ("utils", "_warn_overwrite_env"),  # variables that torchrun sets, too
@@ -29,7 +31,7 @@ def init_logging(rank: int) -> None:
 
     Call it before the libraries are imported, some of which log while they are.
     """
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Screen(sys.stdout)
     who = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(f"%(asctime)s  {who}%(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(_worth_showing)
@@ -41,6 +43,16 @@ def init_logging(rank: int) -> None:
     for message in _NOT_WARNED:
         warnings.filterwarnings("ignore", message=message)
     os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's native log has its own switch; 5 is silent
+
+
+class _Screen(logging.StreamHandler):
+    """Where nobody reads stdout any more, the job goes on: a pager that is closed ends no training."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), BrokenPipeError):
+            return super().handleError(record)
+        mute_stdout()
+        print("stdout was closed: the job goes on without its log", file=sys.stderr)
 
 
 def _worth_showing(record: logging.LogRecord) -> bool:
