@@ -98,7 +98,6 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     modules = {
         "flash-linear-attention": "fla",
         "huggingface-hub": "huggingface_hub",
-        "pillow": "PIL",
         "tomli-w": "tomli_w",
         "tensorboard": None,
         "triton": None,

@@ -1,19 +1,15 @@
-"""What is made of what a run has left: figures, records, error lines, the tables and the picture."""
+"""What is made of what a run has left: figures, records, error lines and the tables."""
 
 import csv
 import io
 import json
-from dataclasses import replace
 
 import pytest
-from PIL import Image
 
-from titanplans.cli.sweep import plot, table
 from titanplans.cli.sweep.cells import make_cells
-from titanplans.cli.sweep.figures import FIGURES, memory_ranks, read_figures
 from titanplans.cli.sweep.process import error_line
-from titanplans.cli.sweep.record import changes, new_record, read_record, write_record
 from titanplans.cli.sweep.spec import read_spec
+from titanplans.cli.sweep.table import FIGURES, csv_table, markdown_table, read_figures, table
 from titanplans.config import ConfigError
 from titanplans.training.jsonl import JsonlWriter, read_rows
 
@@ -86,12 +82,13 @@ def write_rows(path, rows):
 def test_figures_of_a_run(tmp_path):
     validation = {"step": 6, "validation_metrics/loss": 3.5, "validation_metrics/memory/peak_rss(GiB)": 0.7}
     write_rows(tmp_path / "metrics.jsonl", [*rows_of([1, 2, 4, 5, 6]), validation])
-    (tmp_path / "parallelism.json").write_text('{"step": {"collectives": 0, "bytes": 7}}')
+    (tmp_path / "parallelism.json").write_text('{"world_size": 2, "step": {"collectives": 0, "bytes": 7}}')
     found = read_figures(tmp_path, skip_steps=2)
     assert (found["loss_first"], found["loss_last"], found["loss_validation"]) == (7.0, 2.0, 3.5)
     assert found["tokens_per_second"] == 500.0, "of 400, 500, 600: the interval 3-4 begins after step 2"
     assert found["peak_memory_gib"] == 0.7
     assert (found["collectives_per_step"], found["bytes_per_step"]) == (0, 7), "none is a count, too"
+    assert found["ranks"] == 2
 
 
 def test_peak_memory_is_the_largest_ranks(tmp_path):
@@ -99,7 +96,6 @@ def test_peak_memory_is_the_largest_ranks(tmp_path):
         write_rows(tmp_path / f"rank_{rank}" / "metrics.jsonl", rows_of([1, 2], memory))
     found = read_figures(tmp_path, skip_steps=1)
     assert found["peak_memory_gib"] == 0.6
-    assert memory_ranks(tmp_path) == "the largest of 3 ranks"
 
 
 def test_a_figure_that_is_not_there_has_a_reason_and_is_no_0(tmp_path):
@@ -147,21 +143,29 @@ def test_error_line(text, status, line):
 # ---------------------------------------------------------------- records
 
 
+def cells_of(path="sweep.toml"):
+    cells = make_cells(read_spec(path))
+    for cell in cells:
+        cell.read()
+    return cells
+
+
 def test_a_record_reads_back_and_notices_what_changed(spec, tmp_path):
-    cell = make_cells(spec)[0]
-    assert read_record(cell) is None
-    record = new_record(cell)
-    record.state = "finished"
-    write_record(cell, record)
-    assert read_record(cell) == record
-    assert changes(cell, record) == []
+    cell = cells_of()[0]
+    assert cell.state == "not run"
+    cell.begin()
+    assert cells_of()[0].state == "interrupted"
+    cell.update(state="finished")
+    again = cells_of()[0]
+    assert (again.record, again.state, again.changes()) == (cell.record, "finished", [])
 
     (tmp_path / "base.toml").write_text(
         '# other words, the same job\n[model]\nname = "gla"\nflavor = "debug"\n'
     )
-    assert changes(make_cells(read_spec("sweep.toml"))[0], record) == []
+    assert cells_of()[0].state == "finished"
     (tmp_path / "base.toml").write_text("[training]\nsteps = 3\n")
-    assert changes(make_cells(read_spec("sweep.toml"))[0], record) == [
+    assert cells_of()[0].state == "outdated"
+    assert cells_of()[0].changes() == [
         'model.flavor = "debug", now unset',
         'model.name = "gla", now unset',
         "training.steps = 10000, now 3",
@@ -171,19 +175,19 @@ def test_a_record_reads_back_and_notices_what_changed(spec, tmp_path):
 def test_a_changed_model_file_is_noticed(spec, tmp_path):
     (tmp_path / "model.json").write_text("{}")
     (tmp_path / "base.toml").write_text('[model]\nconfig = "model.json"\n')
-    cell = make_cells(spec)[0]
-    record = new_record(cell)
+    cells_of()[0].begin()
     (tmp_path / "model.json").write_text("{ }")
-    assert changes(cell, record) == ["the file of model.config has other content"]
+    (change,) = cells_of()[0].changes()
+    assert change.startswith('SHA-256 of model.config = "')
 
 
 def test_a_key_that_came_later_stands_for_its_default(spec):
-    cell = make_cells(spec)[0]
-    record = new_record(cell)
-    del record.job["metrics.log_freq"]
-    assert changes(cell, record) == []
-    del record.job["debug.seed"]
-    assert changes(cell, record) == ["debug.seed = unset, now 1"]
+    cell = cells_of()[0]
+    cell.begin()
+    del cell.record["job"]["metrics.log_freq"]
+    assert cell.changes() == []
+    del cell.record["job"]["debug.seed"]
+    assert cell.changes() == ["debug.seed = unset, now 1"]
 
 
 def test_folders_of_others_are_left_alone(spec):
@@ -191,27 +195,34 @@ def test_folders_of_others_are_left_alone(spec):
     cell.folder.mkdir(parents=True)
     (cell.folder / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match=r"holds files, but no cell.json, so it is not a sweep's"):
-        read_record(cell)
-    (cell.folder / "cell.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cell.json can't be read"):
-        read_record(cell)
+        cell.read()
+    for text in ("{", "3", '{"cell": "of another release"}'):
+        (cell.folder / "cell.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"cell.json can't be read"):
+            cell.read()
 
 
-# ---------------------------------------------------------------- tables and picture
+# ---------------------------------------------------------------- tables
 
 
-def some_rows(spec):
+def some_cells(spec):
     first, second, third = make_cells(spec)
-    done, refused = new_record(first), new_record(second)
-    done.state, done.exit_status, done.seconds = "finished", 0, 3.5
-    done.figures = {"loss_last": 6.123456789, "tokens_per_second": 12345.6, "bytes_per_step": 2_500_000}
-    done.figures |= {"collectives_per_step": "the run wrote no parallelism.json"}
-    refused.state, refused.exit_status, refused.line = "refused", 2, "a | b"
-    return [table.Row(first, done), table.Row(second, refused), table.Row(third, None)]
+    first.begin()
+    figures = {
+        "loss_last": 6.123456789,
+        "tokens_per_second": 12345.6,
+        "bytes_per_step": 2_500_000,
+        "ranks": 1,
+    }
+    figures |= {"collectives_per_step": "the run wrote no parallelism.json"}
+    first.update(state="finished", exit_status=0, seconds=3.5, figures=figures)
+    second.begin()
+    second.update(state="refused", exit_status=2, line="a | b")
+    return [first, second, third]
 
 
 def test_csv_has_every_figure_in_full_and_what_varies(spec):
-    done, refused, waiting = csv.DictReader(io.StringIO(table.csv_table(some_rows(spec))))
+    done, refused, waiting = csv.DictReader(io.StringIO(csv_table(table(some_cells(spec)))))
     assert (done["cell"], done["state"], done["parallelism.tensor_parallel_degree"]) == (
         "tensor_parallel_degree=1",
         "finished",
@@ -222,52 +233,38 @@ def test_csv_has_every_figure_in_full_and_what_varies(spec):
         "2500000",
         "",
     )
-    assert done["reason"] == "collectives_per_step: the run wrote no parallelism.json"
+    assert done["reason"] == "no collectives a step: the run wrote no parallelism.json"
     assert (refused["state"], refused["exit_status"], refused["reason"]) == ("refused", "2", "a | b")
     assert (waiting["state"], waiting["ranks"]) == ("not run", "")
     assert "debug.seed" not in done, "it does not vary"
 
 
 def test_markdown_has_a_row_a_cell_and_the_reasons(spec):
-    page = table.markdown_table(spec, some_rows(spec))
+    page = markdown_table(spec, table(some_cells(spec)))
     assert "1 finished, 1 refused, 1 not run" in page
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     assert {line.count("|") for line in lines} == {len(FIGURES) + 3}
-    assert lines[2] == "| tensor_parallel_degree=1 | 1 |  | 6.12346 |  | 12,346 |  |  | 2.50 |"
-    assert lines[3].startswith("| tensor_parallel_degree=2 | 2 | refused |")
-    assert "- `tensor_parallel_degree=2` refused (exit status 2): a | b" in page
-    assert "- all that finished: no collectives a step: the run wrote no parallelism.json" in page
+    assert lines[2] == "| tensor_parallel_degree=1 | finished | 1 |  | 6.12346 |  | 12,346 |  |  | 2.50 |"
+    assert lines[3].startswith("| tensor_parallel_degree=2 | refused |  |  |")
+    assert "- `tensor_parallel_degree=2`: a | b" in page
+    assert "- `tensor_parallel_degree=1`: no collectives a step: the run wrote no parallelism.json" in page
 
 
-def test_losses_over_other_data_are_told_apart(spec):
-    first, second, third = make_cells(spec)
-    job = replace(second.job, training=replace(second.job.training, seq_len=7))
-    rows = []
-    for cell in (first, replace(second, job=job), third):
-        record = new_record(cell)
-        record.state = "finished"
-        rows.append(table.Row(cell, record))
-    assert table.different_data(rows) == [
-        "`tensor_parallel_degree=2` saw other data than `tensor_parallel_degree=1`, so their losses don't compare: "
-        "training.seq_len = 7, not 2048"
-    ]
-    rows[2].record.ranks = 6  # as on a machine with six GPUs
-    assert "data-parallel ranks = 2, not 1" in table.different_data(rows)[1]
+def test_figures_of_other_settings_are_not_shown(spec):
+    cells = some_cells(spec)
+    cells[0].record["job"]["training.steps"] = 1
+    row = table(cells)[0]
+    assert (row["state"], row["ranks"], row["loss_last"], row["reason"]) == ("outdated", None, None, "")
 
 
-def test_the_picture_has_bars_as_long_as_their_numbers(spec, tmp_path):
-    rows = some_rows(spec)
-    other = new_record(rows[2].cell)
-    other.state, other.figures = "finished", {**rows[0].record.figures, "tokens_per_second": 12345.6 / 2}
-    rows[2] = table.Row(rows[2].cell, other)
-    plot.draw("a sweep", rows, tmp_path / "plot.png")
-    image = Image.open(tmp_path / "plot.png").convert("RGB")
-    green = tuple(int(plot._COLOURS[1][at : at + 2], 16) for at in (1, 3, 5))
-    lengths = [sum(image.getpixel((x, y)) == green for x in range(image.width)) for y in range(image.height)]
-    whole, half = sorted(set(lengths), reverse=True)[:2]
-    assert half / whole == pytest.approx(0.5, abs=0.01)  # of 200 pixels
-
-
-def test_the_picture_of_nothing_is_a_picture(spec, tmp_path):
-    plot.draw("a sweep", [table.Row(cell, None) for cell in make_cells(spec)], tmp_path / "plot.png")
-    assert Image.open(tmp_path / "plot.png").width > 100
+def test_losses_over_other_data_are_said_not_to_compare(tmp_path, spec):
+    (tmp_path / "sweep.toml").write_text(SWEEP.replace("[1, 2, 3]", "[1, 2]\ntraining.seq_len = [2048, 7]"))
+    cells = make_cells(read_spec("sweep.toml"))
+    for cell in cells:
+        cell.begin()
+        cell.update(state="finished", figures={"ranks": cell.job.parallelism.tensor_parallel_degree})
+    reasons = [row["reason"] for row in table(cells)]
+    other = f"losses don't compare with {cells[0].name}'s, which saw other data: "
+    assert reasons == ["", f"{other}training.seq_len = 7, not 2048"] * 2
+    cells[2].record["figures"]["ranks"] = 6  # as on a machine with six GPUs
+    assert table(cells)[2]["reason"] == f"{other}data-parallel ranks = 3, not 1"

@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from titanplans.cli.sweep.cells import make_cells, refusal, select
+from titanplans.cli.sweep.cells import make_cells, refusal
+from titanplans.cli.sweep.main import _select
 from titanplans.cli.sweep.spec import read_spec
 from titanplans.config import ConfigError
 
@@ -37,7 +38,7 @@ def cells_of(path: str):
     return make_cells(read_spec(path))
 
 
-def told(path: str) -> str:
+def refused(path: str) -> str:
     with pytest.raises(ConfigError) as caught:
         cells_of(path)
     assert "\n" not in str(caught.value)
@@ -156,11 +157,11 @@ def test_what_the_model_refuses_is_asked_without_running(write):
 def test_only_takes_known_names(write):
     path = write("[grid]\ntraining.steps = [1, 2]\n")
     cells = cells_of(path)
-    assert [cell.name for cell in select(read_spec(path), cells, ["training.steps=2"])] == [
+    assert [cell.name for cell in _select(read_spec(path), cells, ["training.steps=2"])] == [
         "training.steps=2"
     ]
     with pytest.raises(ConfigError, match=r"--only steps=3: sweep.toml has no such cell; there are training"):
-        select(read_spec(path), cells, ["steps=3"])
+        _select(read_spec(path), cells, ["steps=3"])
 
 
 # ---------------------------------------------------------------- what is refused
@@ -229,7 +230,7 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
     ],
 )
 def test_what_is_wrong_with_a_sweep_file(write, text, message):
-    assert message in told(write(text))
+    assert message in refused(write(text))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_what_is_wrong_with_a_sweep_file(write, text, message):
     ],
 )
 def test_what_is_wrong_with_the_head(write, head, message):
-    assert message in told(write(ONE, head))
+    assert message in refused(write(ONE, head))
 
 
 def test_a_base_job_that_is_not_there_or_is_wrong(write, tmp_path):

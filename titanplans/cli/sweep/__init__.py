@@ -2,7 +2,6 @@
 
     titanplans sweep configs/experiments/tp_variants.toml
 
-`spec` reads the file, `cells` makes the jobs, `record` stores the state of each, `process` runs one, `figures` reads what
-it measured, `table` and `plot` write the results, `main` is the command line. A cell is a `titanplans train` process;
-nothing here imports torchtitan.
+`spec` reads the file, `cells` makes the jobs and keeps the record of each, `process` runs one, `table` writes the results,
+`main` is the command line. A cell is a `titanplans train` process; nothing here imports torchtitan.
 """

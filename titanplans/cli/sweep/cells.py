@@ -1,9 +1,10 @@
-"""The cells of a sweep: the command line and the job of each.
+"""The cells of a sweep: the command line and the job of each, and its record on disk.
 
-A cell whose settings contradict each other is still a cell; its result is the refusal. What depends on the machine, the
-data and the model is refused when the job runs; `refusal` checks it without running.
+A record is one JSON file, `cell.json` in the cell's folder: written before the cell starts, with state "running", and after
+it has ended. What depends on the machine, the data and the model is refused when the job runs; `refusal` checks it without.
 """
 
+import hashlib
 import json
 import re
 import shlex
@@ -15,14 +16,18 @@ import tomli_w
 
 from titanplans.cli.sweep.spec import Settings, Spec
 from titanplans.config import ConfigError, JobConfig, load_job
+from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
+from titanplans.config.values import show
 from titanplans.errors import UserError
 
+FILE_NAME = "cell.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]*")
 _LONGEST_NAME = 200  # file systems take 255 bytes
+_RESULT = {"state": "running", "exit_status": None, "line": None, "seconds": None, "figures": {}}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Cell:
     """One job of a sweep."""
 
@@ -39,15 +44,84 @@ class Cell:
     """What `titanplans train` is given."""
 
     job: JobConfig | None
-    """The whole job, or None where it contradicts itself."""
+    """The whole job, or None where its settings contradict each other."""
 
     refusal: str | None
     """Why there is no job."""
+
+    identity: dict[str, Any]
+    """What decides the results, as JSON has it: every key of the job, and the content of its model's file."""
+
+    record: dict[str, Any] | None = None
+    """What cell.json holds: `cell`, `command`, `settings`, `job` (the identity), `state`, `exit_status`, `line` (why it did
+    not finish), `seconds`, and `figures` if it finished."""
 
     @property
     def command(self) -> str:
         """The command that runs this cell alone."""
         return shlex.join(["titanplans", "train", *self.arguments])
+
+    @property
+    def state(self) -> str:
+        """How it ended: "finished" (exit status 0), "refused" (2, or settings that contradict each other), "failed" (any
+        other), "timed out", "stopped" (by a signal to the sweep), "interrupted" (the sweep was killed); "not run", or
+        "outdated": it ran with other settings.
+        """
+        if self.record is None:
+            return "not run"
+        if self.changes():
+            return "outdated"
+        return "interrupted" if self.record["state"] == "running" else self.record["state"]
+
+    def changes(self) -> list[str]:
+        """Return how the cell differs from the one that was run: "training.steps = 10, now 12"."""
+        before = self.identity if self.record is None else self.record["job"]
+        found = []
+        for key in sorted(self.identity | before):
+            # A key that another release did not have counts as its default.
+            default = keys()[key].default if key in keys() else None
+            then, now = (values.get(key, default) for values in (before, self.identity))
+            if then != now:
+                found.append(f"{key} = {show_or_unset(then)}, now {show_or_unset(now)}")
+        return found
+
+    def begin(self) -> None:
+        """Write the record of a cell that is about to run."""
+        settings = json.loads(json.dumps(self.settings))
+        self.record = {"cell": self.name, "command": self.command, "settings": settings}
+        self.update(job=dict(self.identity), **_RESULT)
+
+    def update(self, **values: Any) -> None:
+        """Write the record with these values, whole or not at all."""
+        self.record = (self.record or {}) | values
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f"{FILE_NAME}.tmp"
+        temporary.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.folder / FILE_NAME)
+
+    def read(self) -> None:
+        """Read the record, if there is one.
+
+        Raises:
+            ConfigError: the folder is there and is no cell's, or the record is not one of this release's.
+        """
+        path = self.folder / FILE_NAME
+        if not path.is_file():
+            if self.folder.is_dir() and any(self.folder.iterdir()):
+                raise ConfigError(
+                    f"{self.folder} holds files, but no {FILE_NAME}, so it is not a sweep's; move it away, or give "
+                    "[sweep] another dump_folder"
+                )
+            return
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(record, dict) or not {"job", *_RESULT} <= record.keys():
+                raise ValueError("it is no record of this release")
+        except ValueError as error:  # not JSON, too
+            raise ConfigError(
+                f"{path} can't be read ({error}); remove the folder to run the cell again"
+            ) from None
+        self.record = record
 
 
 def make_cells(spec: Spec) -> list[Cell]:
@@ -64,15 +138,13 @@ def make_cells(spec: Spec) -> list[Cell]:
                 f"(not first), {_LONGEST_NAME} at most; give it a name: [[axis]] names, or [[cells]] name"
             )
         cell = _cell(spec, name, settings)
-        job = cell.job
-        values = settings if job is None else values_of(job) | {"job.dump_folder": ""}
-        what = str(sorted(values.items()))
+        what = str(sorted((cell.identity | {"job.dump_folder": ""}).items()))
         if what in seen:
             raise ConfigError(
                 f"{spec.path}: cells {seen[what]} and {name} have equal settings, so they are one experiment; "
                 "leave one out"
             )
-        if job is not None and job.debug.seed is None:
+        if cell.job is not None and cell.job.debug.seed is None:
             raise ConfigError(
                 f"{spec.path}: debug.seed is unset in cell {name}, so that each run would draw its own, and "
                 "losses would differ by that alone; give it in [set], or in the base job"
@@ -80,19 +152,6 @@ def make_cells(spec: Spec) -> list[Cell]:
         seen[what] = name
         cells.append(cell)
     return cells
-
-
-def select(spec: Spec, cells: list[Cell], only: list[str]) -> list[Cell]:
-    """Return the cells of these names, or all where none is given.
-
-    Raises:
-        ConfigError: there is no cell of that name.
-    """
-    names = [cell.name for cell in cells]
-    for name in only:
-        if name not in names:
-            raise ConfigError(f"--only {name}: {spec.path} has no such cell; there are {', '.join(names)}")
-    return [cell for cell in cells if not only or cell.name in only]
 
 
 def refusal(cell: Cell) -> str | None:
@@ -111,9 +170,9 @@ def refusal(cell: Cell) -> str | None:
     return None
 
 
-def values_of(job: JobConfig) -> dict[str, Any]:
-    """Return every key of a job with its value, as JSON has it."""
-    return dict(flatten(job.to_dict(), "", "job"))
+def show_or_unset(value: Any) -> str:
+    """Return a job's value as TOML has it, or "unset"."""
+    return "unset" if value is None else show(value)
 
 
 def _cell(spec: Spec, name: str, settings: Settings) -> Cell:
@@ -123,9 +182,21 @@ def _cell(spec: Spec, name: str, settings: Settings) -> Cell:
     # The base job has been read, so what is refused now are the settings.
     try:
         job, why = load_job(arguments), None
+        identity = dict(flatten(job.to_dict(), "", "job"))
+        if job.model.config is not None and Path(job.model.config).is_file():
+            content = hashlib.sha256(Path(job.model.config).read_bytes()).hexdigest()
+            identity["SHA-256 of model.config"] = content
     except ConfigError as error:
-        job, why = None, str(error)
-    return Cell(name=name, folder=folder, settings=settings, arguments=arguments, job=job, refusal=why)
+        job, why, identity = None, str(error), {"refusal": str(error), **settings}
+    return Cell(
+        name=name,
+        folder=folder,
+        settings=settings,
+        arguments=arguments,
+        job=job,
+        refusal=why,
+        identity=json.loads(json.dumps(identity)),
+    )
 
 
 def _word(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Run one cell as a process: start it, stop it at its time limit or with the sweep, and return how it ended.
 
-Its output goes to `log.txt` in its folder. `titanplans.cli.sweep.figures` reads what it measured.
+Its output goes to `log.txt` in its folder. `titanplans.cli.sweep.table` reads what it measured.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from titanplans.cli.sweep.record import State
+from titanplans.cli.sweep.cells import Cell
 from titanplans.errors import UserError
 from titanplans.training.signals import Stopped, stop_on_signals
 
@@ -24,17 +24,6 @@ TRAIN = [sys.executable, "-m", "titanplans", "train"]
 
 # A job ends within some 10 s of a signal (titanplans.training.launch, titanplans.training.signals); then it is killed.
 _SECONDS_TO_STOP = 20.0
-
-
-class Ended(NamedTuple):
-    """How a cell's process ended."""
-
-    state: State
-    exit_status: int
-    line: str | None
-    seconds: float
-    signum: int | None = None
-    """The signal that stopped the sweep, and the cell with it."""
 
 
 @contextlib.contextmanager
@@ -65,25 +54,28 @@ def only_sweep(folder: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def run_cell(arguments: list[str], folder: Path, lock: int, time_limit: float | None) -> Ended:
-    """Run `titanplans train` with these arguments, and wait until all its processes have ended.
+def run_cell(cell: Cell, lock: int, time_limit: float | None) -> tuple[dict[str, Any], int | None]:
+    """Run the cell's job, and wait until all its processes have ended.
 
     Args:
-        arguments: the command line after `titanplans train`.
-        folder: where log.txt is appended to.
+        cell: its log.txt is appended to.
         lock: descriptor that the process inherits.
         time_limit: seconds; None for none.
+
+    Returns:
+        `state`, `exit_status` (negative: the signal that killed it), `line` and `seconds` of the cell's record; and the
+        signal that stopped the sweep, and the cell with it, or None.
     """
-    start, process = time.perf_counter(), None
+    start, process, signum = time.perf_counter(), None, None
     # A closed terminal stops the sweep, too: its signal does not reach the job's session. Under nohup it is ignored.
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []
-    with (folder / LOG).open("a") as log:
+    with (cell.folder / LOG).open("a") as log:
         offset = log.tell()
         try:
             with stop_on_signals(*hangup):
                 # A session of its own: Ctrl-C on the terminal reaches the sweep, and the job once, through it.
                 process = subprocess.Popen(
-                    [*TRAIN, *arguments],
+                    [*TRAIN, *cell.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -93,20 +85,18 @@ def run_cell(arguments: list[str], folder: Path, lock: int, time_limit: float | 
                 )
                 _write_holder(lock, f", job {process.pid}")
                 status = process.wait(timeout=time_limit)
+            state = {0: "finished", 2: "refused"}.get(status, "failed")
+            text = (cell.folder / LOG).read_bytes()[offset:].decode(errors="replace")
+            line = None if status == 0 else error_line(text, status)
         except subprocess.TimeoutExpired:
             assert process is not None
             status = _stop(process, signal.SIGTERM)
-            line = f"stopped at [sweep] time_limit_seconds = {time_limit:g}"
-            return Ended("timed out", status, line, time.perf_counter() - start)
+            state, line = "timed out", f"stopped at [sweep] time_limit_seconds = {time_limit:g}"
         except Stopped as stopped:
             status = 128 + stopped.signum if process is None else _stop(process, signal.SIGINT)
-            line = f"stopped with the sweep, by {stopped}"
-            return Ended("stopped", status, line, time.perf_counter() - start, stopped.signum)
-    seconds = time.perf_counter() - start
-    if status == 0:
-        return Ended("finished", status, None, seconds)
-    text = (folder / LOG).read_bytes()[offset:].decode(errors="replace")
-    return Ended("refused" if status == 2 else "failed", status, error_line(text, status), seconds)
+            state, line, signum = "stopped", f"stopped with the sweep, by {stopped}", stopped.signum
+    seconds = round(time.perf_counter() - start, 1)
+    return {"state": state, "exit_status": status, "line": line, "seconds": seconds}, signum
 
 
 def error_line(text: str, status: int) -> str:
@@ -119,8 +109,8 @@ def error_line(text: str, status: int) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (told or lines or ["no output"])[-1]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["no output"])[-1]
 
 
 def _write_holder(lock: int, job: str) -> None:

@@ -77,11 +77,13 @@ def read_spec(path: str) -> Spec:
     for part in document:
         if part not in _PARTS:
             raise ConfigError(f"{path}: {_unknown_part(part)}")
-    header = _header(_table(document.get("sweep", {}), f"{path}: [sweep]"), path)
+    header = _header(_table(document, "sweep", path), path)
     read_tables(read_toml(Path(header.base)), header.base)  # a mistake in it would be every cell's
-    where = f"{path}: [set]"
-    fixed = _settings(_table(document.get("set", {}), where), where)
-    axes = [*_grid(document, path), *_axes(document, path)]
+    fixed = _settings(_table(document, "set", path), f"{path}: [set]")
+    grid = f"{path}: [grid]"
+    axes = [_axis({key: values}, grid) for key, values in flatten(_table(document, "grid", path), "", grid)]
+    for number, table in enumerate(_tables(document, "axis", path), 1):
+        axes.append(_axis(table, f"{path}: [[axis]] {number},"))
     _check_axes(path, fixed, axes)
     cells: dict[str, Settings] = {}
     for name, own in [*_product(axes), *_named(document, path)]:
@@ -144,47 +146,29 @@ def _value(raw: Any, hint: Any, where: str) -> Any:
     return from_toml(raw, hint, where)
 
 
-def _grid(document: dict[str, Any], path: str) -> list[list[_Point]]:
-    """Return an axis for each key of [grid]."""
-    where = f"{path}: [grid]"
-    columns = _columns(_table(document.get("grid", {}), where), where)
-    return [[(_name(settings), settings) for settings in column] for column in columns.values()]
-
-
-def _axes(document: dict[str, Any], path: str) -> list[list[_Point]]:
-    """Return the axis of each [[axis]], whose keys vary together."""
-    axes = []
-    for number, table in enumerate(_tables(document, "axis", path), 1):
-        where = f"{path}: [[axis]] {number},"
-        columns = _columns({key: value for key, value in table.items() if key != "names"}, where)
-        if not columns:
-            raise ConfigError(f"{where} no key varies; give it a job's keys with lists of values")
-        names = from_toml(table["names"], tuple[str, ...], f"{where} names") if "names" in table else ()
-        lengths = {key: len(column) for key, column in columns.items()} | (
-            {"names": len(names)} if names else {}
-        )
-        if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{key} has {length}" for key, length in lengths.items())
+def _axis(table: dict[str, Any], where: str) -> list[_Point]:
+    """Return the points of an axis, whose keys vary together; `names` are theirs."""
+    columns: dict[str, list[Any]] = {}
+    for key, values in flatten({key: value for key, value in table.items() if key != "names"}, "", where):
+        if not isinstance(values, list):
             raise ConfigError(
-                f"{where} lists of different lengths don't vary together: {told}; make them equal"
+                f"{where} {key} = {show(values)}: expected a list of values; for one value, [set] is the place"
             )
-        points = [_merged(point) for point in zip(*columns.values(), strict=True)]
-        axes.append(list(zip(names or map(_name, points), points, strict=True)))
-    return axes
-
-
-def _columns(table: dict[str, Any], where: str) -> dict[str, list[Settings]]:
-    """Return the values of each key, each as the settings that it stands for."""
-    columns: dict[str, list[Settings]] = {}
-    for key, raw in flatten(table, "", where):
-        if not isinstance(raw, list):
-            raise ConfigError(
-                f"{where} {key} = {show(raw)}: expected a list of values; for one value, [set] is the place"
-            )
-        if not raw:
+        if not values:
             raise ConfigError(f"{where} {key} = []: no value, so no cell; give at least one, or leave it out")
-        columns[key] = [_settings({key: value}, where) for value in raw]
-    return columns
+        columns[key] = values
+    if not columns:
+        raise ConfigError(f"{where} no key varies; give it a job's keys with lists of values")
+    names = from_toml(table.get("names", []), tuple[str, ...], f"{where} names")
+    lengths = {key: len(column) for key, column in (columns | ({"names": names} if names else {})).items()}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{key} has {length}" for key, length in lengths.items())
+        raise ConfigError(f"{where} lists of different lengths don't vary together: {found}; make them equal")
+    points = [
+        _settings(dict(zip(columns, values, strict=True)), where)
+        for values in zip(*columns.values(), strict=True)
+    ]
+    return list(zip(names or map(_name, points), points, strict=True))
 
 
 def _check_axes(path: str, fixed: Settings, axes: list[list[_Point]]) -> None:
@@ -201,11 +185,8 @@ def _check_axes(path: str, fixed: Settings, axes: list[list[_Point]]) -> None:
 def _product(axes: list[list[_Point]]) -> Iterable[_Point]:
     """Yield the cells of the grid, the last axis varying fastest."""
     for points in itertools.product(*axes) if axes else ():
-        yield ",".join(name for name, _ in points), _merged(settings for _, settings in points)
-
-
-def _merged(parts: Iterable[Settings]) -> Settings:
-    return {key: value for part in parts for key, value in part.items()}
+        merged = {key: value for _, settings in points for key, value in settings.items()}
+        yield ",".join(name for name, _ in points), merged
 
 
 def _named(document: dict[str, Any], path: str) -> Iterable[_Point]:
@@ -235,10 +216,11 @@ def _word(value: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
 
 
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} = {show(value)}: expected a table")
-    return value
+def _table(document: dict[str, Any], part: str, path: str) -> dict[str, Any]:
+    table = document.get(part, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [{part}] = {show(table)}: expected a table")
+    return table
 
 
 def _tables(document: dict[str, Any], part: str, path: str) -> Iterable[dict[str, Any]]:

@@ -1,180 +1,217 @@
-"""The table of a sweep, as CSV and as Markdown, from the records of its cells.
+"""What cells measured, and the table of a sweep: one list of columns, written as CSV and as Markdown.
 
-Every cell of the sweep has a row, even if it was refused, failed or has not run yet. A missing figure is an empty field;
-its reason stands below the Markdown table, and in the CSV's last column.
+Every cell has a row, even if it was refused, failed or has not run yet. A missing figure is an empty field; its reason is in
+the CSV's last column and below the Markdown table. Figures are read from a run's metrics.jsonl and parallelism.json; its
+printed output is not parsed.
 """
 
 import csv
 import io
+import json
+import math
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanplans.cli.sweep.cells import Cell
-from titanplans.cli.sweep.figures import FIGURES, Figure, memory_ranks
-from titanplans.cli.sweep.record import Record, show_or_unset
+from titanplans.cli.sweep.cells import Cell, show_or_unset
 from titanplans.cli.sweep.spec import Spec
-from titanplans.config.values import show
+from titanplans.training.jsonl import FILE_NAME, read_rows
 
-CSV, MARKDOWN, PLOT = "table.csv", "table.md", "table.png"
-
-
-class Row(NamedTuple):
-    """A cell and its record."""
-
-    cell: Cell
-    record: Record | None
-    """None: not run, or not with these settings."""
-
-    outdated: bool = False
-    """The record on disk has other settings, so its figures are not shown."""
-
-    @property
-    def state(self) -> str:
-        """The record's state as the table names it."""
-        if self.record is None:
-            return "outdated" if self.outdated else "not run"
-        return "interrupted" if self.record.state == "running" else self.record.state
-
-    def figure(self, name: str) -> float | int | None:
-        """Return a figure, None where there is none."""
-        value = None if self.record is None else self.record.figures.get(name)
-        return None if isinstance(value, str) else value
-
-    def shown(self, figure: Figure) -> str:
-        """Return a figure as it is shown; empty where there is none."""
-        value = self.figure(figure.name)
-        if value is None:
-            return ""
-        return format(value / 1e6 if figure.name == "bytes_per_step" else value, figure.format)
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Why a figure is not there, by its name."""
-        figures = {} if self.record is None else self.record.figures
-        return {name: value for name, value in figures.items() if isinstance(value, str)}
+PARALLELISM = "parallelism.json"
+_LOSS = "loss_metrics/global_avg_loss"
+_VALIDATION_LOSS = "validation_metrics/loss"
+_TOKENS = "throughput/all_devices(tps)"
+# What an accelerator's allocator reserved, or on a CPU the resident set; of validations, too.
+_MEMORY = [
+    prefix + name
+    for prefix in ("", "validation_metrics/")
+    for name in ("memory/max_reserved(GiB)", "memory/peak_rss(GiB)")
+]
+_DATA = (
+    "debug.seed",
+    "model.hf_assets_path",
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.gradient_accumulation_steps",
+    "training.seq_len",
+    "training.dataset",
+    "training.dataset_path",
+    "training.dataset_split",
+    "training.text_column",
+)
+"""Keys that decide which tokens each step reads."""
 
 
-def csv_table(rows: list[Row]) -> str:
-    """Return the table with every figure in full, and a column for each key that varies."""
-    varied = varying_keys([row.cell for row in rows])
-    names = [figure.name for figure in FIGURES]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["cell", "state", "ranks", *varied, *names, "seconds", "exit_status", "reason"])
-    for row in rows:
-        ranks = seconds = status = why = None
-        if row.record is not None:
-            ranks, seconds, status = row.record.ranks, row.record.seconds, row.record.exit_status
-            why = row.record.line or "; ".join(f"{name}: {reason}" for name, reason in row.reasons.items())
-        settings = [_setting(row.cell, key) for key in varied]
-        figures = map(row.figure, names)
-        writer.writerow([row.cell.name, row.state, ranks, *settings, *figures, seconds, status, why])
-    return out.getvalue()
+class Figure(NamedTuple):
+    """A figure's name in the CSV and in cell.json, and how Markdown shows it."""
+
+    name: str
+    title: str
+    format: str
+    scale: float = 1.0
 
 
-def markdown_table(spec: Spec, rows: list[Row]) -> str:
-    """Return a page: what was run, the table, and below it the missing figures with their reasons."""
-    titles = [f"{figure.title}, {figure.unit}".rstrip(", ") for figure in FIGURES]
-    lines = [f"# {Path(spec.path).stem}", ""]
-    if spec.header.description:
-        lines += [spec.header.description, ""]
-    lines += [_summary(spec, rows), "", _line(["cell", "ranks", *titles])]
-    lines.append(_line(["---", *["---:"] * (1 + len(FIGURES))]))
-    for row in rows:
-        figures = [row.shown(figure) for figure in FIGURES]
-        if row.state != "finished":
-            figures[0] = row.state
-        ranks = "" if row.record is None or row.record.ranks is None else str(row.record.ranks)
-        lines.append(_line([row.cell.name, ranks, *figures]))
-    notes = [f"- {note}" for note in _notes(rows)]
-    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+FIGURES = (
+    Figure("ranks", "ranks", ",.0f"),
+    Figure("loss_first", "first loss, nats/token", ".5f"),
+    Figure("loss_last", "last loss, nats/token", ".5f"),
+    Figure("loss_validation", "validation loss, nats/token", ".5f"),
+    Figure("tokens_per_second", "tokens/s", ",.0f"),
+    Figure("peak_memory_gib", "peak memory, GiB", ".2f"),
+    Figure("collectives_per_step", "collectives a step", ",.0f"),
+    Figure("bytes_per_step", "received a step, MB", ",.2f", 1e-6),
+)
+
+Figures = dict[str, float | int | str]
+"""By name: the number, or the reason why it is not known."""
 
 
-def varying_keys(cells: list[Cell]) -> list[str]:
-    """Return the keys whose values differ between cells, in the order of the file."""
-    given = dict.fromkeys(key for cell in cells for key in cell.settings)
-    return [key for key in given if len({_setting(cell, key) for cell in cells}) > 1]
+def read_figures(folder: Path, skip_steps: int) -> Figures:
+    """Return the figures of a run that ended with status 0.
+
+    Args:
+        folder: its dump_folder.
+        skip_steps: tokens/s is the median over the logged intervals that begin after this step.
+    """
+    # Of rank 0 alone, or of each rank.
+    files = [file for file in [folder / FILE_NAME, *folder.glob(f"rank_*/{FILE_NAME}")] if file.is_file()]
+    ranks = [read_rows(file) for file in sorted(files, key=lambda file: (len(str(file)), str(file)))]
+    return _logged(ranks, skip_steps) | _communicated(folder / PARALLELISM)
 
 
-def different_data(rows: list[Row]) -> list[str]:
-    """Return a note for each finished cell whose data or seed differs from the first one's: their losses don't compare."""
-    finished = [row for row in rows if row.state == "finished"]
-    told = []
-    for row in finished[1:]:
-        first, own = _data(finished[0]), _data(row)
-        differing = [f"{key} = {own[key]}, not {first[key]}" for key in own if own[key] != first[key]]
-        if differing:
-            told.append(
-                f"`{row.cell.name}` saw other data than `{finished[0].cell.name}`, so their losses don't compare: "
-                + ", ".join(differing)
-            )
-    return told
-
-
-def _data(row: Row) -> dict[str, str]:
-    """Return the settings that decide which tokens each step reads."""
-    job, record = row.cell.job, row.record
-    assert job is not None
-    assert record is not None
-    assert record.ranks is not None
-    t, p = job.training, job.parallelism
-    found: dict[str, Any] = {
-        "debug.seed": job.debug.seed,
-        "model.hf_assets_path": job.model.hf_assets_path,
-        "training.local_batch_size": t.local_batch_size,
-        "training.global_batch_size": t.global_batch_size,
-        "training.gradient_accumulation_steps": t.gradient_accumulation_steps,
-        "training.seq_len": t.seq_len,
-        "training.dataset": t.dataset,
-        "training.dataset_path": t.dataset_path,
-        "training.dataset_split": t.dataset_split,
-        "training.text_column": t.text_column,
-        # Each has its own part of the data; a degree of -1 depends on the machine.
-        "data-parallel ranks": record.ranks
-        // (p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree),
+def _logged(ranks: list[list[dict[str, Any]]], skip_steps: int) -> Figures:
+    if not ranks:
+        return dict.fromkeys((figure.name for figure in FIGURES[1:6]), f"the run wrote no {FILE_NAME}")
+    steps = [row for row in ranks[0] if _LOSS in row]
+    validations = [row for row in ranks[0] if _VALIDATION_LOSS in row]
+    begins = [0, *(row["step"] for row in steps)]
+    speeds = [row[_TOKENS] for begin, row in zip(begins, steps, strict=False) if begin >= skip_steps]
+    peaks = [row[key] for rows in ranks for row in rows for key in _MEMORY if row.get(key) is not None]
+    too_short = f"no interval was logged that begins after step {skip_steps}"
+    return {
+        "loss_first": _loss(steps[:1], _LOSS, "no step was logged"),
+        "loss_last": _loss(steps[-1:], _LOSS, "no step was logged"),
+        "loss_validation": _loss(validations[-1:], _VALIDATION_LOSS, "validation.enable = false"),
+        "tokens_per_second": statistics.median(speeds) if speeds else too_short,
+        "peak_memory_gib": max(peaks) if peaks else "the run logged none",
     }
-    return {key: show_or_unset(value) for key, value in found.items()}
 
 
-def _summary(spec: Spec, rows: list[Row]) -> str:
-    states = Counter(row.state for row in rows)
-    finished = [row for row in rows if row.state == "finished"]
-    ranks = memory_ranks(finished[0].cell.folder) if finished else "rank 0"
-    return (
-        f"`{spec.path}` over `{spec.header.base}`: {', '.join(f'{n} {state}' for state, n in states.items())}. "
-        "tokens/s: of all ranks, the median over the logged intervals that begin after step "
-        f"{spec.header.timing_skip_steps}. "
-        f"Peak memory: {ranks}, what the allocator reserved, or on a CPU the process's resident set. "
-        "A step's collectives, and what one rank receives by them, as the run counted them."
-    )
+def _loss(rows: list[dict[str, Any]], key: str, none: str) -> float | str:
+    if not rows:
+        return none
+    return "not finite" if rows[0][key] is None else rows[0][key]
 
 
-def _notes(rows: list[Row]) -> list[str]:
-    notes = []
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.outdated:
-            notes.append(f"`{row.cell.name}` outdated: what was run had other settings")
-        if row.record is not None and row.state != "finished":
-            status = "" if row.record.exit_status is None else f" (exit status {row.record.exit_status})"
-            line = f": {row.record.line}" if row.record.line else ""
-            notes.append(f"`{row.cell.name}` {row.state}{status}{line}")
-        for name, reason in row.reasons.items():
-            title = next(figure.title for figure in FIGURES if figure.name == name)
-            reasons.setdefault(f"no {title}: {reason}", []).append(f"`{row.cell.name}`")
-    finished = sum(row.state == "finished" for row in rows)
-    for reason, names in reasons.items():
-        notes.append(f"{'all that finished' if len(names) == finished else ', '.join(names)}: {reason}")
-    return notes + different_data(rows)
+def _communicated(path: Path) -> Figures:
+    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    none = f"{PARALLELISM} does not say" if report else f"the run wrote no {PARALLELISM}"
+    step, why = report.get("step") or {}, report.get("reasons", {}).get("step", none)
+    counts = {f"{name}_per_step": step.get(name, why) for name in ("collectives", "bytes")}
+    return {"ranks": report.get("world_size") or none, **counts}
+
+
+def write_tables(spec: Spec, cells: list[Cell]) -> str:
+    """Write table.csv and table.md, each whole or not at all; return their paths."""
+    rows = table(cells)
+    paths = []
+    for name, text in (("table.csv", csv_table(rows)), ("table.md", markdown_table(spec, rows))):
+        part = spec.folder / f"part-{name}"
+        part.write_text(text, encoding="utf-8")
+        paths.append(part.replace(spec.folder / name))
+    return ", ".join(map(str, paths))
+
+
+def table(cells: list[Cell]) -> list[dict[str, Any]]:
+    """Return the row of each cell by column: its name, the keys that vary, its figures, how it ended and why."""
+    given = dict.fromkeys(key for cell in cells for key in cell.settings)
+    varied = [key for key in given if len({_setting(cell, key) for cell in cells}) > 1]
+    first = next((cell for cell in cells if cell.state == "finished"), None)
+    return [_row(cell, varied, first) for cell in cells]
+
+
+def _row(cell: Cell, varied: list[str], first: Cell | None) -> dict[str, Any]:
+    """`first` is the first cell that finished, with which the others' losses are compared."""
+    record: Any = {} if cell.state in ("not run", "outdated") else cell.record
+    figures = {figure: record.get("figures", {}).get(figure.name) for figure in FIGURES}
+    reasons = [f"no {figure.title}: {why}" for figure, why in figures.items() if isinstance(why, str)]
+    if first is not None and cell.state == "finished" and (other := _other_data(record, first.record)):
+        reasons.append(f"losses don't compare with {first.name}'s, which saw other data: {', '.join(other)}")
+    return {
+        "cell": cell.name,
+        "state": cell.state,
+        **{key: _setting(cell, key) for key in varied},
+        **{figure.name: None if isinstance(value, str) else value for figure, value in figures.items()},
+        "seconds": record.get("seconds"),
+        "exit_status": record.get("exit_status"),
+        "reason": record.get("line") or "; ".join(reasons),
+    }
 
 
 def _setting(cell: Cell, key: str) -> str:
     """Return a cell's own value of a key; empty where the base job's holds."""
-    if key not in cell.settings:
-        return ""
-    value = cell.settings[key]
-    return "none" if value is None else value if isinstance(value, str) else show(value)
+    value = cell.settings.get(key, "")
+    return value if isinstance(value, str) else show_or_unset(value)
+
+
+def _other_data(own: Any, first: Any) -> list[str]:
+    """Return how the data of a finished cell differ from another's: "training.seq_len = 7, not 2048"."""
+    pairs = {key: (own["job"].get(key), first["job"].get(key)) for key in _DATA}
+    # Each has its own part of the data; a degree of -1 depends on the machine.
+    pairs["data-parallel ranks"] = tuple(map(_data_parallel, (own, first)))
+    return [
+        f"{key} = {show_or_unset(mine)}, not {show_or_unset(theirs)}"
+        for key, (mine, theirs) in pairs.items()
+        if mine != theirs
+    ]
+
+
+def _data_parallel(record: Any) -> int | None:
+    ranks, axes = record["figures"].get("ranks"), ("tensor", "context", "pipeline")
+    others = math.prod(record["job"][f"parallelism.{axis}_parallel_degree"] for axis in axes)
+    return ranks // others if isinstance(ranks, int) else None
+
+
+def csv_table(rows: list[dict[str, Any]]) -> str:
+    """Return the table with every figure in full."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def markdown_table(spec: Spec, rows: list[dict[str, Any]]) -> str:
+    """Return a page: what was run, the table with rounded figures, and below it the reasons."""
+    states = Counter(row["state"] for row in rows)
+    lines = [f"# {Path(spec.path).stem}", ""]
+    if spec.header.description:
+        lines += [spec.header.description, ""]
+    lines += [
+        f"`{spec.path}` over `{spec.header.base}`: {', '.join(f'{n} {state}' for state, n in states.items())}. "
+        f"tokens/s: the median over the logged intervals that begin after step {spec.header.timing_skip_steps}.",
+        "",
+        _line(["cell", "state", *(figure.title for figure in FIGURES)]),
+        _line(["---", "---", *["---:"] * len(FIGURES)]),
+    ]
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        lines.append(_line([row["cell"], row["state"], *shown(row).values()]))
+        if row["reason"]:
+            notes.setdefault(row["reason"], []).append(f"`{row['cell']}`")
+    lines += [""] * bool(notes)
+    lines += [f"- {', '.join(names)}: {reason}" for reason, names in notes.items()]
+    return "\n".join(lines) + "\n"
+
+
+def shown(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the figures by title, rounded; empty where there is none."""
+    known = {figure: figures.get(figure.name) for figure in FIGURES}
+    return {
+        figure.title: format(value * figure.scale, figure.format) if isinstance(value, int | float) else ""
+        for figure, value in known.items()
+    }
 
 
 def _line(cells: list[str]) -> str:
