@@ -6,6 +6,8 @@ and a gated norm multiplies y by silu(g) or sigmoid(g). With `prenorm`, z is ret
 and `group_norm_ref`: they take no norm without weight, and round x + residual to the dtype of x before they norm it.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -37,16 +39,10 @@ def layer_norm_linear(
     norm_bias: torch.Tensor | None,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
-    residual: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-    num_groups: int = 1,
+    *options: Any,
 ) -> Normed:
-    """`layer_norm` and a linear layer."""
-    y, z = _normed(x, norm_weight, norm_bias, residual, eps, residual_in_fp32, is_rms_norm, num_groups)
-    return _linear(y.to(x.dtype), linear_weight, linear_bias, z if prenorm else None)
+    """`layer_norm` with its `options`, and a linear layer."""
+    return _linear(layer_norm(x, norm_weight, norm_bias, *options), linear_weight, linear_bias)
 
 
 def layer_norm_gated(
@@ -74,17 +70,11 @@ def layer_norm_gated_linear(
     norm_bias: torch.Tensor | None,
     linear_weight: torch.Tensor,
     linear_bias: torch.Tensor | None,
-    residual: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
+    *options: Any,
 ) -> Normed:
-    """`layer_norm_gated`, by silu, and a linear layer."""
-    y, z = _normed(x, norm_weight, norm_bias, residual, eps, residual_in_fp32, is_rms_norm)
-    return _linear(
-        (y * F.silu(g.to(y.dtype))).to(x.dtype), linear_weight, linear_bias, z if prenorm else None
-    )
+    """`layer_norm_gated`, by silu, with its other `options`, and a linear layer."""
+    y = layer_norm_gated(x, g, norm_weight, norm_bias, "swish", *options)
+    return _linear(y, linear_weight, linear_bias)
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -123,8 +113,7 @@ def _normed(
     return y, z.to(started if residual is None else residual.dtype)
 
 
-def _linear(
-    y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor | None
-) -> Normed:
+def _linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> Normed:
+    y, *z = normed if isinstance(normed, tuple) else (normed,)
     out = F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
-    return out if z is None else (out, z)
+    return (out, *z) if z else out
