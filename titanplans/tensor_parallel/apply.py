@@ -12,19 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel import checks
+from titanplans.tensor_parallel.checks import check
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
-from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join
-from titanplans.tensor_parallel.float8 import Crossing, recipe_of
-from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
-from titanplans.tensor_parallel.inputs import begin_stream, guard_inputs
+from titanplans.tensor_parallel.decoder import Decoder, join
+from titanplans.tensor_parallel.float8 import Crossing
+from titanplans.tensor_parallel.inputs import guard_inputs
 from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
-from titanplans.tensor_parallel.sizes import check_degree
 from titanplans.tensor_parallel.stream import Border
 from titanplans.tensor_parallel.styles import Style, mark
-from titanplans.tensor_parallel.user_code import as_user_error
-from titanplans.tensor_parallel.vocab import VocabEmbedding
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,8 @@ def check_plan(
             a split module stands outside a region; the heads of a split mixer are not found; the degree
             does not divide a size.
     """
-    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, recipe_of(model))
-    return _checked(resolve_plan(plan, model, options), model)[0]
+    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim)
+    return check(resolve_plan(plan, model, options), model).styles
 
 
 def apply_plan(
@@ -97,64 +93,29 @@ def apply_plan(
         raise PlanError(
             f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
         )
-    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim, recipe_of(model))
+    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim)
     source = resolve_plan(plan, model, options)
-    styles, decoder = _checked(source, model)
-    check_torchao_styles(styles, model, dist.get_backend(tp_mesh.get_group()))
-    begins_stream = _embedding_begins_stream(decoder, styles)
-    if sequence_parallel and not begins_stream and not decoder.blocks:
-        find_decoder(model)  # refuses: the stream would begin at the first block
+    checked = check(source, model, dist.get_backend(tp_mesh.get_group()))
 
-    tied, layouts, crossings = checks.tied_parameters(model), {}, float8_crossings(styles, model)
-    memo = ParameterMemo()
-    for key, style in styles.items():
+    memo, layouts = ParameterMemo(), {}
+    for key, style in checked.styles.items():
         module = model.get_submodule(key)
         if isinstance(style, Style):
             layouts |= {join(key, name): layout for name, layout in style.layouts(module).items()}
-            mark(module, key, crossings.get(key))
+            mark(module, key, checked.crossings.get(key))
             style.apply(module, tp_mesh, memo)
         elif style._apply(module, tp_mesh) is not module:
             reason = "it replaced the module; a style works in place"
             raise PlanError(reason, key=key, style=style, module=module)
-    _check_distributed(model, styles)
-    _check_still_tied(model, tied)
+    _check_distributed(model, checked.styles)
+    _check_still_tied(model, checked.tied)
 
-    # The mixers whose heads are split count this rank's.
-    for name, mixer in decoder.mixers.items():
-        if checks.split_key(styles, name) is not None:
-            for attribute, value in source.plan_of(mixer).local_attributes(mixer).items():
-                setattr(mixer, attribute, value)
-
-    if sequence_parallel and not begins_stream:
-        begin_stream(decoder.blocks[0].module, Border(tp_mesh, source.stream))
-    guard_inputs(model, loss_parallel=loss_parallel, stream=source.stream, begins_stream=begins_stream)
-    return AppliedPlan(source, styles, layouts, crossings, decoder, tp_mesh)
-
-
-def _checked(source: TPPlan, model: nn.Module) -> tuple[Plan, Decoder]:
-    """Return the styles of `source` for `model`, and the model's parts, if nothing is to be refused."""
-    name = type(source).__name__
-    with as_user_error(f"plan {name}"):
-        styles = source.full_plan(model)
-    checks.check_keys(styles, model, name)
-    checks.check_coverage(styles, model, name)
-    checks.refuse(checks.region_faults(styles), styles, model)
-    decoder = checks.with_unnamed_mixers(find_decoder(model, required=False), styles, source)
-    checks.refuse(checks.mixer_faults(styles, decoder, source), styles, model)
-    checks.refuse(checks.refusals(styles, model), styles, model)
-    checks.check_tied(styles, model)
-    check_degree(styles, source, model, decoder)
-    check_float8(styles, model, source.options.degree)
-    check_torchao_styles(styles, model)
-    return styles, decoder
-
-
-def _embedding_begins_stream(decoder: Decoder, styles: Plan) -> bool:
-    """Whether the embedding's output is laid out as the stream; a foreign style is taken to do it."""
-    ours = [style.begins_stream for style in styles.values() if isinstance(style, VocabEmbedding)]
-    if ours:
-        return any(ours)
-    return decoder.embedding is not None and not isinstance(styles[decoder.embedding], Style)
+    for name, attributes in checked.attributes.items():
+        for attribute, value in attributes.items():
+            setattr(model.get_submodule(name), attribute, value)
+    border = Border(tp_mesh, source.stream)
+    guard_inputs(model, border, loss_parallel=loss_parallel, begins_at=checked.begins_at)
+    return AppliedPlan(source, checked.styles, layouts, checked.crossings, checked.decoder, tp_mesh)
 
 
 def _check_distributed(model: nn.Module, styles: Plan) -> None:

@@ -1,27 +1,86 @@
-"""What strict application refuses before anything moves: the plan against the model.
+"""`check`: what strict application refuses before anything moves, the plan against the model.
 
 Each check reads names and shapes only, so it holds on meta and needs no process group. Most yield faults: a plan key and
-what is wrong there, with what would work; `refuse` makes an error of the first one and adds style, module and class.
+what is wrong there, with what would work; `_refuse` makes an error of the first one and adds style, module and class.
 What the degree has to suit is in `sizes`, float8 in `float8_checks`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.decoder import Decoder, join
+from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join, within
+from titanplans.tensor_parallel.float8 import Crossing
+from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
 from titanplans.tensor_parallel.plan import KV_HEADS, QUERY_HEADS, Plan, TPPlan
-from titanplans.tensor_parallel.styles import Colwise, Rowwise, Style
+from titanplans.tensor_parallel.sizes import check_degree
+from titanplans.tensor_parallel.styles import Rowwise, Style, own_styles, split_key
+from titanplans.tensor_parallel.user_code import as_user_error
+from titanplans.tensor_parallel.vocab import VocabEmbedding
 
 Fault = tuple[str, str]
 """A plan key, and what is wrong there."""
 
 
-def refuse(faults: Iterable[Fault], plan: Plan, model: nn.Module) -> None:
+@dataclass(frozen=True)
+class Checked:
+    """A plan that fits its model, and all that its application needs to know of both."""
+
+    styles: Plan
+    """By fully qualified module name."""
+    decoder: Decoder
+    crossings: dict[str, Crossing]
+    """How a sequence crosses the border of a region or of the head in float8, by plan key."""
+    tied: list[list[str]]
+    """The names of parameters that are one tensor, group by group."""
+    begins_at: nn.Module | None
+    """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
+    attributes: dict[str, dict[str, Any]]
+    """What a mixer whose heads are split counts on each rank, by the mixer's name."""
+
+
+def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Checked:
+    """Check the plan `source` against `model`, which is left as it is.
+
+    Args:
+        source: the plan, with its options.
+        model: not yet split.
+        backend: that of the TP group; None if there is no group yet.
+
+    Raises:
+        PlanError: see `apply.check_plan`.
+    """
+    name = type(source).__name__
+    with as_user_error(f"plan {name}"):
+        styles = source.full_plan(model)
+    check_keys(styles, model, name)
+    check_coverage(styles, model, name)
+    _refuse(region_faults(styles), styles, model)
+    decoder = with_unnamed_mixers(find_decoder(model, required=False), styles, source)
+    _refuse(mixer_faults(styles, decoder, source), styles, model)
+    _refuse(refusals(styles, model), styles, model)
+    check_tied(styles, model)
+    check_degree(styles, source, model, decoder)
+    check_float8(styles, model, source.options.degree)
+    check_torchao_styles(styles, model, backend)
+    begins_at = None
+    if source.options.sequence_parallel and not embedding_begins_stream(styles, decoder):
+        begins_at = (decoder if decoder.blocks else find_decoder(model)).blocks[0].module
+    attributes = {
+        name: source.plan_of(mixer).local_attributes(mixer)
+        for name, mixer in decoder.mixers.items()
+        if split_key(styles, name) is not None
+    }
+    crossings = float8_crossings(styles, model)
+    return Checked(styles, decoder, crossings, tied_parameters(model), begins_at, attributes)
+
+
+def _refuse(faults: Iterable[Fault], plan: Plan, model: nn.Module) -> None:
     """Raise a PlanError of the first of `faults`, if there is one."""
     for key, reason in faults:
         raise PlanError(reason, key=key, style=plan[key], module=model.get_submodule(key))
@@ -148,9 +207,12 @@ def with_unnamed_mixers(decoder: Decoder, plan: Plan, source: TPPlan) -> Decoder
     return replace(decoder, blocks=tuple(blocks))
 
 
-def split_key(plan: Plan, mixer: str) -> str | None:
-    """Return the first key that splits something inside the module `mixer`, or None."""
-    return next((k for k, s in plan.items() if isinstance(s, Colwise | Rowwise) and within(k, mixer)), None)
+def embedding_begins_stream(plan: Plan, decoder: Decoder) -> bool:
+    """Whether the embedding's output is laid out as the stream; a foreign style is taken to do it."""
+    ours = [style.begins_stream for style in plan.values() if isinstance(style, VocabEmbedding)]
+    if ours:
+        return any(ours)
+    return decoder.embedding is not None and not isinstance(plan[decoder.embedding], Style)
 
 
 def check_tied(plan: Plan, model: nn.Module) -> None:
@@ -174,13 +236,3 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(param), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
-
-
-def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
-    """Return the styles of `plan` that are this project's, which say what they do before they do it."""
-    return {key: style for key, style in plan.items() if isinstance(style, Style)}
-
-
-def within(key: str, module: str) -> bool:
-    """Whether `key` names something inside `module`, of which "" is the whole model."""
-    return key != module and (key.startswith(f"{module}.") or module == "")

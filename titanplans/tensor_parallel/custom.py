@@ -9,6 +9,7 @@ plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.float8 import recipe_of
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.registry import plan_for_model, registered_plans
 from titanplans.tensor_parallel.user_code import as_user_error, import_module
@@ -92,10 +94,13 @@ class DictPlan(TPPlan):
 def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TPPlan:
     """Return the plan that `source` names for `model`; None looks the registered one up.
 
+    To `options` is added by which recipe `model` was converted to float8.
+
     Raises:
         PlanError: nothing is registered under that name, the module or its attribute does not
             exist, or it is neither a TPPlan class nor a dict.
     """
+    options = replace(options, float8=recipe_of(model))
     if source is None:
         return plan_for_model(model)(options)
     if isinstance(source, str):

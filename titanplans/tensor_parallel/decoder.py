@@ -151,3 +151,8 @@ def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
 def join(*names: str) -> str:
     """Join module names with dots, leaving empty ones out."""
     return ".".join(name for name in names if name)
+
+
+def within(key: str, module: str) -> bool:
+    """Whether `key` names something inside `module`, of which "" is the whole model."""
+    return key != module and (key.startswith(f"{module}.") or module == "")

@@ -2,7 +2,7 @@
 
 A split model looks like the whole one from outside, but its body sees shards: of the sequence
 between the regions, of the vocabulary at the head. Where the model's code draws a conclusion from what would be a
-shard, either the stream begins after that (`begin_stream`) or the call is refused (`guard_inputs`).
+shard, either the stream begins after that, at the first block, or the call is refused.
 """
 
 from functools import partial
@@ -10,33 +10,30 @@ from functools import partial
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.stream import Border, Stream
+from titanplans.tensor_parallel.stream import Border
 
 
-def guard_inputs(model: nn.Module, *, loss_parallel: bool, stream: Stream, begins_stream: bool) -> None:
-    """Put a hook before `model`'s forward.
+def guard_inputs(
+    model: nn.Module, border: Border, *, loss_parallel: bool, begins_at: nn.Module | None
+) -> None:
+    """Put hooks before the forward of `model`, and of the block at which the stream begins.
 
     Args:
         model: the split model.
+        border: that of its residual stream.
         loss_parallel: the logits are sharded over the vocabulary.
-        stream: its residual stream.
-        begins_stream: the stream begins at the embedding, which `inputs_embeds` would bypass.
+        begins_at: the first block, if each rank takes its shard of the sequence at its entry: everything before it sees the
+            whole sequence, so what a model derives from its embeddings (positions, masks, the places of images) is right.
+            None if the stream begins at the embedding, which `inputs_embeds` would bypass, or is not sharded.
     """
+    if begins_at is not None:
+        begins_at.register_forward_pre_hook(partial(_begin, border), with_kwargs=True)
     fused_loss = getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False)
     own_loss = not loss_parallel and not fused_loss
-    sharded = stream.dim is not None
+    sharded = border.stream.dim is not None
     model.register_forward_pre_hook(
-        partial(_guard, own_loss, sharded, sharded and begins_stream), with_kwargs=True
+        partial(_guard, own_loss, sharded, sharded and begins_at is None), with_kwargs=True
     )
-
-
-def begin_stream(block: nn.Module, border: Border) -> None:
-    """Let each rank take its shard of the sequence at the entry of `block`, the first one.
-
-    Everything before it sees the whole sequence: what a model derives from its embeddings (positions,
-    masks, the places of images) is right without further care.
-    """
-    block.register_forward_pre_hook(partial(_begin, border), with_kwargs=True)
 
 
 def _begin(border: Border, block: nn.Module, args, kwargs):

@@ -31,6 +31,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
+from titanplans.tensor_parallel.decoder import within
 from titanplans.tensor_parallel.float8 import Crossing, is_float8
 from titanplans.tensor_parallel.local_parameters import (
     Layout,
@@ -315,3 +316,13 @@ class ReplicatedBeforeStream(Style):
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         return {name: Layout(Replicate(), Replicate()) for name in held(module)}
+
+
+def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
+    """Return the styles of `plan` that are this project's, which say what they do before they do it."""
+    return {key: style for key, style in plan.items() if isinstance(style, Style)}
+
+
+def split_key(plan: Mapping[str, ParallelStyle], mixer: str) -> str | None:
+    """Return the first key that splits something inside the module `mixer`, or None."""
+    return next((k for k, s in plan.items() if isinstance(s, Colwise | Rowwise) and within(k, mixer)), None)

@@ -114,6 +114,6 @@ def _normed(
 
 
 def _linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> Normed:
-    y, *z = normed if isinstance(normed, tuple) else (normed,)
+    y, z = normed if isinstance(normed, tuple) else (normed, None)
     out = F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
-    return (out, *z) if z else out
+    return out if z is None else (out, z)
