@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform, get_typ
 import tomli
 import tomli_w
 
-from titanplans.config.compatibility import RULES
+from titanplans.config.compatibility import REFUSALS
 from titanplans.config.other_names import AUTOMODEL
 from titanplans.config.values import Mismatch, describe, fit, in_toml
 from titanplans.errors import ConfigError, OptionError, nearest
@@ -74,8 +74,8 @@ class Options:
                     f"{self.section}.{name}".lstrip("."), value, f"expected {describe(field.hint)}"
                 ) from None
             object.__setattr__(self, name, value)
-        for rule in RULES.get(type(self).__name__, ()):
-            for option, why in rule.refusals(self):
+        if refusals := REFUSALS.get(type(self).__name__):
+            for option, why in refusals(self):
                 raise self.error(option, why)
 
     def error(self, option: str, why: str) -> OptionError:

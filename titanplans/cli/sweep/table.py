@@ -159,7 +159,7 @@ def _other_data(own: Any, first: Any) -> list[str]:
     """Return how the data of a finished cell differ from another's: "training.seq_len = 7, not 2048"."""
     pairs = {key: (own["job"].get(key), first["job"].get(key)) for key in _DATA}
     # Each has its own part of the data; a degree of -1 depends on the machine.
-    pairs["data-parallel ranks"] = tuple(map(_data_parallel, (own, first)))
+    pairs["data-parallel ranks"] = (_data_parallel(own), _data_parallel(first))
     return [
         f"{key} = {show_or_unset(mine)}, not {show_or_unset(theirs)}"
         for key, (mine, theirs) in pairs.items()

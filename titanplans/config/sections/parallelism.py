@@ -24,7 +24,7 @@ class Degrees(Options):
     """How many processes to each axis; their product is the number of processes."""
 
     data_parallel_strategy: Literal["fsdp2", "ddp", "megatron_fsdp"] = "fsdp2"
-    """FSDP2, beside tensor parallelism; or DDP, a whole model a process. megatron_fsdp is for loops of one's own."""
+    """FSDP2, beside tensor parallelism; or DDP, a whole model a process. megatron_fsdp: in a loop of your own only."""
 
     data_parallel_replicate_degree: PositiveInt = 1
     """Copies of the weights (with a shard degree above 1, HSDP); under ddp the number of processes."""
