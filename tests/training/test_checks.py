@@ -86,26 +86,26 @@ PARALLEL = [
     (
         2,
         {"tensor_parallel_degree": 3},
-        "parallelism.tensor_parallel_degree = 3 does not divide the 2 processes; 1 or 2 would",
+        "parallelism.tensor_parallel_degree = 3 does not divide the number of processes, 2: 1 or 2 would, or start 3",
     ),
-    (1, {"tensor_parallel_degree": 2}, "does not divide the 1 process; 1 would, or start 2 processes"),
+    (1, {"tensor_parallel_degree": 2}, "does not divide the number of processes, 1: 1 would, or start 2"),
     (
         4,
         {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 4},
-        "tensor_parallel_degree x data_parallel_replicate_degree = 2 x 4 = 8 does not divide the 4 processes; "
-        "a product of 1, 2 or 4 would",
+        "tensor_parallel_degree x data_parallel_replicate_degree = 2 x 4 = 8 does not divide the number of processes, 4: "
+        "1, 2 or 4 would, or start 8",
     ),
     (
         4,
         {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 4},
-        "data_parallel_shard_degree x tensor_parallel_degree = 4 x 2 = 8 is not the number of processes, 4; start 8",
+        "tensor_parallel_degree x data_parallel_shard_degree = 2 x 4 = 8 is not the number of processes, 4: make it so "
+        "(data_parallel_shard_degree = -1 takes what the others leave), or start 8",
     ),
     (16, {"tensor_parallel_degree": 16}, "tensor_parallel_degree = 16 does not divide"),
     (
         2,
         {"data_parallel_strategy": "ddp"},
-        "parallelism.data_parallel_replicate_degree = 1 is not the number of processes, 2, and under "
-        'data_parallel_strategy = "ddp" each holds a copy; set it to 2, or start 1 process',
+        "parallelism.data_parallel_replicate_degree = 1 is not the number of processes, 2: make it so, or start 1",
     ),
 ]
 

@@ -185,7 +185,7 @@ def test_the_global_batch(world_size, options, expected):
 def test_the_number_of_processes_is_torchruns(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert trainer_config(JobConfig()).training.global_batch_size == 32
-    with pytest.raises(ConfigError, match="does not divide the 4 processes"):
+    with pytest.raises(ConfigError, match="does not divide the number of processes, 4"):
         trainer_config(build_job({"parallelism.tensor_parallel_degree": 3}))
 
 

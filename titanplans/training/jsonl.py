@@ -5,7 +5,6 @@ What the figures are is `titanplans.training.metrics`'s; they have the names tha
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,13 +39,8 @@ class JsonlWriter:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the objects of such a file, in its order; a last line that was cut off by a kill is left out."""
-    return list(_rows(path.read_text(encoding="utf-8")))
-
-
-def _rows(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _open_from(path: Path, step: int) -> TextIO:

@@ -20,7 +20,6 @@ from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import parallelism_report
 
 FILE = "parallelism.json"
-_WIDTH = 130
 
 _log = logging.getLogger(__name__)
 
@@ -97,22 +96,8 @@ class JobReport:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: a sweep may read it while the job runs.
         part = self.file.with_suffix(".part")
-        part.write_text(f"{_json(self.report.values)}\n")
+        part.write_text(json.dumps(self.report.values, indent=1) + "\n")
         os.replace(part, self.file)
-
-
-def _json(value: Any, margin: str = "") -> str:
-    """JSON in which what fits stands on one line."""
-    line = json.dumps(value)
-    inner = f"{margin}  "
-    if not value or not isinstance(value, dict | list) or len(margin) + len(line) <= _WIDTH:
-        return line
-    if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {_json(held, inner)}" for key, held in value.items()]
-    else:
-        items = [_json(held, inner) for held in value]
-    first, last = "{}" if isinstance(value, dict) else "[]"
-    return f"{first}\n{inner}" + f",\n{inner}".join(items) + f"\n{margin}{last}"
 
 
 @contextmanager

@@ -80,34 +80,26 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
     """
     p = job.parallelism
-    if p.data_parallel_strategy == "ddp" and p.data_parallel_replicate_degree != world_size:
-        raise ConfigError(
-            f"parallelism.data_parallel_replicate_degree = {p.data_parallel_replicate_degree} is not the number of "
-            f'processes, {world_size}, and under data_parallel_strategy = "ddp" each holds a copy; set it to {world_size}, '
-            f"or start {_processes(p.data_parallel_replicate_degree)}"
-        )
-    others = {
-        key: getattr(p, key)
-        for key in (
-            "tensor_parallel_degree",
-            "data_parallel_replicate_degree",
-            "context_parallel_degree",
-            "pipeline_parallel_degree",
-        )
-        if getattr(p, key) != 1
-    }
-    product = math.prod(others.values())
-    shards = p.shard_degree
-    if shards != -1:
-        degrees = {"data_parallel_shard_degree": shards} | others
-        if product * shards != world_size:
-            raise ConfigError(
-                f"parallelism: {_product(degrees)} is not the number of processes, {world_size}; start "
-                f"{product * shards}, or set data_parallel_shard_degree = -1 to use what is left"
-            )
-    elif world_size % product:
-        raise ConfigError(_indivisible(others, world_size))
-    return world_size // (p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree)
+    degrees = {name: value for name, value in vars(p).items() if name.endswith("_parallel_degree")}
+    degrees |= {"data_parallel_replicate_degree": p.data_parallel_replicate_degree}
+    degrees |= {"data_parallel_shard_degree": p.shard_degree}
+    product = math.prod(degree for degree in degrees.values() if degree != -1)
+    if world_size % product == 0 if p.shard_degree == -1 else world_size == product:
+        one_batch = p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree
+        return world_size // one_batch
+    given = {name: degree for name, degree in degrees.items() if degree > 1}
+    given = given or {"data_parallel_replicate_degree": 1}
+    what = f"{' x '.join(given)} = {' x '.join(map(str, given.values()))}"
+    if len(given) > 1:
+        what += f" = {product}"
+    if p.shard_degree == -1:
+        divisors = either([n for n in range(1, world_size + 1) if world_size % n == 0])
+        why = f"does not divide the number of processes, {world_size}: {divisors} would"
+    else:
+        why = f"is not the number of processes, {world_size}: make it so"
+        if p.data_parallel_strategy != "ddp":
+            why += " (data_parallel_shard_degree = -1 takes what the others leave)"
+    raise ConfigError(f"parallelism.{what} {why}, or start {product}")
 
 
 def global_batch_size(job: JobConfig, data_parallel: int) -> int:
@@ -127,27 +119,3 @@ def global_batch_size(job: JobConfig, data_parallel: int) -> int:
             f"data-parallel degree = {training.local_batch_size} x {data_parallel} = {at_a_time}; {works} would work"
         )
     return training.global_batch_size
-
-
-def _indivisible(degrees: dict[str, int], world_size: int) -> str:
-    divisors = either([n for n in range(1, world_size + 1) if world_size % n == 0])
-    if len(degrees) > 1:
-        return (
-            f"parallelism: {_product(degrees)} does not divide the {_processes(world_size)}; "
-            f"a product of {divisors} would"
-        )
-    ((key, degree),) = degrees.items()
-    return (
-        f"parallelism.{key} = {degree} does not divide the {_processes(world_size)}; {divisors} would, "
-        f"or start {degree} processes"
-    )
-
-
-def _product(degrees: dict[str, int]) -> str:
-    if len(degrees) == 1:
-        return " = ".join(map(str, *degrees.items()))
-    return f"{' x '.join(degrees)} = {' x '.join(map(str, degrees.values()))} = {math.prod(degrees.values())}"
-
-
-def _processes(world_size: int) -> str:
-    return "1 process" if world_size == 1 else f"{world_size} processes"

@@ -6,9 +6,10 @@ files only as many rows are read as one sequence needs.
 
 import re
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from titanplans.errors import DataError
 from titanplans.training.data.hub import Stream
@@ -68,8 +69,8 @@ def _texts(dataset: str, dataset_path: str | None, split: str, text_column: str)
         _, files, file_format = find_files(dataset_path, dataset if dataset in FORMATS else None)
         if file_format != "text":
             check_split(split)
-            rows = preview_rows(files, file_format, text_column)
-            return (text for number, text in zip(count(), rows, strict=False) if in_split(number, split))
+            rows = enumerate(preview_rows(files, file_format, text_column))
+            return (text for number, text in rows if in_split(np.asarray(number), split))
     source = open_source(dataset, dataset_path, split=split, text_column=text_column)
     if isinstance(source, Stream):
         return (text for _, text in source.documents(0, 0, 1, None))

@@ -6,14 +6,17 @@ Both are indexed (a number of documents, each read when it is asked for) and spl
 
 import glob
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+import numpy as np
+
 from titanplans.errors import DataError
-from titanplans.training.data.split import VALIDATION_EVERY, check_split, split_index, split_names, split_size
+from titanplans.training.data.split import VALIDATION_EVERY, check_split, in_split, split_names
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -111,8 +114,8 @@ class TextFiles:
             digest.update(f"{names[i]}\0{size}\0".encode())
             self._pieces += [(files[i], start) for start in range(0, size, piece_bytes)]
         if not by_file:
-            pieces = self._pieces
-            self._pieces = [pieces[split_index(i, split)] for i in range(split_size(len(pieces), split))]
+            kept_pieces = in_split(np.arange(len(self._pieces)), split)
+            self._pieces = list(itertools.compress(self._pieces, kept_pieces))
         self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -167,7 +170,8 @@ class Rows:
         check_column(rows.column_names, text_column, str(files[0]))
         self._rows = cast("Dataset", rows.select_columns([text_column]))
         self._check_texts(text_column, str(files[0]))
-        self._split, self._text_column = split, text_column
+        self._numbers = np.flatnonzero(in_split(np.arange(len(rows)), split))
+        self._text_column = text_column
         names = [f"{file.name} {file.stat().st_size}" for file in files]
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
 
@@ -181,11 +185,11 @@ class Rows:
             raise _no_text(text_column, where, f"{empty} of {len(self._rows)} rows without a value")
 
     def __len__(self) -> int:
-        return split_size(len(self._rows), self._split)
+        return len(self._numbers)
 
     def text(self, i: int) -> str:
         """Document `i`. Raises DataError if it is not a text."""
-        number = split_index(i, self._split)
+        number = int(self._numbers[i])
         return as_text(self._rows[number][self._text_column], self._text_column, f"row {number}")
 
 

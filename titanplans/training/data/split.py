@@ -8,6 +8,8 @@ split never meet, whatever the job's seed.
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from titanplans.errors import DataError
 
 SPLITS = ("train", "validation", "all")
@@ -37,21 +39,7 @@ def split_names(names: Sequence[str], split: str) -> list[int]:
     return [i for i in range(len(names)) if (i in held_out) == (split == "validation")]
 
 
-def split_size(documents: int, split: str) -> int:
-    """How many of `documents` belong to `split` when every twentieth, from the first on, is for validation."""
-    held_out = -(-documents // VALIDATION_EVERY)
-    return {"all": documents, "validation": held_out, "train": documents - held_out}[split]
-
-
-def split_index(i: int, split: str) -> int:
-    """The number, within all documents, of the `i`-th document of `split`."""
-    if split == "all":
-        return i
-    if split == "validation":
-        return i * VALIDATION_EVERY
-    return i + i // (VALIDATION_EVERY - 1) + 1
-
-
-def in_split(number: int, split: str) -> bool:
-    """Whether document `number` of all documents belongs to `split`; the inverse of `split_index`."""
-    return split == "all" or (number % VALIDATION_EVERY == 0) == (split == "validation")
+def in_split(numbers: np.ndarray, split: str) -> np.ndarray:
+    """Whether each document, by its number, belongs to `split`: every twentieth, from the first on, is for validation."""
+    check_split(split)
+    return (split == "all") | ((numbers % VALIDATION_EVERY == 0) == (split == "validation"))
