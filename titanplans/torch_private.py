@@ -253,11 +253,6 @@ def start_ddp(model: DDP) -> None:
     replicate.state(model).lazy_init()  # pyrefly: ignore[missing-attribute, bad-argument-type]
 
 
-def has_static_graph(model: DDP) -> bool:
-    """Whether `model` was replicated with a static graph."""
-    return replicate.state(model)._ddp.static_graph  # pyrefly: ignore[missing-attribute, bad-argument-type]
-
-
 def hide_ddp_from_compiler() -> None:
     """Let dynamo forget which DDP runs: it would cut graphs where buckets end."""
     DistributedDataParallel._active_ddp_module = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny import Tiny, TinyPlan
+from tiny import TinyPlan
 
 from titanplans.config import (
     ActivationCheckpoint,
@@ -23,10 +23,6 @@ from titanplans.config import (
 from titanplans.config.options import options_of
 from titanplans.config.values import in_toml, is_options
 from titanplans.errors import OptionError, UserError
-from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
-from titanplans.parallel.activation_checkpoint.selective import Selective
-from titanplans.parallel.parallelize import policy_of
 
 STRATEGIES = [FSDP2Config, DDPConfig, MegatronFSDPConfig]
 SECTIONS = [ActivationCheckpoint, Compile, Float8]
@@ -265,34 +261,3 @@ def test_plans_of_python_have_no_form_in_toml():
 )
 def test_values_are_refused_with_the_reason_and_the_remedy(make, words):
     assert words in refusal(make)
-
-
-# ---------------------------------------------------------------- what is handed on
-
-
-@pytest.mark.parametrize(
-    ("config", "policy"),
-    [
-        ({}, None),
-        ({"mode": "full", "early_stop": True}, Full(early_stop=True)),
-        (
-            {
-                "mode": "selective",
-                "selective_ac_option": "op",
-                "per_op_sac_matmuls": "all",
-                "scope": "language",
-            },
-            Selective(matmuls="all", scope="language"),
-        ),
-        ({"mode": "selective", "selective_ac_option": "3"}, EveryNthLayer(3)),
-        ({"mode": "mlp"}, MLPOnly()),
-        ({"mode": "keep_mixer", "preserve_rng_state": False}, KeepMixer(preserve_rng_state=False)),
-        ({"mode": "memory_budget", "memory_budget": 0.25}, MemoryBudget(0.25)),
-    ],
-)
-def test_activation_checkpointing_builds_its_policy(config, policy):
-    made = policy_of(ActivationCheckpoint(**config))
-    assert made == policy
-    assert type(made) is type(policy)
-    if policy is not None and config["mode"] not in ("memory_budget", "selective"):
-        made.apply(Tiny())

@@ -1,6 +1,7 @@
 """Activation checkpointing: what is recomputed is counted, operator by operator, in real backwards."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,14 +11,27 @@ from tiny import Tiny, TinyPlan
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanplans.parallel import ParallelError
-from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
-from titanplans.parallel.activation_checkpoint.selective import Selective
+from titanplans.parallel import ActivationCheckpoint, ParallelError
+from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
 
 TOKENS = torch.arange(16).reshape(2, 8) % 7
 PRODUCTS = {"mm", "addmm"}
 BLOCKS, IN_BLOCK, IN_MLP = 2, 7, 3  # Tiny: q, k, v, o, gate, up, down
+
+
+def per_op(**options):
+    """Selective checkpointing by operator; `options` without their prefix."""
+    given = {f"per_op_sac_{name}": value for name, value in options.items()}
+    return ActivationCheckpoint(mode="selective", selective_ac_option="op", **given)
+
+
+def every(n):
+    return ActivationCheckpoint(mode="selective", selective_ac_option=str(n))
+
+
+FULL, MLP, KEEP_MIXER, BUDGET = (
+    ActivationCheckpoint(mode=mode) for mode in ("full", "mlp", "keep_mixer", "memory_budget")
+)
 
 
 class Count(TorchDispatchMode):
@@ -48,7 +62,7 @@ def build(policy=None, dropout=False):
     if dropout:
         drops(model)
     if policy is not None:
-        policy.apply(model)
+        apply_activation_checkpointing(model, policy)
     return model
 
 
@@ -73,17 +87,19 @@ def products_again(policy):
 
 
 EXPECTED = {
-    Full(): BLOCKS * IN_BLOCK,
-    Full(early_stop=True): BLOCKS * (IN_BLOCK - 1),  # nothing in the backward needs down_proj's result
-    MLPOnly(): BLOCKS * IN_MLP,
-    KeepMixer(): BLOCKS * IN_MLP,
-    EveryNthLayer(2): IN_BLOCK,
-    EveryNthLayer(1): BLOCKS * IN_BLOCK,
-    Selective(matmuls="all"): 0,
-    Selective(): BLOCKS * 3,  # of seven, the second, fourth and sixth
-    Selective(matmuls="none"): BLOCKS * IN_BLOCK,
-    Selective(matmuls="all", recompute_linears=("gate_proj",)): BLOCKS * 2,  # up_proj has gate_proj's size
-    Selective(recompute_linears=("attn.",)): BLOCKS
+    FULL: BLOCKS * IN_BLOCK,
+    ActivationCheckpoint(mode="full", early_stop=True): BLOCKS
+    * (IN_BLOCK - 1),  # nothing in the backward needs down_proj's result
+    MLP: BLOCKS * IN_MLP,
+    KEEP_MIXER: BLOCKS * IN_MLP,
+    every(2): IN_BLOCK,
+    every(1): BLOCKS * IN_BLOCK,
+    per_op(matmuls="all"): 0,
+    per_op(): BLOCKS * 3,  # of seven, the second, fourth and sixth
+    per_op(matmuls="none"): BLOCKS * IN_BLOCK,
+    per_op(matmuls="all", force_recompute_mm_shapes_by_fqns=("gate_proj",)): BLOCKS
+    * 2,  # up_proj has gate_proj's size
+    per_op(force_recompute_mm_shapes_by_fqns=("attn.",)): BLOCKS
     * 5,  # four of attention's; the rest counts gate, up, down
 }
 
@@ -103,10 +119,10 @@ def test_gradients_are_those_without_checkpointing(policy, dropout):
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("policy", [Full, KeepMixer, MLPOnly, Selective])
+@pytest.mark.parametrize("policy", [FULL, KEEP_MIXER, MLP, per_op()], ids=str)
 def test_dropout_needs_the_random_state(policy):
     expected, _ = gradients(build(dropout=True))
-    found, _ = gradients(build(policy(preserve_rng_state=False), dropout=True))
+    found, _ = gradients(build(replace(policy, preserve_rng_state=False), dropout=True))
     assert not torch.allclose(found["embed.weight"], expected["embed.weight"])
 
 
@@ -115,13 +131,13 @@ def attention_in_backward(policy):
 
 
 def test_attention_is_kept_or_recomputed():
-    assert attention_in_backward(Full()) == BLOCKS
-    assert attention_in_backward(Selective(attention=False)) == BLOCKS
-    for policy in (Selective(), KeepMixer(), MLPOnly()):
+    assert attention_in_backward(FULL) == BLOCKS
+    assert attention_in_backward(per_op(keep_attention=False)) == BLOCKS
+    for policy in (per_op(), KEEP_MIXER, MLP):
         assert attention_in_backward(policy) == 0
 
 
-@pytest.mark.parametrize("policy", [Selective(), KeepMixer(), EveryNthLayer(2)], ids=str)
+@pytest.mark.parametrize("policy", [per_op(), KEEP_MIXER, every(2)], ids=str)
 def test_two_models_at_once_do_not_know_of_each_other(policy):
     expected, alone = gradients(build(policy, dropout=True))
     models, losses, counts = [build(policy, dropout=True) for _ in range(2)], [], []
@@ -139,7 +155,7 @@ def test_two_models_at_once_do_not_know_of_each_other(policy):
     assert counts == [alone.ops, alone.ops]
 
 
-@pytest.mark.parametrize("policy", [Full(), KeepMixer()], ids=str)  # torch's own limit: by operator, once
+@pytest.mark.parametrize("policy", [FULL, KEEP_MIXER], ids=str)  # torch's own limit: by operator, once
 def test_a_retained_graph_is_recomputed_twice(policy):
     model = build(policy, dropout=True)
     torch.manual_seed(1)
@@ -150,7 +166,7 @@ def test_a_retained_graph_is_recomputed_twice(policy):
     assert torch.equal(model.embed.weight.grad, 2 * once)
 
 
-@pytest.mark.parametrize("policy", [*EXPECTED, MemoryBudget(0.5)], ids=str)
+@pytest.mark.parametrize("policy", [*EXPECTED, BUDGET], ids=str)
 def test_names_in_state_dicts_stay(policy):
     plain, model = build(), build(policy)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -187,19 +203,19 @@ def test_kernels_of_a_function_of_their_own():
         for layer in model.layers:
             layer.attn.register_forward_hook(lambda module, args, output: square(Square.apply(output)))
         runs.clear()
-        policy.apply(model)
+        apply_activation_checkpointing(model, policy)
         loss_of(model).backward()
         return runs["function"] // BLOCKS, runs["operator"] // BLOCKS
 
-    assert runs_under(Full()) == (2, 2)
-    assert runs_under(Selective()) == (2, 2)
-    assert runs_under(Selective(operators=("titanplans_test::square",))) == (2, 1)
-    assert runs_under(Selective(operators=("titanplans_test::square.default",))) == (2, 1)
-    assert runs_under(KeepMixer()) == (1, 1)
+    assert runs_under(FULL) == (2, 2)
+    assert runs_under(per_op()) == (2, 2)
+    assert runs_under(per_op(keep_operators=("titanplans_test::square",))) == (2, 1)
+    assert runs_under(per_op(keep_operators=("titanplans_test::square.default",))) == (2, 1)
+    assert runs_under(KEEP_MIXER) == (1, 1)
 
 
 def test_what_a_kept_mixer_returned_may_not_change():
-    model = build(KeepMixer())
+    model = build(KEEP_MIXER)
     layer = model.layers[0]
     layer.mlp_norm.register_forward_pre_hook(lambda module, args: None)
 
@@ -214,32 +230,29 @@ def test_what_a_kept_mixer_returned_may_not_change():
         loss.backward()
 
 
+def applied(policy, model=None):
+    apply_activation_checkpointing(Tiny() if model is None else model, policy)
+
+
 REFUSED = {
-    "every n-th layer is recomputed, and n is": lambda: EveryNthLayer(0),
-    "lists of blocks is shorter than n": lambda: EveryNthLayer(3).apply(Tiny()),
-    'scope = "audio": take one of all, language, vision': lambda: Full(scope="audio"),
-    "has no vision tower": lambda: Full(scope="vision").apply(Tiny()),
-    "none of its blocks has an MLP": lambda: MLPOnly().apply(without("mlp")),
-    "none of its blocks has a token mixer": lambda: KeepMixer().apply(without("attn")),
-    '"nobody::knows": no operator': lambda: Selective(operators=("nobody::knows",)).apply(Tiny()),
-    '"relu": no operator': lambda: Selective(operators=("relu",)).apply(Tiny()),
-    '"aten::relu.loud": no operator': lambda: Selective(operators=("aten::relu.loud",)).apply(Tiny()),
-    "draws random numbers": lambda: Selective(operators=("aten::native_dropout",)).apply(Tiny()),
-    "which per_op_sac_matmuls decides": lambda: Selective(operators=("aten::mm",)).apply(Tiny()),
-    'matmuls = "half"': lambda: Selective(matmuls="half"),
-    "makes exceptions from what per_op_sac_matmuls keeps": lambda: Selective(
-        matmuls="none", recompute_linears=("o_proj",)
+    "or a number of layers": lambda: every(0),
+    "lists of blocks is shorter than that": lambda: applied(every(3)),
+    "has no vision tower": lambda: applied(ActivationCheckpoint(mode="full", scope="vision")),
+    "none of its blocks has an MLP": lambda: applied(MLP, without("mlp")),
+    "none of its blocks has a token mixer": lambda: applied(KEEP_MIXER, without("attn")),
+    '"nobody::knows": no operator': lambda: applied(per_op(keep_operators=("nobody::knows",))),
+    '"relu": no operator': lambda: applied(per_op(keep_operators=("relu",))),
+    '"aten::relu.loud": no operator': lambda: applied(per_op(keep_operators=("aten::relu.loud",))),
+    "draws random numbers": lambda: applied(per_op(keep_operators=("aten::native_dropout",))),
+    "which per_op_sac_matmuls decides": lambda: applied(per_op(keep_operators=("aten::mm",))),
+    "makes exceptions from what per_op_sac_matmuls keeps": lambda: per_op(
+        matmuls="none", force_recompute_mm_shapes_by_fqns=("o_proj",)
     ),
-    "in no name of a Linear": lambda: Selective(recompute_linears=("router",)).apply(Tiny()),
-    "nothing else is kept": lambda: Selective(matmuls="none", attention=False, collectives=False),
-    "checkpointed already": lambda: [
-        policy.apply(model) for model in [Tiny()] for policy in (MLPOnly(), Full())
-    ],
-    "is checkpointed already": lambda: [
-        MemoryBudget(0.5).apply(model) for model in [Tiny()] for _ in range(2)
-    ],
-    "memory_budget = 1.5": lambda: MemoryBudget(1.5),
-    "recomputes its blocks itself": lambda: Full().apply(checkpointing_itself()),
+    "in no name of a Linear": lambda: applied(per_op(force_recompute_mm_shapes_by_fqns=("router",))),
+    "nothing else is kept": lambda: per_op(matmuls="none", keep_attention=False, keep_collectives=False),
+    "checkpointed already": lambda: [applied(policy, model) for model in [Tiny()] for policy in (MLP, FULL)],
+    "is checkpointed already": lambda: [applied(BUDGET, model) for model in [Tiny()] for _ in range(2)],
+    "recomputes its blocks itself": lambda: applied(FULL, checkpointing_itself()),
 }
 
 
@@ -286,7 +299,7 @@ def gemma3():
 )
 def test_scopes(scope, towers):
     model = gemma3()
-    EveryNthLayer(2, scope=scope).apply(model)
+    apply_activation_checkpointing(model, replace(every(2), scope=scope))
     wrapped = [n.split(".") for n, m in model.named_modules() if type(m).__name__ == "CheckpointWrapper"]
     assert {name[1] for name in wrapped} == towers
     assert [name[-1] for name in wrapped] == ["1"] * len(towers), "each list counts for itself"
@@ -295,12 +308,12 @@ def test_scopes(scope, towers):
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 UNDER_TP = {
     "none": None,
-    "full": Full(),
-    "full, early stop": Full(early_stop=True),
-    "kept": Selective(matmuls="none"),
-    "not kept": Selective(collectives=False),
-    "mlp": MLPOnly(),
-    "mixer": KeepMixer(),
+    "full": FULL,
+    "full, early stop": ActivationCheckpoint(mode="full", early_stop=True),
+    "kept": per_op(matmuls="none"),
+    "not kept": per_op(keep_collectives=False),
+    "mlp": MLP,
+    "mixer": KEEP_MIXER,
 }
 
 
@@ -317,7 +330,7 @@ def collectives_in_backward(rank):
             model = Tiny()
             apply_plan(model, mesh, plan=TinyPlan, sequence_parallel=sequence_parallel, loss_parallel=False)
             if policy is not None:
-                policy.apply(model)
+                apply_activation_checkpointing(model, policy)
             grads, count = gradients(SimpleTokens(model))
             grads = {n: g.full_tensor() for n, g in grads.items()}
             results[sequence_parallel, name] = grads, count.of(*COLLECTIVES)

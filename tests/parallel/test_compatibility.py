@@ -1,5 +1,6 @@
 """Options that exclude each other are refused by name, before any weight moves; the entry and the manager alike."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +13,12 @@ from titanplans import modeling
 from titanplans.errors import UserError
 from titanplans.modeling import kernels
 from titanplans.parallel import (
+    ActivationCheckpoint,
     DDPConfig,
     Degrees,
-    EveryNthLayer,
     FSDP2Config,
-    Full,
-    KeepMixer,
-    MemoryBudget,
     Mesh,
-    MLPOnly,
     ParallelError,
-    Selective,
     parallelize,
 )
 from titanplans.proof.simulate import fake_ranks
@@ -55,6 +51,11 @@ def refused(config, degrees=None, model=llama, policy=None):
 
 
 TP = Degrees(tp=2)
+FULL, EVERY_2ND, MLP, KEEP_MIXER, BUDGET = (
+    ActivationCheckpoint(mode=mode) for mode in ("full", "selective", "mlp", "keep_mixer", "memory_budget")
+)
+PER_OP = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+ATTENTION_TOO = replace(PER_OP, per_op_sac_keep_attention=False)
 AGAIN = "that computes attention again"
 CASES = {
     "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
@@ -100,8 +101,8 @@ def test_refused_before_anything_moves(words):
 
 @pytest.mark.parametrize(
     "policy",
-    [Full(), EveryNthLayer(2), Selective(attention=False), SimpleNamespace(build=None)],
-    ids=lambda policy: type(policy).__name__,
+    [FULL, EVERY_2ND, ATTENTION_TOO, SimpleNamespace(build=None)],
+    ids=["full", "every 2nd", "by operator", "torchtitan's"],
 )
 def test_recomputed_attention_of_a_split_block_that_is_one_graph(policy):
     said = refused(FSDP2Config(compile=COMPILED), TP, policy=policy)
@@ -110,11 +111,11 @@ def test_recomputed_attention_of_a_split_block_that_is_one_graph(policy):
 
 
 def test_policies_that_compile_excludes_or_needs():
-    assert "no block is compiled" in refused(FSDP2Config(), policy=MemoryBudget())
-    assert "can't be in a compiled block" in refused(FSDP2Config(compile=COMPILED), policy=KeepMixer())
+    assert "no block is compiled" in refused(FSDP2Config(), policy=BUDGET)
+    assert "can't be in a compiled block" in refused(FSDP2Config(compile=COMPILED), policy=KEEP_MIXER)
 
 
-@pytest.mark.parametrize("policy", [Selective(), SimpleNamespace(build=None)], ids=["ours", "torchtitan's"])
+@pytest.mark.parametrize("policy", [PER_OP, SimpleNamespace(build=None)], ids=["ours", "torchtitan's"])
 def test_operators_kept_in_blocks_of_several_graphs(policy):
     assert "in which no operator can be kept" in refused(
         FSDP2Config(compile=COMPILED), model=gla, policy=policy
@@ -145,11 +146,11 @@ def test_fullgraph_and_kernels_outside_of_graphs():
 
 
 ACCEPTED = {
-    "kept attention": (llama, Selective(), TP),
-    "mlp": (llama, MLPOnly(), TP),
-    "budget": (llama, MemoryBudget(), TP),
-    "attention without tensor parallelism": (llama, Full(), None),
-    "blocks of several graphs": (gla, Full(), TP),
+    "kept attention": (llama, PER_OP, TP),
+    "mlp": (llama, MLP, TP),
+    "budget": (llama, BUDGET, TP),
+    "attention without tensor parallelism": (llama, FULL, None),
+    "blocks of several graphs": (gla, FULL, TP),
 }
 
 

@@ -13,9 +13,7 @@ from titanplans.config import DDPConfig
 from titanplans.parallel import ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanplans.parallel.compile import apply_compile
-from titanplans.parallel.ddp import accumulate, apply_ddp, refuse_degrees
-from titanplans.parallel.degrees import Degrees
-from titanplans.parallel.parallelize import policy_of
+from titanplans.parallel.ddp import accumulate, apply_ddp
 
 RANKS, BATCH, LENGTH, LAYERS = 2, 8, 8, 4
 
@@ -109,9 +107,7 @@ class Reductions(TorchDispatchMode):
 def prepared(config, cls=Tiny, seed=0):
     # autocast leaves float64 alone
     model = build(cls, seed, torch.float64 if config.autocast_dtype is None else torch.float32)
-    policy = policy_of(config.activation_checkpoint)
-    if policy is not None:
-        apply_activation_checkpointing(model, policy, "")
+    apply_activation_checkpointing(model, config.activation_checkpoint)
     if config.compile.blocks:
         apply_compile(model, config.compile, None)
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -270,13 +266,7 @@ def refusals():
         except ParallelError as error:
             return str(error)
 
-    def deferred(model):
-        apply_ddp(model, line, DDPConfig(static_graph=True, defer_grad_sync=False))
-        with accumulate(model, last=False):
-            pass
-
     return {
-        "deferred": refusal(deferred),
         "tp": refusal(split),
         "fsdp": refusal(sharded),
         "meta": refusal(lambda model: model.to("meta")),
@@ -284,8 +274,6 @@ def refusals():
         "frozen": refusal(lambda model: model.requires_grad_(False)),
         "whole": refusal(lambda model: model.compile()),
         "wrapped": refusal(lambda model: torch.compile(model)),
-        "not compiled": refusal(lambda model: None, DDPConfig(compile={"enable": True})),
-        "not recomputed": refusal(lambda model: None, DDPConfig(activation_checkpoint={"mode": "full"})),
         "2-D": refusal(lambda model: None, on=mesh),
         "hidden, unused": hidden(find_unused_parameters=True),
         "hidden, static": hidden(static_graph=True, defer_grad_sync=False),
@@ -413,7 +401,6 @@ def test_names_are_the_model_s_and_options_reach_torch(results):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("deferred", "loses count"),
         ("tp", "take FSDP2Config with dp_replicate"),
         ("fsdp", "take FSDP2Config with dp_replicate"),
         ("meta", "embed.weight"),
@@ -421,8 +408,6 @@ def test_names_are_the_model_s_and_options_reach_torch(results):
         ("frozen", "all parameters are frozen"),
         ("whole", "compile its blocks one by one"),
         ("wrapped", "compile its blocks one by one"),
-        ("not compiled", "apply_compile"),
-        ("not recomputed", 'activation_checkpoint.mode = "full"'),
         ("2-D", 'get_mesh("dp")'),
         ("hidden, unused", "a SimpleNamespace"),
         ("hidden, static", "a SimpleNamespace"),
@@ -433,24 +418,6 @@ def test_refusals_name_the_value_and_the_remedy(results, case, words):
     assert message is not None
     assert words in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("degrees", "words"),
-    [
-        (Degrees(dp_replicate=2, dp_shard=1, tp=2), "ddp with tp = 2"),
-        (Degrees(dp_shard=4), "set dp_shard to 1 and dp_replicate to 4"),
-        (Degrees(dp_shard=1, pp=2), "pp = 2"),
-        (Degrees(dp_shard=1, cp=2), "cp = 2"),
-    ],
-)
-def test_degrees_that_split_the_model_are_refused(degrees, words):
-    with pytest.raises(ParallelError, match=words):
-        refuse_degrees(degrees)
-
-
-def test_copies_are_not_refused():
-    refuse_degrees(Degrees(dp_replicate=4, dp_shard=1))
 
 
 def test_accumulate_needs_ddp():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.degrees import Degrees, refuse_unsupported
+from titanplans.parallel.degrees import Degrees, refuse_degrees
 
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 degree = st.integers(1, 8)
@@ -84,9 +84,24 @@ def test_the_outermost_axis_comes_first():
     ],
 )
 def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):
+    for ddp in (False, True):
+        with pytest.raises(ParallelError, match=words):
+            refuse_degrees(degrees, ddp=ddp)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (Degrees(dp_replicate=2, dp_shard=1, tp=2), "ddp with tp = 2"),
+        (Degrees(dp_shard=4), "set dp_shard to 1 and dp_replicate to 4"),
+    ],
+)
+def test_degrees_that_split_the_model_are_refused_by_ddp(degrees, words):
+    refuse_degrees(degrees)
     with pytest.raises(ParallelError, match=words):
-        refuse_unsupported(degrees)
+        refuse_degrees(degrees, ddp=True)
 
 
-def test_tensor_and_data_are_not_refused():
-    refuse_unsupported(Degrees(dp_replicate=2, tp=8))
+def test_what_there_is_is_not_refused():
+    refuse_degrees(Degrees(dp_replicate=2, tp=8))
+    refuse_degrees(Degrees(dp_replicate=4, dp_shard=1), ddp=True)

@@ -217,11 +217,11 @@ def test_options_that_exclude_each_other(case):
 
 # FSDP2 and tensor parallelism.
 
-STEPS = 3
+STEPS = 2
 
 
-def train(model, manager=None):
-    """Return the losses of a few steps on the same tokens, of which a data-parallel rank has its share."""
+def train(model, manager=None, steps=STEPS):
+    """Return the losses of `steps` on the same tokens, of which a data-parallel rank has its share."""
     tokens = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(0))
     rank, size = 0, 1
     if manager is not None:
@@ -229,7 +229,7 @@ def train(model, manager=None):
     mine = tokens.chunk(size)[rank]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         logits = model(input_ids=mine[:, :-1], use_cache=False).logits
         if manager is None:
             loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten())
@@ -271,7 +271,7 @@ WAYS = {
     "tp x dp, compiled": (Degrees(tp=2), {"compile": True}),
     **{
         f"tp x dp, recomputed: {mode}": (Degrees(tp=2), {"mode": mode})
-        for mode in ("full", "selective", "mlp", "keep_mixer")
+        for mode in ("full", "selective", "keep_mixer")
     },
 }
 REFUSED_WAYS = {
@@ -316,11 +316,7 @@ def on_four_ranks(rank):
     config = modeling.load_config("qwen3", "debug", **SIZES)
     found = {}
     for name, (degrees, options) in WAYS.items():
-        manager = ParallelManager(strategy(options), degrees)
-        model = manager.parallelize(modeling.build(config))
-        manager.to_empty()
-        modeling.initialize(model, seed=0)
-        found[name] = train(model, manager)
+        found[name] = train(*_built(config, (degrees, options)))
     found["evaluated"] = {
         name: _evaluated(config, WAYS[name]) for name in WAYS if name.startswith(("dp", "tp x dp, gathered"))
     }
@@ -348,7 +344,7 @@ def _built(config, way):
 def _evaluated(config, way):
     """Losses after training, without gradients: batch by batch, and gathered once for both."""
     model, manager = _built(config, way)
-    train(model, manager)
+    train(model, manager, 1)
     tokens = torch.randint(0, 128, (2, 2, 17), generator=torch.Generator().manual_seed(1))
 
     def losses():
@@ -358,10 +354,10 @@ def _evaluated(config, way):
 
     with torch.no_grad():
         each = losses()
-    train(model, manager)  # again: the scales of before would be others
+    train(model, manager, 1)  # again: the scales of before would be others
     with torch.no_grad():
         later = losses()
-    train(model, manager)
+    train(model, manager, 1)
     with manager.evaluation():
         once = losses()
     with torch.no_grad():
@@ -446,7 +442,7 @@ def test_trains_as_one_process_does(way, results, expected):
     whole = expected[WAYS[way][1].get("recipe_name", "tensorwise")]
     assert results[way][0] == pytest.approx(whole[0], rel=2e-3)
     assert results[way] == pytest.approx(whole, rel=1e-2)
-    assert whole[0] - whole[-1] > 0.1  # and it does learn
+    assert whole[0] - whole[-1] > 0.05  # and it does learn
 
 
 def test_a_gather_in_float8_changes_nothing(results):

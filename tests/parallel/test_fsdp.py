@@ -208,18 +208,21 @@ STEPS = {
 def in_batches(defer="all", micro=2, kind="tiny", replicate=1, fsdp=4, tp=1, keep_gathered=False, **options):
     """Forward and backward over micro batches; calls of each, and whether gradients were there before the last."""
     model, _, tokens, _ = prepare(kind, replicate, fsdp, tp, options)
-    counted, early = [], []
+    counted, early, waits = [], [], []
     for i, part in enumerate(tokens.chunk(micro)):
         with (
             Calls() as calls,
             accumulate(model, last=i == micro - 1, defer=defer, keep_gathered=keep_gathered),
         ):
             loss_of(model, part).backward()
+            waits += {last for *_, last in flags(model)}
         counted.append(calls.take())
         early.append(any(p.grad is not None for p in model.parameters()))
     after = flags(model)
     gradients, weights = outcome(model)
-    return SimpleNamespace(counted=counted, early=early, gradients=gradients, weights=weights, flags=after)
+    return SimpleNamespace(
+        counted=counted, early=early, waits=waits, gradients=gradients, weights=weights, flags=after
+    )
 
 
 def flags(model):
@@ -240,6 +243,7 @@ BATCHES = {
     "all, gathered": dict(keep_gathered=True),
     "all, gathered, never resharded": dict(keep_gathered=True, fsdp_reshard_after_forward="never"),
     "nothing": dict(defer="nothing"),
+    "nothing, prefetched": dict(defer="nothing", fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
     "all, hsdp": dict(replicate=2, fsdp=2),
     "replicas, hsdp": dict(defer="replicas", replicate=2, fsdp=2),
     "all, tp": dict(tp=2, fsdp=2, kind="tied"),
@@ -439,6 +443,8 @@ def test_accumulated_gradients_are_those_of_one_batch(name, results):
         (got.gradients, got.weights), reference(BATCHES[name].get("kind", "tiny")), "bfloat16" in name
     )
     assert got.flags == {(True, True, True, True)}
+    micro = BATCHES[name].get("micro", 2)
+    assert got.waits == [*[False] * (micro - 1), True], "the last backward alone waits for its reductions"
 
 
 def test_reductions_wait_for_the_last_micro_batch(results):
@@ -447,6 +453,9 @@ def test_reductions_wait_for_the_last_micro_batch(results):
     assert calls["all"][1][SCATTER] == UNITS
     assert not results.batches["all"].early[0]
     assert calls["nothing"][0][SCATTER] == calls["nothing"][1][SCATTER] == UNITS
+    assert [c[GATHER] for c in calls["nothing"]] == [
+        2 * UNITS - 2
+    ] * 2  # no forward of before is prefetched for
     assert not {SCATTER, REDUCE} & set(calls["all, hsdp"][0])
     assert calls["all, hsdp"][1][SCATTER] == calls["all, hsdp"][1][REDUCE] == UNITS
     assert calls["replicas, hsdp"][0][SCATTER] == calls["replicas, hsdp"][1][SCATTER] == UNITS

@@ -14,28 +14,31 @@ from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
 
 SMALL = dict(
-    hidden_size=64, num_heads=4, num_hidden_layers=4, vocab_size=96, intermediate_size=48, use_cache=False
+    hidden_size=64, num_heads=4, num_hidden_layers=2, vocab_size=96, intermediate_size=48, use_cache=False
 )
 ODD = dict(vocab_size=97, intermediate_size=45, num_kv_heads=1)
 
 CASES = {
-    "tp 2 x fsdp 2": dict(tp=2),
-    "tp 4": dict(tp=4, loss_parallel=False),
     "tp 2 x replicate 2, every 2nd layer": dict(tp=2, replicate=2, ac=2, sequence_parallel=False),
     "fsdp 4, selective checkpointing": dict(tp=1, ac="selective"),
+    "gla, tp 4, full checkpointing": dict(tp=4, kind="gla", ac="full"),
+    "tied, tp 2 x fsdp 2, bfloat16": dict(tp=2, tied=True, dtype="bfloat16"),
+    "odd sizes, shared heads, tp 4": dict(tp=4, kind="odd", sequence_parallel=False),
+    "odd sizes, shared heads, tp 2 x fsdp 2, compiled": dict(tp=2, kind="odd", compile=True),
+    "qwen3 with odd sizes, tp 2 x fsdp 2, gathered logits": dict(tp=2, kind="qwen3", loss_parallel=False),
+    "biases and one graph a block, tp 2 x fsdp 2": dict(tp=2, kind="tiny", compile=True),
+}
+MORE = {
+    "tp 2 x fsdp 2": dict(tp=2),
+    "tp 4": dict(tp=4, loss_parallel=False),
     "replicate 4": dict(tp=1, replicate=4),
     "tied, tp 2 x fsdp 2": dict(tp=2, tied=True),
     "tied, fsdp 4, always resharded": dict(tp=1, tied=True, reshard="always"),
-    "gla, tp 4, full checkpointing": dict(tp=4, kind="gla", ac="full"),
-    "tp 2 x fsdp 2, bfloat16": dict(tp=2, dtype="bfloat16"),
     "odd sizes, shared heads, tp 2 x fsdp 2": dict(tp=2, kind="odd"),
-    "odd sizes, shared heads, tp 4": dict(tp=4, kind="odd", sequence_parallel=False),
-    "odd sizes, shared heads, tp 2 x fsdp 2, compiled": dict(tp=2, kind="odd", compile=True),
     "qwen3 with odd sizes, tp 4": dict(tp=4, kind="qwen3"),
-    "qwen3 with odd sizes, tp 2 x fsdp 2, gathered logits": dict(tp=2, kind="qwen3", loss_parallel=False),
     "qwen3 with odd sizes, tp 2 x fsdp 2, compiled": dict(tp=2, kind="qwen3", compile=True),
-    "biases and one graph a block, tp 2 x fsdp 2": dict(tp=2, kind="tiny", compile=True),
 }
+"""What those above, test_fsdp.py and test_combinations.py have each part of; together in `make test-all`."""
 
 
 def build(kind="transformer", tied=False):
@@ -80,14 +83,14 @@ def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", 
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-    from titanplans.parallel import EveryNthLayer, parallelize
+    from titanplans.parallel import ActivationCheckpoint, parallelize
 
     dims = ParallelDims(replicate, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
     checkpointing = {
         None: None,
         "full": FullAC.Config(),
         "selective": SelectiveAC.Config(),
-        2: EveryNthLayer(2),
+        2: ActivationCheckpoint(mode="selective"),
     }
     names = [name for name, _ in model.named_parameters()]
     parallelize(
@@ -139,11 +142,7 @@ def case(options):
     )
 
 
-@pytest.fixture(scope="module")
-def differences():
-    return equal.equals_one_process({name: case(options) for name, options in CASES.items()}, ranks=4)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_step_equals_single_process(name, differences):
-    assert name not in differences, differences[name]
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=["", "more"])
+def test_step_equals_single_process(cases):
+    differences = equal.equals_one_process({name: case(options) for name, options in cases.items()}, ranks=4)
+    assert not differences

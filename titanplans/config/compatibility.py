@@ -70,6 +70,9 @@ def _activation_checkpoint(c: Any) -> Refusals:
             shapes,
             'it makes exceptions from what per_op_sac_matmuls keeps, which is "none": leave one of the two out',
         )
+    kept = (c.per_op_sac_keep_attention, c.per_op_sac_keep_collectives, c.per_op_sac_keep_operators)
+    if c.per_op_sac_matmuls == "none" and not any(kept):
+        yield "per_op_sac_matmuls", "nothing else is kept, either: take mode full, or say what to keep"
 
 
 def _compile(c: Any) -> Refusals:

@@ -18,9 +18,6 @@ from titanplans.config import (
     write_strategy,
 )
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import EveryNthLayer, Full, MemoryBudget, MLPOnly
-from titanplans.parallel.activation_checkpoint.keep_mixer import KeepMixer
-from titanplans.parallel.activation_checkpoint.selective import Selective
 from titanplans.parallel.degrees import Degrees
 from titanplans.parallel.float8 import Conversion, convert_to_float8
 from titanplans.parallel.fsdp.conditions import shard_model
@@ -38,19 +35,13 @@ __all__ = [
     "Conversion",
     "DDPConfig",
     "Degrees",
-    "EveryNthLayer",
     "FSDP2Config",
     "Float8",
-    "Full",
-    "KeepMixer",
-    "MLPOnly",
     "MegatronFSDPConfig",
-    "MemoryBudget",
     "Mesh",
     "ParallelError",
     "ParallelManager",
     "Process",
-    "Selective",
     "Strategy",
     "clip_gradients",
     "convert_to_float8",

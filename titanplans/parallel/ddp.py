@@ -28,12 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.autocast import apply_autocast
+from titanplans.parallel.degrees import NOT_FOR_DDP
 from titanplans.torch_private import (
     DDP,
-    compiled_call,
-    has_static_graph,
     hide_ddp_from_compiler,
     is_compiled_whole,
     replicate,
@@ -49,13 +47,12 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     replaced, moved or cast from here on.
 
     Args:
-        model: with its values, on the mesh's device; already recomputed and compiled block by block as
-            `config` says (`activation_checkpoint`, `compile`), which is not done here.
+        model: with its values, on the mesh's device; recomputed and compiled block by block, if at all, before this.
         mesh: 1-D: the ranks that read different data.
-        config: the options.
+        config: the options, of which those of DDP are read.
 
     Raises:
-        ParallelError: the model can't be replicated, or is not what `config` says. Before anything is sent.
+        ParallelError: the model can't be replicated. Before anything is sent.
     """
     if mesh.ndim != 1:
         raise ParallelError(
@@ -63,7 +60,6 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
             'different data, get_mesh("dp")'
         )
     refuse_model(model, mesh)
-    _refuse_unfinished(model, config)
     group = mesh.get_group()
     if config.autocast_dtype is not None:
         apply_autocast(model, mesh.device_type, getattr(torch, config.autocast_dtype))
@@ -99,53 +95,19 @@ def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[
     Args:
         model: a model that `apply_ddp` was given.
         last: whether this is the last micro batch before the optimizer's step.
-        defer: sum gradients in the last micro batch's backward alone, not in each.
+        defer: sum gradients in the last micro batch's backward alone, not in each. Not with a static graph, which loses
+            count of gradients that wait (DDPConfig refuses it).
 
     Raises:
-        ParallelError: `model` is not replicated by DDP, or with a static graph, which can't defer.
+        ParallelError: `model` is not replicated by DDP.
     """
     if not isinstance(model, DDP):
         raise ParallelError(f"{type(model).__name__} is not replicated by DDP: call apply_ddp first")
-    if defer and not last and has_static_graph(model):
-        raise ParallelError(
-            "ddp.static_graph = true: torch loses count of gradients that wait for another micro batch; set it to false, or "
-            "defer nothing"
-        )
     model.set_requires_gradient_sync(last or not defer)
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-def refuse_degrees(degrees: Any) -> None:
-    """Refuse degrees other than data parallel copies.
-
-    Args:
-        degrees: `Degrees`, resolved, a `Mesh`, or torchtitan's ParallelDims.
-
-    Raises:
-        ParallelError: a degree that splits the model is above 1; says what to use.
-    """
-    if degrees.tp > 1:
-        raise ParallelError(_with_tp(f"tp = {degrees.tp}"))
-    for name in ("cp", "pp", "ep"):
-        if getattr(degrees, name) > 1:
-            raise ParallelError(
-                f"ddp with {name} = {getattr(degrees, name)}: DDP copies whole models and sequences; set it to 1"
-            )
-    if degrees.dp_shard > 1:
-        raise ParallelError(
-            f"ddp with dp_shard = {degrees.dp_shard}: DDP shards nothing; set dp_shard to 1 and dp_replicate to "
-            f"{degrees.dp_shard * degrees.dp_replicate}, or take FSDP2Config"
-        )
-
-
-def _with_tp(what: str) -> str:
-    return (
-        f"ddp with {what}: DDP can't copy split layers; take FSDP2Config with dp_replicate at the number of copies and "
-        "dp_shard at 1, which sums gradients over the copies as DDP does"
-    )
 
 
 def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -158,7 +120,8 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
     name_of = f"ddp of {type(model).__name__}"
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            raise ParallelError(_with_tp(f"{name} split over the mesh {tensor.device_mesh.mesh_dim_names}"))
+            axes = tensor.device_mesh.mesh_dim_names
+            raise ParallelError(f"ddp with {name} split over the mesh {axes}: {NOT_FOR_DDP}")
     if isinstance(model, DDP):
         raise ParallelError(f"{name_of}: it is replicated already; once is enough")
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -180,21 +143,6 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ParallelError(
             f"{name_of}: it is compiled as a whole, and the reducer's hooks must stay outside of a graph; compile its "
             "blocks one by one (titanplans.parallel.compile)"
-        )
-
-
-def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
-    """Refuse a model that is not compiled or recomputed as `config` says: both must be done before DDP."""
-    if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
-        raise ParallelError(
-            "ddp with compile.enable = true, and no block of the model is compiled: call apply_compile "
-            "before, or set it to false"
-        )
-    mode = config.activation_checkpoint.mode
-    if mode != "none" and not any(map(is_recomputed, model.modules())):
-        raise ParallelError(
-            f'ddp with activation_checkpoint.mode = "{mode}", and nothing of the model is recomputed: apply the policy '
-            "before, or set it to none"
         )
 
 

@@ -9,6 +9,11 @@ from typing import Any
 
 from titanplans.errors import ParallelError, near_multiples
 
+NOT_FOR_DDP = (
+    "DDP can't copy split layers; take FSDP2Config with dp_replicate at the number of copies and dp_shard at 1, which sums "
+    "gradients over the copies as DDP does"
+)
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -89,20 +94,28 @@ class Degrees:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
-def refuse_unsupported(degrees: Any) -> None:
-    """Refuse the degrees that this entry can't honour yet.
+def refuse_degrees(degrees: Any, *, ddp: bool = False) -> None:
+    """Refuse the degrees that can't be honoured: yet, or by DDP, which copies whole models.
 
     Args:
-        degrees: `Degrees`, a `Mesh` or torchtitan's ParallelDims: `cp`, `pp` and `ep` are read.
+        degrees: `Degrees`, resolved, a `Mesh` or torchtitan's ParallelDims.
+        ddp: whether the strategy is DDP.
 
     Raises:
-        ParallelError: a context, pipeline or expert degree above 1.
+        ParallelError: a context, pipeline or expert degree above 1; under DDP also a tensor or shard degree.
     """
     for name, degree in (("context", degrees.cp), ("pipeline", degrees.pp), ("expert", degrees.ep)):
         if degree > 1:
             raise ParallelError(
                 f"{name}_parallel_degree = {degree}: this entry parallelises by tensor and data; set it to 1"
             )
+    if ddp and degrees.tp > 1:
+        raise ParallelError(f"ddp with tp = {degrees.tp}: {NOT_FOR_DDP}")
+    if ddp and degrees.dp_shard > 1:
+        raise ParallelError(
+            f"ddp with dp_shard = {degrees.dp_shard}: DDP shards nothing; set dp_shard to 1 and dp_replicate to "
+            f"{degrees.dp_shard * degrees.dp_replicate}, or take FSDP2Config"
+        )
 
 
 def _processes(number: int) -> str:

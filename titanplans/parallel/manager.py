@@ -21,10 +21,10 @@ from titanplans.errors import ParallelError
 from titanplans.observe.report import ParallelismReport
 from titanplans.parallel import ddp, megatron_fsdp
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
-from titanplans.parallel.degrees import Degrees, refuse_unsupported
+from titanplans.parallel.degrees import Degrees, refuse_degrees
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh import Mesh
-from titanplans.parallel.parallelize import check_compatible, on_meta, parallelize, policy_of
+from titanplans.parallel.parallelize import apply_steps, check_compatible, on_meta
 from titanplans.parallel.process_group import default_device_type
 from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.report import parallelism_report
@@ -70,9 +70,7 @@ class ParallelManager:
         if degrees is None:
             degrees = Degrees(dp_replicate=-1, dp_shard=1) if isinstance(config, DDPConfig) else Degrees()
         self.mesh = Mesh(degrees, _device_type(device_type))
-        refuse_unsupported(self.mesh)
-        if isinstance(config, DDPConfig):
-            ddp.refuse_degrees(self.mesh)
+        refuse_degrees(self.mesh, ddp=isinstance(config, DDPConfig))
         self._model: nn.Module | None = None
 
     @property
@@ -105,17 +103,15 @@ class ParallelManager:
         if isinstance(config, MegatronFSDPConfig):
             megatron_fsdp.check_available()
         else:  # before the values are read, which takes a while
-            if isinstance(config, DDPConfig):
+            if isinstance(config, DDPConfig):  # a job gives a model its values later; here it has them
                 ddp.refuse_model(model, self.mesh.get_mesh("dp"))
-            check_compatible(
-                model, self.mesh, config, policy_of(config.activation_checkpoint, self.dump_folder)
-            )
+            check_compatible(model, self.mesh, config)
         check_equal_values(model, self.device)
         if isinstance(config, MegatronFSDPConfig):
             axes = ("dp_replicate", "dp_shard", "tp")
             model = megatron_fsdp.apply_megatron_fsdp(model, self.mesh.get_mesh(axes), config)
         else:
-            parallelize(model, parallel_dims=self.mesh, config=config, dump_folder=self.dump_folder)
+            apply_steps(model, self.mesh, config, dump_folder=self.dump_folder)
             if on_meta(model):
                 _check_at_first_forward(model)
             if isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel:

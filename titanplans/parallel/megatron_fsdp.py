@@ -36,18 +36,15 @@ _SET_HERE = {"init_model_with_meta_device", "sync_model_each_microbatch"}
 """Switches of the package's that are no `options`: the model and `accumulate` decide them."""
 
 
-def apply_megatron_fsdp(
-    model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig, *, shard_dim: str = "dp_shard"
-) -> nn.Module:
+def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig) -> nn.Module:
     """Return `model` wrapped in megatron_fsdp.MegatronFSDP, its parameters sharded; `.module` is the model.
 
     Build the optimizer on the result's parameters, then call `register_optimizer`.
 
     Args:
         model: a decoder on CUDA; or on meta, where each module has a `reset_parameters`.
-        mesh: with named dimensions, of which all but `shard_dim` have size 1.
+        mesh: on CUDA, with named dimensions, all of size 1 but "dp_shard", whose ranks read different data.
         config: the options.
-        shard_dim: the dimension over which the model is sharded, whose ranks read different data.
 
     Raises:
         ParallelError: no CUDA, no package, an option that the package does not take, or a mesh or model that
@@ -56,26 +53,32 @@ def apply_megatron_fsdp(
     """
     check_available()
     library = importlib.import_module("megatron_fsdp")
-    refuse_mesh(mesh, shard_dim)
-    if mesh.device_type != "cuda":
-        raise ParallelError(f'megatron_fsdp over a mesh of {mesh.device_type}: build the mesh for "cuda"')
-    return library.fully_shard_model(**arguments(library, model, mesh, config, shard_dim))
+    refuse_mesh(mesh)
+    return library.fully_shard_model(**arguments(library, model, mesh, config))
 
 
 def check_available() -> None:
     """Raise ParallelError unless there are CUDA and the package."""
     missing = [] if torch.cuda.is_available() else [f"CUDA, and torch sees no such device: {_INSTEAD}"]
-    missing += [] if _installed() else [_EXTRA]
+    missing += [] if importlib.util.find_spec("megatron_fsdp") else [_EXTRA]
     if missing:
         raise ParallelError(f"megatron_fsdp needs {'; and '.join(missing)}")
 
 
-def _installed() -> bool:
-    return importlib.util.find_spec("megatron_fsdp") is not None
+def refuse_mesh(mesh: DeviceMesh) -> None:
+    """Raise ParallelError unless "dp_shard" is above 1, and all other dimensions of `mesh` are 1."""
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        if name == "dp_shard" and size == 1:
+            why = "over one rank it doubles gradients in each micro batch; raise it"
+        elif name != "dp_shard" and size > 1:
+            why = "it is not known to be right but for sharding alone; set it to 1"
+        else:
+            continue
+        raise ParallelError(f"megatron_fsdp with {name} = {size}: {why}, or {_INSTEAD}")
 
 
 def arguments(
-    library: ModuleType, model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig, shard_dim: str
+    library: ModuleType, model: nn.Module, mesh: DeviceMesh, config: MegatronFSDPConfig
 ) -> dict[str, Any]:
     """Return the arguments of `library.fully_shard_model`.
 
@@ -87,38 +90,32 @@ def arguments(
     parameters = inspect.signature(library.fully_shard_model).parameters.values()
     switches = {p.name for p in parameters if isinstance(p.default, bool)} - _SET_HERE
     dtypes = {item.name for item in dataclasses.fields(library.MixedPrecisionPolicy)}
-    # Gradients are summed over ranks: all loops here divide the loss by the tokens of the whole batch.
-    given: dict[str, Any] = {"calculate_per_token_loss": True}
-    policy: dict[str, torch.dtype | None] = {}
     for name, value in config.options.items():
-        if name in dtypes:
-            policy[name] = _dtype(name, value)
-        elif name not in switches:
+        if name not in switches | dtypes:
             why = f"megatron-fsdp {library.__version__} has no such option; there are {', '.join(sorted(switches | dtypes))}"
-            raise OptionError(f"options.{name}", value, why)
-        elif not isinstance(value, bool):
-            raise OptionError(f"options.{name}", value, "expected true or false")
+        elif name in switches and not isinstance(value, bool):
+            why = "expected true or false"
+        elif (
+            name in dtypes
+            and value != "none"
+            and not isinstance(getattr(torch, str(value), None), torch.dtype)
+        ):
+            why = 'expected the name of a dtype such as "float32", or "none"'
         else:
-            given[name] = value
+            continue
+        raise OptionError(f"options.{name}", value, why)
+    policy = {name: getattr(torch, str(v), None) for name, v in config.options.items() if name in dtypes}
+    # Gradients are summed over ranks: all loops here divide the loss by the tokens of the whole batch.
+    given = {"calculate_per_token_loss": True} | {n: v for n, v in config.options.items() if n in switches}
     return given | {
         "module": model,
         "device_mesh": mesh,
-        "dp_shard_dim": shard_dim,
+        "dp_shard_dim": "dp_shard",
         "fsdp_unit_modules": unit_classes(model, config),
         "zero_dp_strategy": config.zero_dp_strategy,
         "init_model_with_meta_device": any(p.is_meta for p in model.parameters()),
         "mixed_precision_policy": library.MixedPrecisionPolicy(**policy),
     }
-
-
-def _dtype(name: str, value: Any) -> torch.dtype | None:
-    """Return the dtype that `value` names; "none" leaves it to the package."""
-    dtype = getattr(torch, str(value), None)
-    if value != "none" and not isinstance(dtype, torch.dtype):
-        raise OptionError(
-            f"options.{name}", value, 'expected the name of a dtype such as "float32", or "none"'
-        )
-    return dtype
 
 
 def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
@@ -140,38 +137,14 @@ def unit_classes(model: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.M
     return [cls for cls in classes if cls.__name__ in names]
 
 
-def refuse_mesh(mesh: DeviceMesh, shard_dim: str) -> None:
-    """Raise ParallelError for a mesh that is not sharded over by `shard_dim` alone, above 1."""
-    names = mesh.mesh_dim_names or ()
-    if shard_dim not in names:
-        there = ", ".join(names) or "none"
-        raise ParallelError(f'megatron_fsdp: the mesh has no dimension named "{shard_dim}": it has {there}')
-    for name in names:
-        size = mesh.size(names.index(name))
-        if name == shard_dim and size == 1:
-            raise ParallelError(
-                f"megatron_fsdp over {name} = 1: over one rank it doubles gradients in each micro batch; raise {name}, "
-                f"or {_INSTEAD}"
-            )
-        if name != shard_dim and size > 1:
-            raise ParallelError(
-                f"megatron_fsdp with {name} = {size}: it is not known to be right but for sharding alone; set it to 1, "
-                f"or {_INSTEAD}"
-            )
-
-
 def _refuse_model(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            axes = parameter.device_mesh.mesh_dim_names
-            raise ParallelError(f"megatron_fsdp: {name} is split over the mesh {axes} already; {_INSTEAD}")
-    for name, module in model.named_modules():
-        done = "recomputed" if is_recomputed(module) else "compiled" if compiled_call(module) else None
-        if done:
-            raise ParallelError(
-                f"megatron_fsdp: {name or 'the model'} is {done}, which was never shown to be right; leave that out, "
-                f"or {_INSTEAD}"
-            )
+    split = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    done = [name for name, module in model.named_modules() if is_recomputed(module) or compiled_call(module)]
+    if split or done:
+        raise ParallelError(
+            f"megatron_fsdp: {(split + done)[0] or 'the model'} is split, recomputed or compiled, and that was never shown "
+            f"to be right; leave it out, or {_INSTEAD}"
+        )
 
 
 def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -180,10 +153,8 @@ def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
     States are made in the first step, not here. Build a learning-rate schedule afterwards.
 
     Raises:
-        ParallelError: no package, or parameters that are not such a model's.
+        ParallelError: parameters that are not such a model's.
     """
-    if not _installed():
-        raise ParallelError(f"megatron_fsdp needs {_EXTRA}")
     if not all(
         hasattr(p, "_megatron_fsdp_model") for group in optimizer.param_groups for p in group["params"]
     ):

@@ -14,6 +14,7 @@ axis itself, under its own name; and dp_cp is dp or fsdp where it holds the same
 Which degrees are possible is in degrees.py, the process group itself in process_group.py.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -53,6 +54,19 @@ class Mesh:
     dp_shard: int
     cp: int
     tp: int
+    ep: int
+    """1: experts are not split."""
+
+    dp_enabled: bool
+    """Whether the size of this combination is above 1; so for every axis and combination."""
+    dp_replicate_enabled: bool
+    dp_shard_enabled: bool
+    fsdp_enabled: bool
+    dp_cp_enabled: bool
+    cp_enabled: bool
+    tp_enabled: bool
+    pp_enabled: bool
+    ep_enabled: bool
 
     def __init__(self, degrees: Degrees, device_type: str):
         if not dist.is_initialized():
@@ -61,60 +75,13 @@ class Mesh:
             )
         self.world_size = dist.get_world_size()
         self.degrees = degrees.resolve(self.world_size)
-        vars(self).update(self.degrees.as_sizes())
-        self.world_mesh = _root(self.degrees.as_sizes(), device_type)
+        sizes = self.degrees.as_sizes()
+        vars(self).update(sizes, ep=1, ep_enabled=False)
+        for name, axes in ({name: (name,) for name in sizes} | _COMBINED).items():
+            setattr(self, f"{name}_enabled", math.prod(sizes[axis] for axis in axes) > 1)
+        self.world_mesh = _root(sizes, device_type)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._combined = self._combine()  # now, not when first asked for: making a group is collective
-
-    @property
-    def ep(self) -> int:
-        """1: experts are not split."""
-        return 1
-
-    @property
-    def dp_enabled(self) -> bool:
-        """Whether ranks read different data."""
-        return self.dp_replicate * self.dp_shard > 1
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies of the model."""
-        return self.dp_replicate > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether ranks that read different data shard the parameters."""
-        return self.dp_shard > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether a sequence is split."""
-        return self.cp > 1
-
-    @property
-    def dp_cp_enabled(self) -> bool:
-        """Whether the loss is a sum over ranks."""
-        return self.dp_enabled or self.cp_enabled
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        """Whether parameters are sharded."""
-        return self.dp_shard_enabled or self.cp_enabled
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether layers are split."""
-        return self.tp > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        """Whether the model is cut into stages."""
-        return self.pp > 1
-
-    @property
-    def ep_enabled(self) -> bool:
-        """False."""
-        return self.ep > 1
 
     def get_mesh(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of one axis or combination, or of several, outermost first; of size 1 too.

@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,21 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, Float8, FSDP2Config
 from titanplans.config.compatibility import Placement, check_placement
 from titanplans.config.options import Options, options_of
+from titanplans.config.values import show
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import (
-    EveryNthLayer,
-    Full,
-    KeepMixer,
-    MemoryBudget,
-    MLPOnly,
-    Selective,
     apply_activation_checkpointing,
+    check_activation_checkpointing,
 )
 from titanplans.parallel.autocast import apply_autocast
 from titanplans.parallel.compile import apply_compile, compile_options, one_graph_a_block
 from titanplans.parallel.compile.async_tp import has_nccl
-from titanplans.parallel.ddp import apply_ddp, refuse_degrees, refuse_model
-from titanplans.parallel.degrees import refuse_unsupported
+from titanplans.parallel.ddp import apply_ddp, refuse_model
+from titanplans.parallel.degrees import refuse_degrees
 from titanplans.parallel.float8 import (
     Conversion,
     check_calls,
@@ -51,6 +46,11 @@ from titanplans.tensor_parallel.custom import PlanSource
 _log = logging.getLogger(__name__)
 
 Config = FSDP2Config | DDPConfig
+
+_TORCHTITANS = ActivationCheckpoint(
+    mode="selective", selective_ac_option="op", per_op_sac_keep_attention=False
+)
+"""Stands for a policy of torchtitan's where contradictions are looked up: it may recompute attention, and keep operators."""
 
 
 def parallelize(
@@ -78,8 +78,8 @@ def parallelize(
             "dp_replicate").
         config: the options; instead of the four sections.
         training, parallelism, compile_config: torchtitan's sections of these names.
-        ac_config: what to recompute: an `ActivationCheckpoint`, a torchtitan ActivationCheckpointing.Config, a policy of
-            `activation_checkpoint`, or None for what `config` says.
+        ac_config: what to recompute: an `ActivationCheckpoint`, a torchtitan ActivationCheckpointing.Config, or None for
+            what `config` says.
         dump_folder: folder for what a step writes.
         plan: beside torchtitan's sections, a plan of the user's own; None for the registered one. See `apply_plan`.
         loss_parallel: beside torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
@@ -97,27 +97,18 @@ def parallelize(
         )
     if config is None:
         config = _from_sections(sections, compile_config, plan, loss_parallel)
-    if isinstance(ac_config, ActivationCheckpoint):
-        config, ac_config = replace(config, activation_checkpoint=ac_config), None
-    apply_to_blocks(model, parallel_dims, config, policy=ac_config, dump_folder=dump_folder)
-    if isinstance(config, FSDP2Config) or not on_meta(model):
-        apply_data_parallelism(model, parallel_dims, config)
+    if ac_config is not None:
+        ours = isinstance(ac_config, ActivationCheckpoint)
+        config = replace(config, activation_checkpoint=ac_config if ours else _TORCHTITANS)
+    check_compatible(model, parallel_dims, config)
+    apply_steps(model, parallel_dims, config, ac_config, dump_folder)
     return model
 
 
-def apply_to_blocks(
-    model: nn.Module, mesh: Any, config: Config, *, policy: Any = None, dump_folder: str = ""
+def apply_steps(
+    model: nn.Module, mesh: Any, config: Config, ac_config: Any = None, dump_folder: str = ""
 ) -> None:
-    """Take every step but data parallelism; arguments and errors are those of `parallelize`."""
-    if isinstance(config, DDPConfig):
-        refuse_degrees(mesh)
-        if not on_meta(model):
-            refuse_model(model, _ddp_mesh(mesh))
-    if policy is None:
-        policy = policy_of(config.activation_checkpoint, dump_folder)
-    else:
-        config = replace(config, activation_checkpoint=_options_of_policy(policy))
-    check_compatible(model, mesh, config, policy)
+    """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
     record = record_of(model)
 
     # First: a plan splits the products that there are, and FSDP gathers their weights.
@@ -147,16 +138,20 @@ def apply_to_blocks(
         record.plan = applied
 
     # Before compile, so that the compiler sees what is recomputed.
-    if policy is not None:
-        apply_activation_checkpointing(model, policy, dump_folder)
+    recomputed = config.activation_checkpoint if ac_config is None else ac_config
+    if config.activation_checkpoint.mode != "none":
+        apply_activation_checkpointing(model, recomputed, dump_folder)
         record.steps.append("activation checkpointing")
-        record.policy = str(policy)
+        record.policy = _in_words(recomputed)
 
     # Before data parallelism, whose hooks on blocks and parameters stay outside the compiled graphs.
     if config.compile.blocks:
         async_tp = isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel
         apply_compile(model, config.compile, mesh, async_tensor_parallel=async_tp)
         record.steps.append("compile")
+
+    if isinstance(config, FSDP2Config) or not on_meta(model):
+        apply_data_parallelism(model, mesh, config)
 
 
 def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
@@ -179,7 +174,7 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     record_of(model).steps.append("FSDP2")
 
 
-def check_compatible(model: nn.Module, mesh: Any, config: Config, policy: Any) -> None:
+def check_compatible(model: nn.Module, mesh: Any, config: Config) -> None:
     """Refuse what can't be honoured of `config` for `model` on `mesh`; nothing is touched.
 
     Raises:
@@ -187,8 +182,9 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config, policy: Any) -
         PlanError: `model` has no list of blocks.
     """
     over = fsdp_mesh(mesh)
-    if isinstance(config, FSDP2Config):
-        refuse_unsupported(mesh)
+    refuse_degrees(mesh, ddp=isinstance(config, DDPConfig))
+    if isinstance(config, DDPConfig) and not on_meta(model):
+        refuse_model(model, _ddp_mesh(mesh))
     check_placement(
         Placement(
             config=config,
@@ -204,8 +200,7 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config, policy: Any) -
         check_shard(model, over, config)
     if config.float8.recipe_name is not None:
         check_float8_options(config.float8.recipe_name, config.float8.emulate, over.device_type)
-    if policy is not None and hasattr(policy, "check"):
-        policy.check(model)
+    check_activation_checkpointing(model, config.activation_checkpoint)
     if config.compile.enable:
         compile_options(config.compile)
 
@@ -227,51 +222,6 @@ def convert(model: nn.Module, options: Float8, device_type: str) -> Conversion:
         fsdp_all_gather=options.enable_fsdp_float8_all_gather,
         device_type=device_type,
     )
-
-
-def policy_of(options: ActivationCheckpoint, dump_folder: str = "") -> Any:
-    """Return what recomputes, for `apply_activation_checkpointing`; None for nothing."""
-    if options.mode == "none":
-        return None
-    if options.mode == "memory_budget":
-        drawn = str(Path(dump_folder) / "memory_budget_pareto")
-        folder = drawn if options.visualize_memory_budget_pareto else None
-        return MemoryBudget(options.memory_budget, pareto_folder=folder, scope=options.scope)
-    names = ("scope", "preserve_rng_state", "determinism_check", "early_stop", "debug")
-    shared = {name: getattr(options, name) for name in names}
-    if options.mode == "selective" and options.selective_ac_option == "op":
-        return Selective(
-            matmuls=options.per_op_sac_matmuls,
-            attention=options.per_op_sac_keep_attention,
-            collectives=options.per_op_sac_keep_collectives,
-            operators=options.per_op_sac_keep_operators,
-            recompute_linears=options.per_op_sac_force_recompute_mm_shapes_by_fqns,
-            **shared,
-        )
-    if options.mode == "selective":
-        return EveryNthLayer(int(options.selective_ac_option), **shared)
-    return {"full": Full, "mlp": MLPOnly, "keep_mixer": KeepMixer}[options.mode](**shared)
-
-
-def _options_of_policy(policy: Any) -> ActivationCheckpoint:
-    """Return the options that a policy made by hand stands for, where what contradicts what is looked up."""
-    if isinstance(policy, Selective):
-        kept = policy.attention
-        return ActivationCheckpoint(
-            mode="selective", selective_ac_option="op", per_op_sac_keep_attention=kept
-        )
-    if isinstance(policy, EveryNthLayer):
-        return ActivationCheckpoint(mode="selective", selective_ac_option=str(policy.n))
-    for kind, mode in (
-        (KeepMixer, "keep_mixer"),
-        (MLPOnly, "mlp"),
-        (MemoryBudget, "memory_budget"),
-        (Full, "full"),
-    ):
-        if isinstance(policy, kind):
-            return ActivationCheckpoint(mode=mode)
-    # torchtitan's: of what it keeps is known only that it may recompute attention, and keep operators.
-    return ActivationCheckpoint(mode="selective", selective_ac_option="op", per_op_sac_keep_attention=False)
 
 
 def _from_sections(
@@ -302,8 +252,18 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def _words(done: Conversion) -> str:
-    how = ", emulated" if done.emulate else ""
+    how = ", emulated" if done.emulated else ""
     return f"Float8 {done.recipe}{how}: {len(done.converted)} Linear modules, {len(done.filtered)} left out"
+
+
+def _in_words(recomputed: Any) -> str:
+    """Return what is recomputed, with the options that are not their defaults."""
+    if not isinstance(recomputed, ActivationCheckpoint):
+        return type(recomputed).__qualname__
+    given = {field.name: getattr(recomputed, field.name) for field in options_of(ActivationCheckpoint)}
+    default = ActivationCheckpoint(mode=recomputed.mode)
+    words = [f"{name} = {show(value)}" for name, value in given.items() if value != getattr(default, name)]
+    return recomputed.mode + (f" ({', '.join(words)})" if words else "")
 
 
 def _ddp_mesh(mesh: Any) -> DeviceMesh:

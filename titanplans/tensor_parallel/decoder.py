@@ -1,7 +1,7 @@
 """Where the parts of a decoder stand, found by structure: no model library is imported.
 
 A causal language model here is an embedding, a `ModuleList` of blocks, a final norm and a head, under the usual names.
-A block holds a token mixer, an MLP and norms. A vision tower has blocks of its own.
+A block holds a token mixer, an MLP and norms. A tower, such as a vision encoder, has blocks of its own.
 
     decoder = find_decoder(model)
     decoder.blocks[0].mixer        # "model.layers.0.self_attn"
@@ -21,7 +21,6 @@ _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_norm")
 _HEADS = ("lm_head", "output")
 _MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
 _MLPS = ("mlp", "ffn", "feed_forward")
-_TOWERS = ("vision", "visual")
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Decoder:
     norm: str | None = None
     head: str | None = None
     towers: tuple[tuple[str, ...], ...] = ()
-    """The names of the blocks of each vision tower."""
+    """The names of the blocks of each tower: a list of blocks beside the decoder's, such as a vision encoder's."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,11 +82,10 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
     Raises:
         PlanError: `model` has no ModuleList of blocks under one of the usual names.
     """
-    towers = tuple(_towers(model))
     blocks = _block_names(model)
     if not blocks:
         if not required:
-            return Decoder((), towers=towers)
+            return Decoder(())
         raise PlanError(
             f"{type(model).__name__} has no ModuleList of blocks named {', '.join(_LAYER_LISTS)}: "
             "give the plan as a dict of module names, or override TPPlan.full_plan"
@@ -101,7 +99,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         embedding=None if embedding is None else join(base_name, embedding),
         norm=None if norm is None else join(base_name, norm),
         head=_first(_HEADS, model),
-        towers=towers,
+        towers=tuple(_towers(model, blocks)),
     )
 
 
@@ -132,16 +130,14 @@ def _block_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(join(blocks, name) for name, _ in model.get_submodule(blocks).named_children())
 
 
-def _towers(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Yield the names of the blocks of each module that is called a vision tower."""
-    found: list[str] = []
+def _towers(model: nn.Module, decoder: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the names of the blocks of each outermost list of blocks that is not the decoder's."""
+    taken = [*decoder, *(name.rpartition(".")[0] for name in decoder[:1])]
     for name, module in model.named_modules():
-        is_tower = any(word in name.rpartition(".")[2] for word in _TOWERS)
-        if not is_tower or any(name.startswith(f"{tower}.") for tower in found):
-            continue
-        if blocks := _block_names(module):
-            found.append(name)
-            yield tuple(join(name, block) for block in blocks)
+        is_list = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _LAYER_LISTS
+        if is_list and not any(name == other or name.startswith(f"{other}.") for other in taken):
+            taken.append(name)
+            yield tuple(join(name, block) for block, _ in module.named_children())
 
 
 def _first(names: tuple[str, ...], module: nn.Module) -> str | None:

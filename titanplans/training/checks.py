@@ -16,8 +16,9 @@ from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
 from titanplans.config.values import show
 from titanplans.modeling import kernels
+from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
 from titanplans.parallel.compile import holds_fla
-from titanplans.parallel.parallelize import convert, policy_of
+from titanplans.parallel.parallelize import convert
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
@@ -146,10 +147,8 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             "accelerators only: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )
-    policy = policy_of(spread.activation_checkpoint)
-    if policy is not None:
-        with by_job_key():
-            policy.check(model)
+    with by_job_key():
+        check_activation_checkpointing(model, spread.activation_checkpoint)
 
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:

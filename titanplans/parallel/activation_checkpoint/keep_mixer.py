@@ -1,14 +1,13 @@
-"""The policy that recomputes each block but its token mixer, whatever kernels the mixer is made of.
+"""A module inside of a recomputed block that is kept, whatever kernels it is made of: the block's token mixer.
 
-The mixer runs once; the recomputation around it gets the output that the forward kept. What is kept belongs to one
-checkpointed call, whose forward runs on one thread and whose recomputation on one thread, too.
+It runs once; the recomputation around it gets the output that the forward kept. Works where operators can't be told
+apart (Triton kernels, autograd.Functions), but not in a compiled block. What is kept belongs to one checkpointed call,
+whose forward runs on one thread and whose recomputation on one thread, too.
 """
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,28 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint.policies import Contexts, Full, replace
-from titanplans.tensor_parallel.decoder import Block, find_block
 from titanplans.torch_private import ActivationWrapper, checkpointed, tree_leaves, tree_map_only, version
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeepMixer(Full):
-    """Recompute every block but its token mixer, of whatever kernels that is made.
-
-    Works where operators can't be told apart: Triton kernels, autograd.Functions. Not in a compiled block.
-    """
-
-    nothing: ClassVar[str] = "none of its blocks has a token mixer under one of the usual names"
-
-    def part(self, block: Block, index: int) -> str | None:
-        return None if block.mixer is None else block.name
-
-    def wrap(self, model: nn.Module, name: str, context_fn: Any = None) -> None:
-        mixer = find_block(model.get_submodule(name), name).mixer
-        assert mixer is not None  # `part` has seen to it
-        replace(model, mixer, partial(Kept, preserve_rng_state=self.preserve_rng_state))
-        super().wrap(model, name, keep_modules)
 
 
 class _Call:
@@ -58,7 +36,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def keep_modules() -> Contexts:
+def keep_modules() -> tuple["_Run", "_Run"]:
     """A `context_fn` for `torch.utils.checkpoint`: the `Kept` modules within are not recomputed."""
     call = _Call()
     return _Run(call, recomputes=False), _Run(call, recomputes=True)

@@ -14,8 +14,7 @@ from torch import nn
 
 from titanplans.config import Compile
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import MemoryBudget, memory_budget
-from titanplans.parallel.activation_checkpoint.keep_mixer import Kept
+from titanplans.parallel.activation_checkpoint import memory_budget
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
@@ -57,34 +56,25 @@ def apply_compile(
         ParallelError: an option can't be honoured.
     """
     options = compile_options(compile_config)
-    fullgraph = compile_config.fullgraph
+    fullgraph, backend = compile_config.fullgraph, options.pop("backend")
     blocks = _blocks(model)
-    check_fullgraph(model, fullgraph)
-    for _, block in blocks:
-        if any(isinstance(module, Kept) for module in block.modules()):
-            raise ParallelError(
-                "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or "
-                "recompute the MLP only"
-            )
     if async_tensor_parallel:
         async_tp.enable(model, parallel_dims)
     # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
     # is the process's, read when a block first runs.
     dynamo_config().skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    # One for all blocks of a budget: blocks with different backends are compiled apart.
-    backends: dict[MemoryBudget | None, Any] = {None: options.pop("backend")}
+    # One backend for all blocks with a budget, which is one: blocks with different backends are compiled apart.
+    budget = next(filter(None, (memory_budget(block) for _, block in blocks)), None)
+    within_budget = backend if budget is None else _budgeted(backend, budget)
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
     for name, block in blocks:
-        budget = memory_budget(block)
-        if budget not in backends:
-            assert budget is not None
-            backends[budget] = _budgeted(backends[None], budget)
         one_graph = not holds_fla(block) if fullgraph is None else fullgraph
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
         inside = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
         if not one_graph and holds_fla(block):
             end_graphs_at_kernels(block)
-        _compile_module(inside, name, limit, backend=backends[budget], fullgraph=one_graph, **options)
+        chosen = backend if memory_budget(block) is None else within_budget
+        _compile_module(inside, name, limit, backend=chosen, fullgraph=one_graph, **options)
 
 
 def compile_loss(fn: F, compile_config: Compile) -> F:
@@ -175,16 +165,6 @@ def compile_options(compile_config: Compile) -> dict[str, Any]:
     return options
 
 
-def check_fullgraph(model: nn.Module, fullgraph: bool | None) -> None:
-    """Raise ParallelError if `fullgraph` is asked of blocks that can't become one graph."""
-    for name, block in _blocks(model):
-        if fullgraph and holds_fla(block):
-            raise ParallelError(
-                f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
-                "themselves out of every graph: leave fullgraph out"
-            )
-
-
 def one_graph_a_block(model: nn.Module) -> bool:
     """Whether every block of `model` can become a single graph."""
     return not any(holds_fla(block) for _, block in _blocks(model))
@@ -196,11 +176,10 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, model.get_submodule(name)) for names in lists for name in names]
 
 
-def _budgeted(backend: Any, budget: MemoryBudget) -> Callable[..., Any]:
-    """Return `backend` as it compiles under `budget`: the settings hold while it works, and no longer."""
-    settings = budget.settings()
+def _budgeted(backend: Any, budget: dict[str, Any]) -> Callable[..., Any]:
+    """Return `backend` as it compiles under AOTAutograd's settings in `budget`: they hold while it works, and no longer."""
     # What can't be weighed in a graph of ours is a device mesh, which has no activations.
-    settings["unsafe_treat_script_objects_as_zero_size"] = True
+    settings = budget | {"unsafe_treat_script_objects_as_zero_size": True}
 
     def compile_within(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         with functorch_config().patch(settings):

@@ -46,7 +46,7 @@ class Conversion:
     """What became of each Linear of a model."""
 
     recipe: Recipe
-    emulate: bool
+    emulated: bool
     converted: tuple[str, ...]
     """Fully qualified names."""
 
@@ -309,12 +309,7 @@ def float8_report(
     """
     if done is None:
         return None
-    return {
-        "recipe": done.recipe,
-        "emulated": done.emulate,
-        "converted": list(done.converted),
-        "filtered": done.filtered,
-        "unfused": list(done.unfused),
+    return dataclasses.asdict(done) | {
         "fsdp_all_gather": any(
             is_float8_gathered(m._parameters["weight"]) for m in float8_linears(model).values()
         ),

@@ -47,7 +47,8 @@ def accumulate(
         last: whether this is the last micro batch before the optimizer's step.
         defer: what waits for the last micro batch. "all": every reduction, so that `.grad` is unchanged
             until then; "replicas": under HSDP, the sum over the copies, while shards are reduced at
-            once; "nothing": gradients are summed in each backward.
+            once; "nothing": gradients are summed in each backward. Only the last backward waits for its
+            reductions: before it, `.grad` may be incomplete on a device with streams.
         keep_gathered: keep parameters gathered from one micro batch to the next, so that later forwards
             gather only what is freed between forward and backward.
 
@@ -64,6 +65,8 @@ def accumulate(
     root.set_requires_gradient_sync(last or defer != "all")
     root.set_requires_all_reduce(last or defer == "nothing")
     root.set_reshard_after_backward(last or not keep_gathered)
+    # The last reductions of an earlier micro batch overlap with the next forward.
+    root.set_is_last_backward(last)
     try:
         yield
     except BaseException:
@@ -72,6 +75,9 @@ def accumulate(
     finally:
         root.set_requires_gradient_sync(True)
         root.set_reshard_after_backward(True)
+        root.set_is_last_backward(True)
+        for unit in _units(model):  # FSDP2 does so itself only where it waits
+            forget_forwards(fsdp_group(unit))
 
 
 def forget_gradients(model: nn.Module) -> None:

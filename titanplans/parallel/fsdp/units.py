@@ -20,8 +20,6 @@ from titanplans.tensor_parallel.decoder import find_decoder, join
 
 Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "root"]
 
-_TOWER_LISTS = ("layers", "blocks", "h")
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -42,8 +40,8 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
     """Return the units of a decoder in the order of its forward: root, towers, embedding, blocks, ends.
 
     The ends are norm and head. An embedding tied to the head joins them, at its own place in the
-    order. A tower is a list of blocks outside the decoder's, such as a vision encoder's; with "root"
-    it is left to the root. The root is always there, and holds what no other unit does.
+    order. The decoder's towers are left to the root with "root". The root is always there, and holds
+    what no other unit does.
 
     Raises:
         PlanError: `model` has no list of blocks.
@@ -52,25 +50,14 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
     decoder = find_decoder(model)
     units = [Unit(("",), "root")]
     if towers == "units":
-        units += [Unit((name,), "tower") for name in _towers(model, decoder.names)]
+        towers = (name for names in decoder.towers for name in names)
+        units += [Unit((name,), "tower") for name in towers if has_parameters(model.get_submodule(name))]
     if decoder.embedding is not None:
         units.append(Unit((decoder.embedding,), "embedding"))
     units += [Unit((name,), "block", last=name == decoder.names[-1]) for name in decoder.names]
     if ends := tuple(name for name in (decoder.norm, decoder.head) if name is not None):
         units.append(Unit(ends, "ends"))
     return _join_tied(model, units)
-
-
-def _towers(model: nn.Module, layers: Sequence[str]) -> Iterator[str]:
-    """Yield the blocks of the outermost block lists that are not the decoder's."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or name.rpartition(".")[2] not in _TOWER_LISTS:
-            continue
-        if name == layers[0].rpartition(".")[0] or any(_inside(name, other) for other in [*layers, *found]):
-            continue
-        found.append(name)
-        yield from (join(name, child) for child, block in module.named_children() if has_parameters(block))
 
 
 def _inside(name: str, other: str) -> bool:

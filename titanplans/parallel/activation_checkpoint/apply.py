@@ -1,0 +1,145 @@
+"""Which modules of a model an `ActivationCheckpoint` recomputes, and how it is applied to them.
+
+Modules are wrapped in place in torch's non-reentrant checkpoint, under their own names in state dicts. What is kept inside
+of a recomputed block is in `operators` (outputs of operators) and `keep_mixer` (a module).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from titanplans.config import ActivationCheckpoint
+from titanplans.errors import ParallelError
+from titanplans.parallel.activation_checkpoint.keep_mixer import Kept, keep_modules
+from titanplans.parallel.activation_checkpoint.operators import check_operators, keep_operators
+from titanplans.tensor_parallel.decoder import find_block, find_decoder
+from titanplans.torch_private import ActivationWrapper, checkpoint_wrapper
+
+_BUDGET = "_activation_memory_budget"
+
+_NOTHING = {
+    "selective": "every one of its lists of blocks is shorter than that",
+    "mlp": "none of its blocks has an MLP under one of the usual names",
+    "keep_mixer": "none of its blocks has a token mixer under one of the usual names",
+}
+"""Why a mode may find no module to recompute, in a model that has blocks."""
+
+
+def apply_activation_checkpointing(model: nn.Module, options: Any, dump_folder: str = "") -> None:
+    """Let the blocks of `model` recompute what `options` say, in place.
+
+    Args:
+        model: the model, before it is compiled.
+        options: an `ActivationCheckpoint`, or a torchtitan ActivationCheckpointing.Config, whose policies treat the
+            children of `layers`.
+        dump_folder: folder for the picture of a memory budget.
+
+    Raises:
+        PlanError, ParallelError: as `check_activation_checkpointing`; nothing is touched then.
+    """
+    if not isinstance(options, ActivationCheckpoint):
+        first = find_decoder(model).names[0]
+        blocks = nn.Module()
+        blocks.layers = model.get_submodule(first.rpartition(".")[0])
+        options.build(dump_folder=dump_folder).apply(blocks)
+        return
+    wrapped: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("preserve_rng_state", "determinism_check", "early_stop", "debug")
+    }
+    for name in check_activation_checkpointing(model, options):
+        module = model.get_submodule(name)
+        if options.mode == "memory_budget":
+            module.__dict__[_BUDGET] = _budget_settings(options, dump_folder)
+            continue
+        if options.mode == "keep_mixer":
+            mixer = find_block(module, name).mixer
+            assert mixer is not None  # it would not be recomputed
+            _replace(model, mixer, partial(Kept, preserve_rng_state=options.preserve_rng_state))
+            wrapped["context_fn"] = keep_modules
+        elif keeps_operators(options):
+            wrapped["context_fn"] = keep_operators(module, name, options)
+        _replace(model, name, partial(checkpoint_wrapper, **wrapped))
+
+
+def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoint) -> list[str]:
+    """Return the names of the modules that `options` recompute; nothing is touched.
+
+    Raises:
+        ParallelError: there is nothing to recompute, an operator or a Linear is not found, or the model recomputes already.
+        PlanError: `model` has no list of blocks.
+    """
+    if options.mode == "none":
+        return []
+    if keeps_operators(options):
+        check_operators(model, options)
+    decoder = find_decoder(model, required=options.scope != "vision")
+    if options.scope == "vision" and not decoder.towers:
+        raise options.error(
+            "scope", f'{type(model).__name__} has no vision tower with blocks: set it to "all" or "language"'
+        )
+    lists = {"all": decoder.block_lists, "language": (decoder.names,), "vision": decoder.towers}
+    every = (
+        int(options.selective_ac_option)
+        if options.mode == "selective" and not keeps_operators(options)
+        else 1
+    )
+    found = []
+    for names in lists[options.scope]:
+        for index, name in enumerate(names, start=1):
+            block = find_block(model.get_submodule(name), name)
+            if any(map(is_recomputed, block.module.modules())):
+                raise ParallelError(
+                    f"{type(model).__name__} is checkpointed already: once is enough; build the model again"
+                )
+            if options.mode == "mlp":
+                found.append(block.mlp)
+            elif index % every == 0 and (options.mode != "keep_mixer" or block.mixer is not None):
+                found.append(name)
+    # transformers'; its name until version 5.
+    own = "is_activation_checkpointing"
+    if getattr(model, own if hasattr(model, own) else "is_gradient_checkpointing", False):
+        raise ParallelError(
+            f"{type(model).__name__} recomputes its blocks itself: call gradient_checkpointing_disable() before "
+            "activation_checkpoint"
+        )
+    if not any(found):
+        why = _NOTHING.get(options.mode, "its lists of blocks are empty")
+        raise options.error(
+            "selective_ac_option" if every > 1 else "mode",
+            f"it recomputes nothing of {type(model).__name__}: {why}",
+        )
+    return [name for name in found if name is not None]
+
+
+def keeps_operators(options: ActivationCheckpoint) -> bool:
+    """Whether each block is recomputed but the outputs of some operators."""
+    return options.mode == "selective" and options.selective_ac_option == "op"
+
+
+def memory_budget(block: nn.Module) -> dict[str, Any] | None:
+    """Return AOTAutograd's settings for the budget that was given to `block`; None if it has none."""
+    return block.__dict__.get(_BUDGET)
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether `module` was wrapped, or given a budget."""
+    return isinstance(module, ActivationWrapper) or memory_budget(module) is not None
+
+
+def _budget_settings(options: ActivationCheckpoint, dump_folder: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {"activation_memory_budget": options.memory_budget}
+    if options.visualize_memory_budget_pareto:
+        folder = Path(dump_folder) / "memory_budget_pareto"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings |= {"visualize_memory_budget_pareto": True, "memory_budget_pareto_dir": str(folder)}
+    return settings
+
+
+def _replace(model: nn.Module, name: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """Put `wrapper(module)` in the place of the module called `name`."""
+    parent, _, child = name.rpartition(".")
+    model.get_submodule(parent).register_module(child, wrapper(model.get_submodule(name)))
