@@ -6,7 +6,7 @@ import worlds
 from torch import nn
 
 from titanplans import modeling
-from titanplans.parallel import convert_to_float8
+from titanplans.parallel import Float8, convert_to_float8
 from titanplans.tensor_parallel.float8 import RECIPES
 
 pytestmark = [
@@ -28,7 +28,7 @@ def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe):
     split = nn.Sequential(nn.Linear(256, 128)).to("cuda", torch.bfloat16)
     split.load_state_dict(whole.state_dict())
     for model in (whole, split):
-        convert_to_float8(model, recipe, device_type="cuda")
+        convert_to_float8(model, Float8(recipe_name=recipe), "cuda")
     split_linear(split[0], Split(("no group", 1)))
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, device="cuda")
     results = []
@@ -45,7 +45,7 @@ def loss_of_a_step(mesh=None) -> float:
     from titanplans import apply_plan
 
     model = modeling.build(modeling.load_config("qwen3", "debug"))
-    convert_to_float8(model, "tensorwise", device_type="cuda")
+    convert_to_float8(model, Float8(recipe_name="tensorwise"), "cuda")
     if mesh is not None:
         apply_plan(model, mesh, loss_parallel=False)
     model.to_empty(device="cpu")

@@ -40,7 +40,8 @@ def mesh():
 @pytest.fixture
 def border(mesh):
     with fresh_cache():
-        stream = Stream(sequence_parallel=True, sequence_dim=1)
+        # The sequence comes first: gathered along another dimension, shards are put together by a kernel of C++.
+        stream = Stream(sequence_parallel=True, sequence_dim=0)
         stream.length = TOKENS
         yield Border(mesh.get_mesh("tp"), stream)
         torch._dynamo.reset()
@@ -50,7 +51,7 @@ def border(mesh):
 def run(border):
     """Compile the region by inductor, and run it forward and backward."""
     torch._dynamo.reset()
-    x = torch.randn(BATCH, TOKENS // RANKS, WIDTH, requires_grad=True)
+    x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
     up, down = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))
     torch.compile(region, fullgraph=True)(border, x, up, down).sum().backward()
 

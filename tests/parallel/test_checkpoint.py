@@ -19,7 +19,7 @@ def split(tp, replicate):
 
     from titanplans.parallel import parallelize
 
-    model = qwen3()  # 4 heads, 2 of keys and values; 97 tokens, 45 wide
+    model = qwen3()  # 8 heads, 2 of keys and values; 97 tokens, 45 wide
     parallelize(
         model,
         parallel_dims=ParallelDims(replicate, -1, 1, tp, 1, 1, 4, "partial_dtensor"),

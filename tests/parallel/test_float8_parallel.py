@@ -11,9 +11,20 @@ from torch.nn import functional as F
 
 from titanplans import modeling
 from titanplans.modeling import kernels
-from titanplans.parallel import Degrees, FSDP2Config, ParallelError, ParallelManager, convert_to_float8
+from titanplans.parallel import (
+    Degrees,
+    Float8,
+    FSDP2Config,
+    ParallelError,
+    ParallelManager,
+    convert_to_float8,
+)
 from titanplans.parallel.float8 import SMALL, check_calls, float8_report, refuse_read_weights
 from titanplans.tensor_parallel.float8 import RECIPES, float8_linears
+
+
+def convert(model, recipe="tensorwise", **options):
+    return convert_to_float8(model, Float8(recipe_name=recipe, **options))
 
 
 class Block(nn.Module):
@@ -39,7 +50,7 @@ def two_blocks(width=32):
 def test_names_and_parameters_stay_and_each_module_is_told():
     model = two_blocks().eval()
     before = dict(model.named_parameters())
-    done = convert_to_float8(model, "rowwise", filters=["1.up"], emulate=True)
+    done = convert(model, "rowwise", filter_fqns=["1.up"], emulate=True)
     assert dict(model.named_parameters()) == before
     assert all(after is before[name] for name, after in model.named_parameters())
     assert done.converted == ("0.up_proj", "0.down_proj", "1.down_proj")
@@ -49,9 +60,9 @@ def test_names_and_parameters_stay_and_each_module_is_told():
     assert float8_report(model, done, {}) == {
         "recipe": "rowwise",
         "emulated": True,
-        "converted": ["0.up_proj", "0.down_proj", "1.down_proj"],
+        "converted": ("0.up_proj", "0.down_proj", "1.down_proj"),
         "filtered": {"1.up_proj": "filter_fqns has '1.up'"},
-        "unfused": [],
+        "unfused": (),
         "fsdp_all_gather": False,
         "scales_together": False,
         "borders": {},
@@ -63,8 +74,8 @@ def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
     with pytest.raises(
         ParallelError, match=r"1.up_proj \(Linear, 24 out\).*multiples of 16.*filter_unaligned = true"
     ):
-        convert_to_float8(two_blocks(24))
-    done = convert_to_float8(two_blocks(24), filter_unaligned=True)
+        convert(two_blocks(24))
+    done = convert(two_blocks(24), filter_unaligned=True)
     assert done.converted == ("0.up_proj", "0.down_proj")
     assert done.filtered == {
         "1.up_proj": "24 out: no multiple of 16",
@@ -74,7 +85,7 @@ def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
 
 def test_small_modules_are_left_out_by_torchaos_figures():
     model = nn.Sequential(nn.Linear(4096, 4096, device="meta"), nn.Linear(64, 64, device="meta"))
-    done = convert_to_float8(model, "rowwise", filters=[SMALL], emulate=True)
+    done = convert(model, "rowwise", filter_fqns=[SMALL], emulate=True)
     assert done.converted == ("0",)
     assert done.filtered == {"1": "auto_filter_small_kn: too small to gain"}
 
@@ -92,28 +103,23 @@ def hooked():
 
 def converted():
     model = two_blocks()
-    convert_to_float8(model)
+    convert(model)
     return model
 
 
 REFUSED = {
     "no such part": (
         two_blocks,
-        {"filters": ["output"]},
+        {"filter_fqns": ["output"]},
         r"'output' is part of no Linear's name; there are up_proj, down",
     ),
-    "an empty part": (two_blocks, {"filters": [""]}, "'' is part of no Linear's name"),
-    "nothing left": (two_blocks, {"filters": ["proj"]}, "no Linear of Sequential is left by the filters"),
+    "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
+    "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential is left by the filters"),
     "no Linear": (lambda: nn.Sequential(nn.ReLU()), {}, "no Linear of Sequential is left"),
     "no figures": (
         two_blocks,
-        {"recipe": "rowwise_with_gw_hp", "filters": [SMALL]},
+        {"recipe": "rowwise_with_gw_hp", "filter_fqns": [SMALL]},
         "torchao has no figures for",
-    ),
-    "recipe": (
-        two_blocks,
-        {"recipe": "blockwise"},
-        'recipe_name = "blockwise": take one of tensorwise, rowwise, rowwise_w',
     ),
     "own forward": (
         lambda: nn.Sequential(OwnForward(16, 16)),
@@ -131,7 +137,7 @@ def test_refused_before_anything_is_changed(case):
     model = make()
     types = [type(module) for module in model.modules()]
     with pytest.raises(ParallelError, match=words):
-        convert_to_float8(model, **options)
+        convert(model, **options)
     assert [type(module) for module in model.modules()] == types
 
 
@@ -142,8 +148,8 @@ def test_a_tied_weight_is_not_gathered_in_float8():
         ParallelError,
         match="are one tensor, which FSDP's float8 all-gather would take apart: leave 'lm_head'",
     ):
-        convert_to_float8(model, fsdp_all_gather=True)
-    convert_to_float8(model, fsdp_all_gather=True, filters=["lm_head"])
+        convert(model, enable_fsdp_float8_all_gather=True)
+    convert(model, enable_fsdp_float8_all_gather=True, filter_fqns=["lm_head"])
 
 
 def test_without_torchao_nothing_is_float8(monkeypatch):
@@ -152,12 +158,12 @@ def test_without_torchao_nothing_is_float8(monkeypatch):
         importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else real(name, *a)
     )
     with pytest.raises(ParallelError, match="needs torchao, which is not installed: pip install torchao"):
-        convert_to_float8(two_blocks())
+        convert(two_blocks())
 
 
 def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
     model = nn.Sequential(Block(), Reads())
-    convert_to_float8(model, emulate=True)
+    convert(model, emulate=True)
     check_calls(model)
     with pytest.raises(
         ParallelError, match=r"1.down_proj is converted to float8, and its parent 1 \(Reads\) does not call"
@@ -167,13 +173,13 @@ def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
 
 def test_compiled_it_is_found_in_the_source_of_the_parent():
     model = nn.Sequential(Block(), Reads())
-    convert_to_float8(model, emulate=True)
+    convert(model, emulate=True)
     with pytest.raises(
         ParallelError, match=r"1.down_proj is converted to float8, and its parent 1 \(Reads\) does not call"
     ):
         refuse_read_weights(model)
     fine = nn.Sequential(Block())
-    convert_to_float8(fine, emulate=True)
+    convert(fine, emulate=True)
     refuse_read_weights(fine)
 
 
@@ -187,7 +193,7 @@ def test_a_part_that_does_not_run_is_not_missed():
             return self.text(x)
 
     model = Tower()
-    convert_to_float8(model, emulate=True)
+    convert(model, emulate=True)
     check_calls(model)
     model(torch.randn(16, 32))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -418,7 +424,7 @@ def _gla(compiled):
 def one_process(recipe):
     config = modeling.load_config("qwen3", "debug", **SIZES)
     model = modeling.build(config)
-    convert_to_float8(model, recipe, emulate=True)
+    convert(model, recipe, emulate=True)
     model.to_empty(device="cpu")
     modeling.initialize(model, seed=0)
     return train(model)

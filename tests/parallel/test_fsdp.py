@@ -17,7 +17,7 @@ from titanplans.parallel.fsdp import shard
 from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
 from titanplans.parallel.fsdp.units import find_units, split_dtypes
 
-BATCH, LENGTH, LAYERS = 8, 8, 4
+BATCH, LENGTH, LAYERS = 8, 8, 3
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
 UNITS = LAYERS + 2  # the embedding, blocks, the ends; this model's root holds nothing itself
 
@@ -184,14 +184,10 @@ STEPS = {
     "prefetch, dtypes": dict(
         kind="dtypes", fsdp_forward_prefetch=2, fsdp_backward_prefetch=2, mixed_precision_param="float32"
     ),
-    "frozen units": dict(kind="frozen units"),
     "frozen units, prefetch": dict(kind="frozen units", fsdp_forward_prefetch=1, fsdp_backward_prefetch=3),
     "frozen parts": dict(kind="frozen parts", mixed_precision_param="float32"),
-    "dtypes": dict(kind="dtypes", mixed_precision_param="float32"),
-    "tower": dict(kind="seeing"),
     "tower, prefetch": dict(kind="seeing", fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
     "tower in the root": dict(kind="seeing", fsdp_towers="root"),
-    "tp": dict(tp=2, fsdp=2),
     "tp, prefetch": dict(tp=2, fsdp=2, fsdp_forward_prefetch=1, fsdp_backward_prefetch=2),
     "tp, offload": dict(tp=2, fsdp=2, enable_cpu_offload=True, kind="tied"),
     "bfloat16": dict(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
@@ -414,7 +410,7 @@ def test_reductions(results):
     assert calls["hsdp"][SCATTER] == calls["hsdp"][REDUCE] == UNITS
     assert calls["replicated"] == {REDUCE: UNITS}
     # Embedding and two blocks are frozen.
-    assert calls["frozen units"][SCATTER] == UNITS - 3
+    assert calls["frozen units, prefetch"][SCATTER] == UNITS - 3
     assert calls["bfloat16, one rank"] == {}
 
 
@@ -428,9 +424,9 @@ def test_mixed_precision_is_seen_inside_and_outside(results):
 
 
 def test_dtypes_stay_as_stored(results):
-    assert results.steps["dtypes"].stored == {torch.float32, torch.float64}
+    assert results.steps["prefetch, dtypes"].stored == {torch.float32, torch.float64}
     assert (
-        results.steps["dtypes"].forward[GATHER] == UNITS + LAYERS + 1
+        results.steps["prefetch, dtypes"].forward[GATHER] == UNITS + LAYERS + 1
     )  # the norms of a block are one unit, and the last norm one
     assert results.steps["frozen parts"].stored == {torch.float32, torch.float64}
     assert results.steps["frozen parts"].forward[GATHER] == UNITS
@@ -514,7 +510,7 @@ REFUSED = {
     "fsdp_reshard_after_forward = 3: parameters are sharded over 4 ranks, of which 1, 2 or 4 can": dict(
         fsdp_reshard_after_forward=3
     ),
-    "fsdp_forward_prefetch = 7: the model has 7 units, so at most 6": dict(fsdp_forward_prefetch=7),
+    "fsdp_forward_prefetch = 6: the model has 6 units, so at most 5": dict(fsdp_forward_prefetch=6),
     "fsdp_forward_prefetch = 1: parameters are sharded over 1 rank": dict(fsdp_forward_prefetch=1, fsdp=1),
     "pin_cpu_memory = true: there is no accelerator": dict(enable_cpu_offload=True, pin_cpu_memory=True),
     "layers.0.mlp.up_proj.weight and layers.1.mlp.up_proj.weight are one parameter": dict(kind="shared"),

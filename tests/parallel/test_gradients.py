@@ -2,11 +2,14 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_parallelize import qwen3
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +20,7 @@ from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.parallel.degrees import Degrees
 from titanplans.parallel.mesh import Mesh
+from titanplans.proof import threads
 from titanplans.tensor_parallel.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -28,7 +32,7 @@ MODELS = {
     "hsdp 2 x 2": dict(dp_replicate=2),
 }
 CALLS = dict(zip(MODELS, (1, 2, 1, 1, 1), strict=True))  # all-reduces of one norm
-MIXES = 40
+MIXES = 16
 
 
 def by_definition(tensors, p):
@@ -50,7 +54,7 @@ def gradients_of(model):
 
 
 def split_model(degrees):
-    """Norms, all-reduces of one, and the clipped gradients of qwen3 (4 heads, 2 of keys and values)."""
+    """Norms, all-reduces of one, and the clipped gradients of qwen3 (8 heads, 2 of keys and values)."""
     mesh, model = Mesh(Degrees(**degrees), "cpu"), qwen3()
     if mesh.tp_enabled:
         apply_plan(model, mesh.get_mesh("tp"), loss_parallel=False)
@@ -95,9 +99,10 @@ def random_parameter(rng, mesh, generator):
     for dim, placement in enumerate(laid_out):
         if placement.is_partial():
             share = torch.randn(whole.shape, generator=generator).mul(64).round()
-            first = mesh.get_local_rank(dim) == 0
+            rank, last = mesh.get_local_rank(dim), mesh.size(dim) - 1
             # Of what this rank has so far; shards of a share are taken below as those of the whole.
-            local = share if first else local - share
+            local = local - share if rank == last else torch.zeros_like(share)
+            local = local + share if rank == 0 else local
     for dim, placement in enumerate(laid_out):
         if placement.is_shard():
             axis = mesh[mesh.mesh_dim_names[dim]] if mesh.ndim > 1 else mesh
@@ -131,6 +136,15 @@ def random_mix(seed, mesh):
             grad = grad.full_tensor()
         # bfloat16 keeps 8 bits: the product is rounded once.
         torch.testing.assert_close(grad.float(), whole.float() / 4, rtol=5e-3, atol=1e-6, msg=f"seed {seed}")
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
+def test_any_mix_over_ranks_that_are_threads(seed, ranks):
+    def one_mesh(world):
+        random_mix(seed, SimpleNamespace(get_mesh=lambda where: world.mesh))
+
+    threads.run(ranks, torch.device("cpu"), one_mesh)
 
 
 def not_finite(mesh, value):

@@ -10,13 +10,9 @@ from types import SimpleNamespace
 import equal
 import pytest
 import torch
+import zoo
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
-
-SMALL = dict(
-    hidden_size=64, num_heads=4, num_hidden_layers=2, vocab_size=96, intermediate_size=48, use_cache=False
-)
-ODD = dict(vocab_size=97, intermediate_size=45, num_kv_heads=1)
 
 CASES = {
     "tp 2 x replicate 2, every 2nd layer": dict(tp=2, replicate=2, ac=2, sequence_parallel=False),
@@ -43,36 +39,16 @@ MORE = {
 
 def build(kind="transformer", tied=False):
     if kind == "tiny":
-        torch.manual_seed(0)
-        return Tiny(tied)
+        return zoo.build("tiny", dtype=torch.float32)
     if kind == "qwen3":
         return qwen3()
-    from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
-
-    from titanplans.modeling import kernels
-
-    kernels.install("cpu")
-    config, model = {
-        "odd": (TransformerConfig, TransformerForCausalLM),
-        "transformer": (TransformerConfig, TransformerForCausalLM),
-        "gla": (GLAConfig, GLAForCausalLM),
-    }[kind]
-    torch.manual_seed(0)
-    return model(config(**{**SMALL, **(ODD if kind == "odd" else {})}, tie_word_embeddings=tied))
+    name, sizes = ("transformer", zoo.ODD | dict(num_kv_heads=1)) if kind == "odd" else (kind, {})
+    return zoo.build(name, dtype=torch.float32, options=False, tie_word_embeddings=tied, **sizes)
 
 
 def qwen3():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16, max_position_embeddings=64
-    )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            **sizes, vocab_size=97, intermediate_size=45, num_key_value_heads=2, tie_word_embeddings=True
-        )
-    )
+    """Return a model with tied embeddings, sizes that no degree divides, and two heads of keys and values."""
+    return zoo.build("qwen3", dtype=torch.float32, num_key_value_heads=2, **zoo.ODD)
 
 
 def split(model, *, tp, replicate=1, ac=None, compile=False, reshard="default", loss_parallel=True,

@@ -15,7 +15,7 @@ import titanplans.tensor_parallel.float8_linear
 from titanplans import PlanError, apply_plan, check_plan, modeling, registered_plans
 from titanplans.modeling import kernels
 from titanplans.modeling.samples import build_real, sample_inputs
-from titanplans.parallel import convert_to_float8
+from titanplans.parallel import Float8, convert_to_float8
 from titanplans.proof import verify
 from titanplans.proof.modes import exact_float8
 from titanplans.proof.simulate import ranks
@@ -49,10 +49,13 @@ def cpu_kernels():
     kernels.install("cpu")
 
 
-def build(name, recipe, **convert):
-    convert = {"emulate": True, "filters": FILTERS.get(name, ())} | convert
+def convert(model, recipe="tensorwise", **options):
+    return convert_to_float8(model, Float8(recipe_name=recipe, **options))
+
+
+def build(name, recipe, **options):
     model = build_real(modeling.load_config(name, "debug", **SMALL[name]))
-    convert_to_float8(model, recipe, **convert)
+    convert(model, recipe, **{"emulate": True, "filter_fqns": FILTERS.get(name, ())} | options)
     return model
 
 
@@ -84,7 +87,7 @@ def test_a_filtered_projection_gathers_plainly():
     config = modeling.load_config("gla", "debug", **SMALL["gla"])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
     report = verify(
-        lambda: build("gla", "tensorwise", filters=["gk_proj"]),
+        lambda: build("gla", "tensorwise", filter_fqns=["gk_proj"]),
         inputs=inputs,
         degrees=[2],
         loss_parallel=True,
@@ -149,7 +152,7 @@ def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
     split = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16)
     split.load_state_dict(whole.state_dict())
     for model in (whole, split):
-        convert_to_float8(model, recipe, emulate=emulate)
+        convert(model, recipe, emulate=emulate)
     titanplans.tensor_parallel.float8_linear.split_linear(
         split[0], titanplans.tensor_parallel.float8_linear.Split(("no group", 1))
     )
@@ -167,7 +170,7 @@ def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
 def test_a_frozen_weight_gets_no_gradient():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
-    convert_to_float8(model, emulate=True)
+    convert(model, emulate=True)
     titanplans.tensor_parallel.float8_linear.split_linear(
         model[0], titanplans.tensor_parallel.float8_linear.Split(("no group", 1))
     )
@@ -184,7 +187,7 @@ def test_a_frozen_weight_gets_no_gradient():
 def meta(name, recipe="tensorwise", **overrides):
     with torch.device("meta"):
         model = modeling.build(modeling.load_config(name, "debug", **SMALL[name] | overrides))
-    convert_to_float8(model, recipe, emulate=True)
+    convert(model, recipe, emulate=True)
     return model
 
 
@@ -207,9 +210,9 @@ def test_a_share_that_is_not_aligned_is_refused_with_the_degrees_that_do(overrid
 
 def test_two_recipes_are_refused():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    convert_to_float8(model, "tensorwise", filters=["1"], emulate=True)
+    convert(model, "tensorwise", filter_fqns=["1"], emulate=True)
     other = nn.Sequential(nn.Linear(16, 16))
-    convert_to_float8(other, "rowwise", emulate=True)
+    convert(other, "rowwise", emulate=True)
     model[1] = other[0]
     with pytest.raises(PlanError, match="0 is converted to float8 by the recipe tensorwise and 1 by rowwise"):
         recipe_of(model)
@@ -272,7 +275,7 @@ def test_a_proof_in_float32_is_refused():
 
 def test_a_proof_of_products_that_round_is_refused():
     model = nn.Sequential(nn.Linear(16, 16))
-    convert_to_float8(model)
+    convert(model)
     with (
         pytest.raises(PlanError, match="convert the model with emulate=True"),
         exact_float8(model, torch.float64),
@@ -283,8 +286,8 @@ def test_a_proof_of_products_that_round_is_refused():
 # Which borders are crossed in float8.
 
 
-def crossings(name, recipe="tensorwise", plan=None, **convert):
-    model = build(name, recipe, **convert)
+def crossings(name, recipe="tensorwise", plan=None, **options):
+    model = build(name, recipe, **options)
     with ranks(2) as mesh:
         found = apply_plan(model, mesh, plan=plan).crossings
     return {n.removeprefix("model.layers.0."): tuple(crossing) for n, crossing in found.items()}
@@ -302,7 +305,7 @@ def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8
 
 
 def test_what_is_not_float8_says_why():
-    found = crossings("gla", filters=["gk_proj", "down_proj"])
+    found = crossings("gla", filter_fqns=["gk_proj", "down_proj"])
     assert found["attn"] == ("model.layers.0.attn.gk_proj.0 is not converted, and reads it too", None)
     assert found["mlp"] == (None, "model.layers.0.mlp.down_proj is not converted, and gives it")
     found = crossings("qwen3", "rowwise")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, Float8, FSDP2Config
+from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
 from titanplans.config.compatibility import Placement, check_placement
 from titanplans.config.options import Options, options_of
 from titanplans.config.values import show
@@ -113,7 +113,7 @@ def apply_steps(
 
     # First: a plan splits the products that there are, and FSDP gathers their weights.
     if config.float8.recipe_name is not None:
-        done = convert(model, config.float8, fsdp_mesh(mesh).device_type)
+        done = convert_to_float8(model, config.float8, fsdp_mesh(mesh).device_type)
         _log.info(_words(done))
         if config.compile.blocks:
             refuse_read_weights(model)
@@ -199,7 +199,7 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config) -> None:
     if isinstance(config, FSDP2Config):
         check_shard(model, over, config)
     if config.float8.recipe_name is not None:
-        check_float8_options(config.float8.recipe_name, config.float8.emulate, over.device_type)
+        check_float8_options(config.float8, over.device_type)
     check_activation_checkpointing(model, config.activation_checkpoint)
     if config.compile.enable:
         compile_options(config.compile)
@@ -208,20 +208,6 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config) -> None:
 def fsdp_mesh(mesh: Any) -> DeviceMesh:
     """Return the mesh that FSDP shards over: 1-D, or 2-D where there are copies (HSDP)."""
     return mesh.get_mesh(["dp_replicate", "fsdp"] if mesh.dp_replicate_enabled else ["fsdp"])
-
-
-def convert(model: nn.Module, options: Float8, device_type: str) -> Conversion:
-    """Convert `model` to float8 as `options` say; see `convert_to_float8`."""
-    assert options.recipe_name is not None
-    return convert_to_float8(
-        model,
-        options.recipe_name,
-        filters=options.filter_fqns,
-        filter_unaligned=options.filter_unaligned,
-        emulate=options.emulate,
-        fsdp_all_gather=options.enable_fsdp_float8_all_gather,
-        device_type=device_type,
-    )
 
 
 def _from_sections(

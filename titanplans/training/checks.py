@@ -18,7 +18,7 @@ from titanplans.config.values import show
 from titanplans.modeling import kernels
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
 from titanplans.parallel.compile import holds_fla
-from titanplans.parallel.parallelize import convert
+from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
@@ -131,7 +131,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     spread = strategy_of(job)
     if spread.float8.recipe_name is not None:
         with by_job_key():
-            convert(model, spread.float8, default_device_type())
+            convert_to_float8(model, spread.float8, default_device_type())
     if parallelism.tensor_parallel_degree > 1:
         check_plan(
             model,

@@ -18,8 +18,7 @@ from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import OptionError, VerifyError
 from titanplans.parallel import Float8
-from titanplans.parallel.float8.conversion import FILTER, RECIPE
-from titanplans.parallel.parallelize import convert
+from titanplans.parallel.float8 import convert_to_float8
 from titanplans.proof.sample import token_ids
 from titanplans.tensor_parallel.user_code import as_user_error
 
@@ -94,16 +93,16 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, f
     model: nn.Module = modeling.build_real(config, dtype=dtype, noise=0.0)
     model.to(device)
     if float8.recipe_name is not None:
-        convert(model, float8, device.type)
+        convert_to_float8(model, float8, device.type)
     return model
 
 
 def _converted(model: nn.Module, float8: Float8, device: torch.device) -> str:
     """Convert `model`, and say so."""
     try:
-        done = convert(model, float8, device.type)
+        done = convert_to_float8(model, float8, device.type)
     except OptionError as error:
-        option = {FILTER: "--float8-filter", RECIPE: "--float8"}[error.option]
+        option = "--float8" if error.option.endswith(".recipe_name") else "--float8-filter"
         value = error.value if isinstance(error.value, str) else ",".join(error.value)
         raise VerifyError(f"{option} {value}".strip() + f": {error.why}") from error
     left = f", {len(done.filtered)} are not" if done.filtered else ""

@@ -5,7 +5,6 @@ graph ends in modules of flash-linear-attention; `async_tp` switches async tenso
 """
 
 from titanplans.parallel.compile.components import (
-    COMPONENTS,
     apply_compile,
     compile_loss,
     compile_optimizer,
@@ -15,7 +14,6 @@ from titanplans.parallel.compile.components import (
 from titanplans.parallel.compile.fla_graphs import holds_fla
 
 __all__ = [
-    "COMPONENTS",
     "apply_compile",
     "compile_loss",
     "compile_optimizer",

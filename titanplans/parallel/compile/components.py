@@ -31,8 +31,6 @@ from titanplans.torch_private import (
     set_compiled_call,
 )
 
-COMPONENTS = ("model", "loss", "optimizer")
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -10,14 +10,15 @@ import dataclasses
 import importlib.util
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from titanplans.errors import OptionError, ParallelError
+from titanplans.config import Float8
+from titanplans.errors import ParallelError
 from titanplans.parallel.compile.fla_graphs import holds_fla
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -38,9 +39,6 @@ _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9
 """Of CUDA, for the kernels of each recipe: cuBLAS's from Ada on, CUTLASS's from Hopper on."""
 
 
-RECIPE, FILTER = "quantize.linear.float8.recipe_name", "quantize.linear.float8.filter_fqns"
-
-
 @dataclass(frozen=True)
 class Conversion:
     """What became of each Linear of a model."""
@@ -57,118 +55,97 @@ class Conversion:
     """Modules that called a fused kernel on a converted one's weight, and now call the module."""
 
 
-def convert_to_float8(
-    model: nn.Module,
-    recipe: Recipe = "tensorwise",
-    *,
-    filters: Sequence[str] = (),
-    filter_unaligned: bool = False,
-    emulate: bool = False,
-    fsdp_all_gather: bool = False,
-    device_type: str = "cpu",
-) -> Conversion:
+def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu") -> Conversion:
     """Let the Linear modules of `model` multiply in float8; in place, before a plan, compile and FSDP.
 
     Names and parameters stay as they are, on meta or not.
 
     Args:
         model: any module.
-        recipe: scales of a tensor (tensorwise), or of its rows (rowwise), or of rows with the gradients of
-            weights in high precision (rowwise_with_gw_hp); torchao's.
-        filters: parts of names of modules that stay as they are, each of which must match; `SMALL`
-            among them leaves out what is too small to gain, by torchao's figures.
-        filter_unaligned: leave out what has sizes that are no multiples of 16, instead of refusing it.
-        emulate: cast to float8, but multiply in float32: for devices without float8.
-        fsdp_all_gather: FSDP2 casts weights before it gathers them; tensorwise only.
+        options: the recipe, which modules stay as they are, and how FSDP2 will gather weights.
         device_type: where it will run.
 
     Raises:
         ParallelError: an option can't be honoured; nothing would be converted. Before anything is changed.
     """
-    check_float8_options(recipe, emulate, device_type)
+    check_float8_options(options, device_type)
     if found := float8_linears(model):
         raise ParallelError(
             f"{next(iter(found))} is converted to float8 already: once is enough; build the model again"
         )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    filtered = _filtered(linears, recipe, filters)
+    filtered = _filtered(linears, options)
     chosen = {}
     for name, module in linears.items():
         if name in filtered:
             continue
         if reason := _unaligned(module):
-            if not filter_unaligned:
-                raise OptionError(
-                    FILTER,
-                    list(filters),
+            if not options.filter_unaligned:
+                raise options.error(
+                    "filter_fqns",
                     f"{name} (Linear, {reason}) is not left out, and float8 products need multiples of {ALIGNMENT}: add "
                     f"{name.rpartition('.')[2]!r}, or leave out all such modules by filter_unaligned = true "
                     "(--float8-filter-unaligned)",
                 )
             filtered[name] = f"{reason}: no multiple of {ALIGNMENT}"
             continue
-        _check_plain(name, module, filters)
+        _check_plain(name, module, options)
         chosen[name] = module
     if not chosen:
         raise ParallelError(
             f"float8: no Linear of {type(model).__name__} is left by the filters: drop one, or float8"
         )
-    if fsdp_all_gather:
+    if options.enable_fsdp_float8_all_gather:
         _check_untied(model, chosen)
     unfused = _unfuse(model, chosen)
-    _swap(model, chosen, recipe, emulate, fsdp_all_gather)
-    return Conversion(recipe, emulate, tuple(chosen), filtered, unfused)
+    _swap(model, chosen, options)
+    assert options.recipe_name is not None  # checked above
+    return Conversion(options.recipe_name, options.emulate, tuple(chosen), filtered, unfused)
 
 
-def check_float8_options(recipe: str, emulate: bool, device_type: str) -> None:
-    """Refuse a recipe that there is not, or not on this machine.
+def check_float8_options(options: Float8, device_type: str) -> None:
+    """Refuse options that can't be honoured on this machine.
 
     Raises:
-        ParallelError: torchao is missing; no such recipe; the GPU has no float8 kernels for it.
+        ParallelError: torchao is missing; there is no recipe; the GPU has no float8 kernels for it.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise OptionError(RECIPE, recipe, "it needs torchao, which is not installed: pip install torchao")
-    if recipe not in RECIPES:
-        raise OptionError(RECIPE, recipe, f"take one of {', '.join(RECIPES)}")
-    if device_type == "cuda" and not emulate and torch.version.hip is None:
-        has, needs = torch.cuda.get_device_capability(), _CAPABILITY[recipe]
+        raise options.error("recipe_name", "it needs torchao, which is not installed: pip install torchao")
+    if options.recipe_name is None:
+        raise options.error("recipe_name", f"take one of {', '.join(RECIPES)}")
+    if device_type == "cuda" and not options.emulate and torch.version.hip is None:
+        has, needs = torch.cuda.get_device_capability(), _CAPABILITY[options.recipe_name]
         if has < needs:
-            raise OptionError(
-                RECIPE,
-                recipe,
+            raise options.error(
+                "recipe_name",
                 f"it needs CUDA capability {needs[0]}.{needs[1]}, and {torch.cuda.get_device_name()} has {has[0]}.{has[1]}: "
                 "set emulate to true to try it out, or leave float8 out",
             )
 
 
-def _filtered(linears: dict[str, Any], recipe: Recipe, filters: Sequence[str]) -> dict[str, str]:
+def _filtered(linears: dict[str, nn.Linear], options: Float8) -> dict[str, str]:
     """Return the names that the filters match, and by which of them."""
     filtered = {}
-    for part in filters:
+    for part in options.filter_fqns:
         if part == SMALL:
-            filtered |= _too_small(linears, recipe)
+            if options.recipe_name == "rowwise_with_gw_hp":
+                raise options.error(
+                    "filter_fqns",
+                    f"torchao has no figures for {SMALL} under {options.recipe_name}: name what is small, or take another "
+                    "recipe",
+                )
+            gains = gains_by_float8(str(options.recipe_name))
+            filtered |= {n: f"{SMALL}: too small to gain" for n, m in linears.items() if not gains(m, n)}
             continue
         matched = [name for name in linears if part in name]
         if not matched or not part:
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-            raise OptionError(
-                FILTER,
-                list(filters),
+            raise options.error(
+                "filter_fqns",
                 f"{part!r} is part of no Linear's name; there are {', '.join(ends)}, and {SMALL}",
             )
         filtered |= {name: f"filter_fqns has {part!r}" for name in matched}
     return filtered
-
-
-def _too_small(linears: dict[str, nn.Linear], recipe: Recipe) -> dict[str, str]:
-    if recipe == "rowwise_with_gw_hp":
-        raise OptionError(
-            FILTER,
-            [SMALL],
-            f"torchao has no figures for it under {recipe}: name what is small, or take another recipe",
-        )
-    gains = gains_by_float8(recipe)
-    return {name: f"{SMALL}: too small to gain" for name, m in linears.items() if not gains(m, name)}
 
 
 def _unaligned(module: nn.Linear) -> str:
@@ -176,12 +153,11 @@ def _unaligned(module: nn.Linear) -> str:
     return ", ".join(f"{size} {side}" for side, size in sizes.items() if size % ALIGNMENT)
 
 
-def _check_plain(name: str, module: nn.Linear, filters: Sequence[str]) -> None:
+def _check_plain(name: str, module: nn.Linear, options: Float8) -> None:
     """Refuse a module of which the conversion would drop something."""
     if type(module).forward is not nn.Linear.forward:
-        raise OptionError(
-            FILTER,
-            list(filters),
+        raise options.error(
+            "filter_fqns",
             f"{name} is a {type(module).__name__}, whose own forward float8 would replace: add "
             f"{name.rpartition('.')[2]!r}",
         )
@@ -211,13 +187,13 @@ def _unfuse(model: nn.Module, chosen: dict[str, nn.Linear]) -> tuple[str, ...]:
     return tuple(unfused)
 
 
-def _swap(
-    model: nn.Module, chosen: dict[str, nn.Linear], recipe: Recipe, emulate: bool, gather: bool
-) -> None:
+def _swap(model: nn.Module, chosen: dict[str, nn.Linear], options: Float8) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=gather
+        Float8LinearConfig.from_recipe_name(str(options.recipe_name)),
+        emulate=options.emulate,
+        enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
     )
     modes = {name: module.training for name, module in chosen.items()}
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)

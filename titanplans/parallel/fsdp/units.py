@@ -50,8 +50,8 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
     decoder = find_decoder(model)
     units = [Unit(("",), "root")]
     if towers == "units":
-        towers = (name for names in decoder.towers for name in names)
-        units += [Unit((name,), "tower") for name in towers if has_parameters(model.get_submodule(name))]
+        blocks = (name for names in decoder.towers for name in names)
+        units += [Unit((name,), "tower") for name in blocks if has_parameters(model.get_submodule(name))]
     if decoder.embedding is not None:
         units.append(Unit((decoder.embedding,), "embedding"))
     units += [Unit((name,), "block", last=name == decoder.names[-1]) for name in decoder.names]
