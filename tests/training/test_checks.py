@@ -157,7 +157,7 @@ def test_the_sequence_need_not_divide(job):
         ),
         (
             {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": 99},
-            "is shorter than n",
+            "is shorter than that",
         ),
     ],
 )
