@@ -259,6 +259,10 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch):
 
 OURS = "own_plans_of_test_verify"
 REFUSED = {
+    "no such model": (
+        ("verify", "qwen"),
+        "verify qwen: no such model; did you mean qwen3? There are gemma3, gemma3_text, gla, ",
+    ),
     "no command": ((), "the following arguments are required"),
     "no subject": (("verify",), "either a SUBJECT or --all"),
     "subject and all": (("verify", "gla", "--all"), "either a SUBJECT or --all"),

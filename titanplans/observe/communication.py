@@ -18,6 +18,7 @@ from titanplans.observe.recorder import record_collectives
 from titanplans.tensor_parallel.apply import AppliedPlan
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.text import columns, in_bytes
 
 _DIRECTIONS = ("forward", "backward")
 
@@ -72,7 +73,7 @@ class Communication:
             for direction in _DIRECTIONS:
                 held, needed = self.of(part, direction), self.needed(part, direction)
                 if held or needed:
-                    received = _bytes(sum(c.received or 0 for c in held)) if held else ""
+                    received = in_bytes(sum(c.received or 0 for c in held)) if held else ""
                     what = _numbers([c.operation] for c in held), _numbers(a.operations for a in needed)
                     rows.append(("" if rows[-1][0] == label else label, direction, *what, received))
                 over += [
@@ -80,9 +81,7 @@ class Communication:
                     f"{'outside of the model' if c.module is None else f'at {c.module}' if c.module else 'in the model'}"
                     for c in self.exceeding(part, direction)
                 ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return [*table, *over, *self._gradient_line()]
+        return [*columns(rows), *over, *self._gradient_line()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the count as JSON has it: of parts that are alike, the first one's collectives."""
@@ -116,7 +115,7 @@ class Communication:
     def _gradient_line(self) -> list[str]:
         if not self.gradients:
             return []
-        size = _bytes(sum(self.gradients.values()))
+        size = in_bytes(sum(self.gradients.values()))
         return [
             f"once a step the gradients of {len(self.gradients)} replicated parameters are summed: {size}"
         ]
@@ -190,10 +189,3 @@ def _numbers(operations: Iterable[Iterable[str]]) -> str:
 
 def _dashed(operation: str) -> str:
     return operation.replace("_", "-")
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} B"

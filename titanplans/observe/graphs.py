@@ -5,9 +5,8 @@
     record.graphs[0].collectives
 
 A graph is read in inductor's last hook for passes of one's own, after the pass that fuses (`micro_pipeline_tp_pass`).
-A graph that comes out of a compile cache never passes there. So while a record is installed inductor's cache of
-graphs, and AOTAutograd's with it, is left out by default; with `keep_cache` it stays, and `hidden` counts the
-graphs that came out of it unseen. What stands between a collective and its product is told by `async_tp`.
+A graph that comes out of a compile cache never passes there. So while a record is installed inductor leaves out its
+cache of graphs, and AOTAutograd's with it. What stands between a collective and its product is `async_tp`'s.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from titanplans.observe.operators import Collective, describe, operation_of
 from titanplans.torch_private import (
     OpOverload,
     compile_id,
-    compiler_counters,
     graph_pass,
     graph_passes,
     inductor_config,
@@ -64,13 +62,11 @@ def is_backward(graph: torch.fx.Graph) -> bool:
 class GraphRecord(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
     """A hook of inductor's that changes nothing, and what it has seen. Made by `install_record`."""
 
-    def __init__(self, keep_cache: bool):
-        self.keep_cache = keep_cache
+    def __init__(self) -> None:
         self.graphs: list[Graph] = []
         """In the order in which inductor finished them."""
         self.guard = Guard()
         """Of reading; after a failure the record is incomplete."""
-        self._hits = _cache_hits()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         self.guard(self._read, graph)
@@ -79,29 +75,19 @@ class GraphRecord(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
         self.graphs.append(Graph(compile_id(), is_backward(graph), collectives_of(graph)))
 
     def uuid(self) -> Any:
-        # inductor caches no graph that has passed a hook without one.
-        return "titanplans.GraphRecord" if self.keep_cache else None
-
-    @property
-    def hidden(self) -> int:
-        """How many compilations came out of a cache, with graphs that were not seen."""
-        return _cache_hits() - self._hits
+        return None  # inductor caches no graph that has passed a hook without one
 
     def collectives(self, group: tuple[int, ...] | None = None) -> list[Collective]:
         """Return the collectives of all graphs, or those over the process group of these ranks."""
         return [c for graph in self.graphs for c in graph.collectives if group in (None, c.group)]
 
 
-def install_record(*, keep_cache: bool = False) -> GraphRecord:
+def install_record() -> GraphRecord:
     """Record inductor's graphs from now on; a hook of the user's own stays, and runs before.
 
-    One record is installed in a process: a second call returns it, without a cache if either asks for that.
+    One record is installed in a process: a second call returns it.
     """
-    record = installed_record()
-    if record is None:
-        record = _append(GraphRecord(keep_cache))
-    record.keep_cache &= keep_cache
-    return record
+    return installed_record() or _append(GraphRecord())
 
 
 def installed_record() -> GraphRecord | None:
@@ -110,13 +96,13 @@ def installed_record() -> GraphRecord | None:
 
 
 @contextmanager
-def recording_graphs(*, keep_cache: bool = False) -> Iterator[GraphRecord]:
+def recording_graphs() -> Iterator[GraphRecord]:
     """Record the graphs that inductor finishes inside, also beside a record that is installed.
 
     Raises:
         ParallelError: another hook was put in the record's place, so graphs went unseen.
     """
-    record = _append(GraphRecord(keep_cache))
+    record = _append(GraphRecord())
     try:
         yield record
         if record not in _hooks():
@@ -135,12 +121,6 @@ def _hooks() -> tuple[Any, ...]:
 def _append(record: GraphRecord) -> GraphRecord:
     inductor_config().post_grad_custom_post_pass = [*_hooks(), record]
     return record
-
-
-def _cache_hits() -> int:
-    # AOTAutograd's cache holds forward and backward together, inductor's each by itself.
-    counters = compiler_counters()
-    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def _value(node: torch.fx.Node) -> Any:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from titanplans.text import counted, in_bytes
+
 Report = dict[str, Any]
 
 
@@ -11,7 +13,7 @@ def at_start(report: Report) -> list[str]:
     meshes = [
         f"{name} {mesh['ranks']} ({mesh['backend']})" for name, mesh in (report["meshes"] or {}).items()
     ]
-    where = ", ".join([f"{report['strategy']} on {_of(report['world_size'], 'rank')}", *meshes])
+    where = ", ".join([f"{report['strategy']} on {counted(report['world_size'], 'rank')}", *meshes])
     absent = []
     for name in ("tensor_parallel", "data_parallel", "recomputation", "compile", "float8"):
         if report[name] is None:
@@ -31,9 +33,9 @@ def _done(report: Report) -> Iterator[str]:
         yield _data_parallel(data)
     if (recomputed := report["recomputation"]) is not None:
         policy = str(recomputed["policy"]).partition("(")[0]
-        yield f"{recomputed['blocks']} of {_of(recomputed['of'], 'block')} recomputed ({policy})"
+        yield f"{recomputed['blocks']} of {counted(recomputed['of'], 'block')} recomputed ({policy})"
     if (compiled := report["compile"]) is not None:
-        blocks = f"{compiled['blocks']} of {_of(compiled['of'], 'block')}"
+        blocks = f"{compiled['blocks']} of {counted(compiled['of'], 'block')}"
         others = [name for name in compiled["components"] if name != "model"]
         yield f"compiled by {compiled['backend']}: {', '.join([blocks, *others])}"
     if report["float8"] is not None:
@@ -47,32 +49,36 @@ def after_step(report: Report) -> list[str]:
         lines = [f"Step {number}: collectives not counted: {report['reasons']['step']}"]
     else:
         groups = ", ".join(f"{sums['collectives']} over {name}" for name, sums in step["by_group"].items())
-        total = f"{_of(step['collectives'], 'collective')}, {_size(step['bytes'])} received by this rank"
+        total = (
+            f"{counted(step['collectives'], 'collective')}, {in_bytes(step['bytes'])} received by this rank"
+        )
         fused = f"; {step['fused']} fused with matrix products" if step["collectives"] else ""
         lines = [f"Step {number}: {total}" + (f" ({groups})" if groups else "") + fused]
     for kind in report["blocks"] or ():
         if kind["collectives"]:
             size = sum(row["bytes"] for row in kind["collectives"])
             name = kind["names"][0] if len(kind["names"]) == 1 else f"each of {len(kind['names'])}"
-            lines.append(f"{kind['class']}, {name}: {_phases(kind['collectives'])}, {_size(size)}")
+            lines.append(f"{kind['class']}, {name}: {_phases(kind['collectives'])}, {in_bytes(size)}")
     if (graphs := report["graphs"]) is None:
         return lines + [
             f"Step {number}: graphs unknown: {why}" for why in (report["reasons"].get("graphs"),) if why
         ]
     for kind in graphs["blocks"]:
-        parts = [_of(kind["graphs"], "graph"), _of(kind["graph_breaks"], "graph break")]
+        parts = [counted(kind["graphs"], "graph"), counted(kind["graph_breaks"], "graph break")]
         if kind["recompilations"]:
-            parts.append(_of(kind["recompilations"], "recompilation"))
-        ran = f"{kind['ran_compiled']} of {_of(kind['blocks'], kind['class'])} ran compiled"
+            parts.append(counted(kind["recompilations"], "recompilation"))
+        ran = f"{kind['ran_compiled']} of {counted(kind['blocks'], kind['class'])} ran compiled"
         lines.append(f"{ran}: {', '.join(parts)}")
     if outside := graphs["outside_blocks"]:
-        lines.append(f"{_of(outside, 'graph')} outside the blocks: the loss or the optimizer's step")
+        lines.append(f"{counted(outside, 'graph')} outside the blocks: the loss or the optimizer's step")
     return lines
 
 
 def _data_parallel(found: Report) -> str:
     if "units" in found:
-        kind = f"{found['kind']} in {_of(found['units'], 'unit')}, {_of(found['shards'], 'shard')} each"
+        kind = (
+            f"{found['kind']} in {counted(found['units'], 'unit')}, {counted(found['shards'], 'shard')} each"
+        )
     else:
         kind = found["kind"]
     return kind + (f", {found['copies']} copies" if found["copies"] > 1 else "")
@@ -80,7 +86,9 @@ def _data_parallel(found: Report) -> str:
 
 def _float8(found: Report) -> str:
     how = f"{found['recipe']}, emulated" if found["emulated"] else found["recipe"]
-    words = f"{_of(len(found['converted']), 'Linear')} in float8 ({how}), {len(found['filtered'])} left out"
+    words = (
+        f"{counted(len(found['converted']), 'Linear')} in float8 ({how}), {len(found['filtered'])} left out"
+    )
     sides = [side for border in found["borders"].values() for side in border.values()]
     if sides:
         words += f", {sides.count('in float8')} of {len(sides)} crossings of regions' borders in float8"
@@ -97,15 +105,3 @@ def _phases(rows: Iterable[Report]) -> str:
             f"{row['count']} {row['operation']}{fused} over {row['group']}"
         )
     return "; ".join(f"{phase} {', '.join(found)}" for phase, found in phases.items())
-
-
-def _of(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
-
-
-def _size(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} GB"

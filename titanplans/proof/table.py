@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from titanplans.proof.report import CaseResult, Localisation, Report, epsilons
+from titanplans.text import columns
 
 CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
 
@@ -13,11 +14,10 @@ def table(report: Report) -> str:
     checks = (*CHECKS, *(what for what in found if what.endswith(" loss")))
     head = ("tp", "loss", "sequence", *checks, "verdict", "worst")
     rows = [head, *(_row(case, checks) for case in report.cases)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
         "",
-        *(_line(row, widths) for row in rows),
+        *columns(rows, right=(0, *range(3, len(head) - 2))),
         "",
     ]
     return "\n".join([*lines, *_failures(report), *map(str, report.refused), _legend(report)])
@@ -35,14 +35,6 @@ def _row(case: CaseResult, checks: Sequence[str]) -> tuple[str, ...]:
         "right" if case.passed else "WRONG",
         case.worst,
     )
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    numbers = range(3, len(cells) - 2)
-    return "  ".join(
-        cell.rjust(width) if i in numbers or i == 0 else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ).rstrip()
 
 
 def _failures(report: Report) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """What a person sees of a decision, and what JSON holds."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from titanplans.cli.async_tp.decide import Blocks, Decision
 from titanplans.observe.async_tp.verdict import Verdict
+from titanplans.text import columns, counted
 
 
 def text(decision: Decision) -> str:
@@ -20,7 +20,8 @@ def text(decision: Decision) -> str:
     for blocks in decision.blocks:
         lines += ["", *_table(blocks)]
     if decision.breaks:
-        lines += ["", f"graphs end at {_breaks(decision.breaks)}"]
+        ends = ", ".join(f"{name} ({number})" for name, number in decision.breaks.items())
+        lines += ["", f"graphs end at {ends}"]
     return "\n".join([*lines, "", verdict(decision)])
 
 
@@ -75,10 +76,10 @@ def _table(blocks: Blocks) -> list[str]:
         )
         for v in blocks.verdicts
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    graphs = f"{blocks.graphs} graph{'' if blocks.graphs == 1 else 's'}"
-    title = f"{len(blocks.names)} x {blocks.title}, {graphs}" if blocks.names else blocks.title
-    return [title, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+    title = blocks.title
+    if blocks.names:
+        title = f"{len(blocks.names)} x {blocks.title}, {counted(blocks.graphs, 'graph')}"
+    return [title, *(f"  {line}" for line in columns(rows))]
 
 
 def _outcome(verdict: Verdict) -> str:
@@ -86,8 +87,3 @@ def _outcome(verdict: Verdict) -> str:
         rest = f", {verdict.obstacle}" if verdict.obstacle else ""
         return f"fused with {', '.join(verdict.products) or 'its product'}{rest}"
     return f"{'not fused' if verdict.possible else 'not supported'}: {verdict.obstacle}"
-
-
-def _breaks(breaks: Mapping[str, int]) -> str:
-    parts: Sequence[str] = [f"{name} ({number})" for name, number in breaks.items()]
-    return ", ".join(parts)

@@ -90,6 +90,7 @@ def _import_libraries(device_type: str) -> None:
 def _listing() -> str:
     """Return a table of the registered plans: class, module, model types, token mixers."""
     from titanplans.tensor_parallel.registry import registered_mixers, registered_plans
+    from titanplans.text import columns
 
     rows = [("plan", "model types", "token mixers")]
     by_plan: dict[type, tuple[list[str], list[str]]] = {}
@@ -100,5 +101,4 @@ def _listing() -> str:
         rows.append(
             (f"{plan.__module__}:{plan.__qualname__}", ", ".join(types) or "-", ", ".join(mixers) or "-")
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(columns(rows))

@@ -8,6 +8,7 @@ from typing import Any
 
 from titanplans.cli.verify.proof import Outcome
 from titanplans.proof.report import CaseResult, case_name, epsilons
+from titanplans.text import counted
 
 _CLEAR = "\r\x1b[K"
 
@@ -46,14 +47,14 @@ def verdict(outcome: Outcome) -> str:
     wrong = [case for case in cases if not case.passed]
     if wrong:
         first = f"the first at {wrong[0].name}: {_place(wrong[0])}"
-        return f"WRONG: {len(wrong)} of {_count(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
+        return f"WRONG: {len(wrong)} of {counted(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
     worst = max((c for case in cases for c in case.checks if c.tolerance), key=lambda c: c.error)
     parts = [
-        f"proved: {_count(len(cases), 'case')}, worst {epsilons(worst.error)} epsilons of {worst.tolerance:,.0f} allowed"
+        f"proved: {counted(len(cases), 'case')}, worst {epsilons(worst.error)} epsilons of {worst.tolerance:,.0f} allowed"
     ]
     if outcome.report.refused:
-        parts.append(f"{_count(len(outcome.report.refused), 'refusal')} above")
-    if wasteful := sum(not counted.minimal for _, counted in outcome.counts):
+        parts.append(f"{counted(len(outcome.report.refused), 'refusal')} above")
+    if wasteful := sum(not communication.minimal for _, communication in outcome.counts):
         parts.append(
             f"more is sent than is needed with {wasteful} of {len(outcome.counts)} choices of options"
         )
@@ -76,7 +77,7 @@ def _header(outcome: Outcome) -> list[str]:
     return [
         outcome.subject,
         f"  {parameters:,} parameters, {words}",
-        f"  {_count(batch, 'sequence')} of {_count(tokens, 'token')}, {outcome.ranks}",
+        f"  {counted(batch, 'sequence')} of {counted(tokens, 'token')}, {outcome.ranks}",
         *(f"  {note}" for note in outcome.notes),
     ]
 
@@ -85,8 +86,8 @@ def _communication(outcome: Outcome) -> list[str]:
     """One table of collectives for each of sequence sharded and whole; of further cases only what is too much."""
     lines: list[str] = []
     shown: set[bool] = set()
-    for options, counted in outcome.counts:
-        table = counted.lines()
+    for options, communication in outcome.counts:
+        table = communication.lines()
         name = case_name(options)
         title = f"collectives, {name}"
         if options.sequence_parallel in shown:  # the loss changes nothing but the head
@@ -102,10 +103,6 @@ def _place(case: CaseResult) -> str:
     for finding in case.localisation.findings if case.localisation else ():
         return f"{finding.direction}, {finding.first.name}"
     return case.worst
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _number(value: Any) -> str:

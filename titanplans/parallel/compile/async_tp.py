@@ -104,11 +104,6 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
     if (failure := record.guard.failure) is not None:
         _log.warning(f"Async TP: what was fused is unknown: {reason(failure)}")
         return result
-    if record.hidden:
-        raise ParallelError(
-            f"enable_async_tensor_parallel: what was fused is unknown, since {record.hidden} graphs came out of a compile "
-            "cache: start with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
-        )
     there = f"none of {result.total} gathers and scatters" if found else "no gather and no scatter"
     message = (
         f"enable_async_tensor_parallel: {there} in {len(record.graphs)} compiled graphs was fused with a matrix product; "

@@ -1,0 +1,28 @@
+"""What commands and logs print, in its smallest parts: columns, numbers with their noun, bytes."""
+
+from collections.abc import Collection, Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Return `rows` of cells as lines of equally wide columns; those of the numbers in `right` are set flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 graph", "2 graphs"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def in_bytes(number: int) -> str:
+    """Return a number of bytes with its unit: "768 B", "65.5 kB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} B"
