@@ -51,7 +51,7 @@ def row(name):
     (blocks,) = (found for found in decision.blocks if found.names)
     assert len(blocks.names) >= 2  # the first, too, but for the gather where the stream begins
     counts = ["/".join(map(str, blocks.count(backward=backward))) for backward in (False, True)]
-    left = [f"{v.place}: {v.obstacle}" for v in blocks.verdicts if not v.fused]
+    left = [f"{v.place}: {v.obstacle}" for v in blocks.collectives if not v.fused]
     assert decision.complete, left
     return f"| {' | '.join([f'`{name}`', *counts, '; '.join(left)])} |", decision, record
 
@@ -165,7 +165,7 @@ def normed():
 def test_what_stands_between_is_said_in_words():
     decision = decide(Subject("own", make=normed, plan=NormedPlan), parse(["async-tp", "own"]), 2, quietly)
     assert not decision.complete
-    said = {(v.place, v.backward): v.obstacle for b in decision.blocks for v in b.verdicts if not v.fused}
+    said = {(v.place, v.backward): v.obstacle for b in decision.blocks for v in b.collectives if not v.fused}
     assert said["mlp in", False] == ("mlp.norm, reshape between it and gate_proj, up_proj")
     assert said["mlp out", False] == "mul, reshape between it and down_proj"
 

@@ -89,9 +89,8 @@ def allowed(operator: str, key: str, reference: Reference) -> set[str]:
 
 def named(case: CaseResult, model: nn.Module) -> set[str]:
     """Return the modules of `model` at which a failing case is said to go wrong first: the one found, or that broke."""
-    assert case.localisation is not None
-    if case.localisation.findings:
-        return {_module(case.localisation.findings[0].first.name, model)}
+    if case.finding is not None:
+        return {_module(case.finding.first.name, model)}
     broken = next((check.where for check in case.checks if check.what == "runs"), None)
     if broken is None:
         return {_module(case.worst.partition(" ")[2], model)}

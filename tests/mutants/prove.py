@@ -33,8 +33,7 @@ class Verdict:
         if self.refusal is not None:
             return [self.refusal]
         assert self.case is not None
-        found = self.case.localisation
-        return [self.case.worst, *(found.lines() if found else ())]
+        return [self.case.worst, str(self.case.finding), *self.case.notes]
 
 
 def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:

@@ -64,7 +64,7 @@ def failed(case) -> set[str]:
 
 
 def reason(case) -> str:
-    return case.localisation.findings[0].reason
+    return case.finding.reason
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])

@@ -34,7 +34,8 @@ def test_the_whole_grid():
             "loss", "logits", "gradients", "replicas", "norm", "AdamW",
         ]  # fmt: skip
         assert not case.missing
-        assert case.localisation is None
+        assert case.finding is None
+        assert not case.notes
         # A right plan stays in the order of one epsilon: the tolerance (688 here) is a bound.
         assert all(check.error < 0.01 * check.tolerance for check in case.checks if check.tolerance)
         assert next(check for check in case.checks if check.what == "replicas").error == 0

@@ -42,7 +42,7 @@ def test_two_processes():
     assert right["passed"]
     assert [case["degree"] for case in right["cases"]] == [2] * 4
     assert not wrong["passed"]
-    finding = wrong["cases"][0]["localisation"]["findings"][0]
+    finding = wrong["cases"][0]["finding"]
     assert finding["first"]["name"] == "layers.1.attn.q_norm.weight"
     assert "not summed over the ranks" in finding["reason"]
     assert "first off at layers.1.attn.q_norm.weight" in table

@@ -6,7 +6,7 @@ from tiny import Tiny
 from titanplans import TPOptions
 from titanplans.proof.assemble import best_fit
 from titanplans.proof.localise import diagnose
-from titanplans.proof.report import CaseResult, Check, Finding, Localisation, Place, Refusal, Report
+from titanplans.proof.report import CaseResult, Check, Finding, Place, Refusal, Report
 from titanplans.proof.sample import labels_for, randomise, token_ids
 
 
@@ -84,9 +84,9 @@ def test_weights_depend_on_seed_and_name_only():
 
 
 def test_the_table():
-    def case(degree, error, localisation=None):
+    def case(degree, error, finding=None):
         checks = (Check("loss", 0.5, 700.0), Check("gradients", error, 700.0, "layers.0.norm.weight"))
-        return CaseResult(TPOptions(degree, True, False), checks, localisation=localisation, ranks="threads")
+        return CaseResult(TPOptions(degree, True, False), checks, finding=finding, ranks="threads")
 
     finding = Finding(
         "backward",
@@ -95,7 +95,7 @@ def test_the_table():
         "exactly 2 times too large: once for each rank",
     )
     report = Report(
-        "Model, Plan", "float64", (case(2, 3.0), case(4, 2e15, Localisation((finding,)))),
+        "Model, Plan", "float64", (case(2, 3.0), case(4, 2e15, finding)),
         (Refusal((TPOptions(8), TPOptions(8, False, False)), "num_heads = 4"), Refusal((TPOptions(4),), "odd")),
     )  # fmt: skip
     assert not report.passed

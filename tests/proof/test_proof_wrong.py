@@ -183,7 +183,7 @@ def test_is_rejected_and_found(name):
         max(check.error for check in case.checks) > 1e5 * case.checks[0].tolerance
         or name == "replicas differ"
     )
-    (finding,) = case.localisation.findings
+    finding = case.finding
     assert (finding.direction, finding.first.name) == (direction, place)
     assert reason in finding.reason
     assert bool(finding.reason) == bool(reason)

@@ -77,9 +77,8 @@ def test_threads_and_simulated_ranks_agree_on_wrong_plans(name):
     (a,), (b,) = one.cases, other.cases
     assert (a.ranks, b.ranks) == ("threads", "simulated")
     assert {c.what for c in a.checks if not c.passed} == {c.what for c in b.checks if not c.passed}
-    assert [(f.direction, f.first.name, f.reason) for f in a.localisation.findings] == [
-        (f.direction, f.first.name, f.reason) for f in b.localisation.findings
-    ]
+    places = [(f.direction, f.first.name, f.reason) for f in (a.finding, b.finding)]
+    assert places[0] == places[1]
 
 
 class ByTheFirst(TinyPlan):
@@ -128,7 +127,7 @@ def test_a_gradient_that_one_rank_does_not_have():
 
     (case,) = verify(Tiny, OfTheFirst, degrees=[2], loss_parallel=True, sequence_parallel=True).cases
     assert case.worst == "runs after the backward"
-    assert "the ranks called different collectives: rank 0 " in case.localisation.notes[0]
+    assert "the ranks called different collectives: rank 0 " in case.notes[0]
 
 
 def test_further_losses_are_compared_where_they_leave_the_model():

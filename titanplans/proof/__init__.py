@@ -9,6 +9,6 @@ No model library is imported. `verify` documents what is compared, `titanplans.p
 """
 
 from titanplans.proof.grid import verify
-from titanplans.proof.report import CaseResult, Check, Finding, Localisation, Place, Refusal, Report
+from titanplans.proof.report import CaseResult, Check, Finding, Place, Refusal, Report
 
-__all__ = ["CaseResult", "Check", "Finding", "Localisation", "Place", "Refusal", "Report", "verify"]
+__all__ = ["CaseResult", "Check", "Finding", "Place", "Refusal", "Report", "verify"]

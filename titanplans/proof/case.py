@@ -13,7 +13,7 @@ from titanplans.proof import step
 from titanplans.proof.compare import compare
 from titanplans.proof.localise import localise
 from titanplans.proof.reference import Reference
-from titanplans.proof.report import CaseResult, Check, Localisation
+from titanplans.proof.report import CaseResult, Check
 from titanplans.proof.split import SPLITTING, SplitStep
 from titanplans.proof.threads import Apart
 from titanplans.proof.world import World, agreed
@@ -54,13 +54,12 @@ def prove_case(reference: Reference, plan: PlanSource, options: TPOptions, world
     if not result.passed and result.checks[0].where != SPLITTING:
         try:
             with torch.no_grad():
-                found = world.together(lambda: localise(split, reference, world, result))
-        except Apart:  # as in the step itself: what that said stands
-            found = result.localisation or Localisation()
-        result = replace(result, localisation=found)
+                result = world.together(lambda: localise(split, reference, world, result))
+        except Apart:
+            pass  # as in the step itself: what that said stands
     return replace(result, ranks=world.name, seconds=time.perf_counter() - start)
 
 
 def _failed(options: TPOptions, where: str, why: str) -> CaseResult:
     check = Check("runs", float("inf"), 0.0, where)
-    return CaseResult(options, (check,), localisation=Localisation((), (f"does not run, {where}: {why}",)))
+    return CaseResult(options, (check,), notes=(f"does not run, {where}: {why}",))

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.proof.assemble import best_fit
 from titanplans.proof.record import gradient_key, module_name
 from titanplans.proof.reference import Reference
-from titanplans.proof.report import CaseResult, Finding, Localisation, Place, epsilons
+from titanplans.proof.report import CaseResult, Finding, Place, epsilons
 from titanplans.proof.split import SplitStep
 from titanplans.proof.tolerance import difference
 from titanplans.proof.world import World, agreed, wholes
@@ -40,8 +40,8 @@ class _Seen:
     unit: float
 
 
-def localise(split: SplitStep, reference: Reference, world: World, case: CaseResult) -> Localisation:
-    """Return where the split model differs first: forward or, if it does not there, backward.
+def localise(split: SplitStep, reference: Reference, world: World, case: CaseResult) -> CaseResult:
+    """Return `case` with where the split model differs first: forward or, if it does not there, backward.
 
     Args:
         split: its step, compared, or as far as it came.
@@ -58,13 +58,12 @@ def localise(split: SplitStep, reference: Reference, world: World, case: CaseRes
         notes = [
             f"{check.name}: {epsilons(check.error)} epsilons" for check in case.checks if not check.passed
         ]
-    return Localisation((finding,) if finding else (), tuple(notes))
+    return replace(case, finding=finding, notes=tuple(notes))
 
 
 def _notes(case: CaseResult) -> Iterator[str]:
     """Yield what is not a matter of size."""
-    if case.localisation is not None:
-        yield from case.localisation.notes
+    yield from case.notes
     yield from (f"{name}: no gradient, and the whole model has one" for name in case.missing)
     yield from (f"{name}: a gradient, and the whole model has none" for name in case.unexpected)
     for check in case.checks:

@@ -1,7 +1,6 @@
 """What a proof returns: plain frozen data. How it is printed is titanplans/proof/table.py."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,20 +71,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Localisation:
-    """Where a failing case goes wrong first, forward and backward."""
-
-    findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-    """What is not a matter of place: an exception, a missing gradient, weights no longer tied."""
-
-    def lines(self) -> Iterator[str]:
-        """Yield what was found, a sentence each."""
-        yield from map(str, self.findings)
-        yield from self.notes
-
-
-@dataclass(frozen=True)
 class CaseResult:
     """One degree with one choice of options."""
 
@@ -97,7 +82,12 @@ class CaseResult:
     unexpected: tuple[str, ...] = ()
     """Parameters with a gradient in the split model and none in the whole one."""
 
-    localisation: Localisation | None = None
+    finding: Finding | None = None
+    """Where a failing case goes wrong first."""
+
+    notes: tuple[str, ...] = ()
+    """What of a failing case is not a matter of place: an exception, a missing gradient, weights no longer tied."""
+
     seconds: float = 0.0
     ranks: str = ""
     """threads, simulated or process_group."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from titanplans.proof.report import CaseResult, Localisation, Report, epsilons
+from titanplans.proof.report import CaseResult, Report, epsilons
 from titanplans.text import columns
 
 CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
@@ -42,13 +42,12 @@ def _failures(report: Report) -> Iterator[str]:
     alike: dict[object, list[CaseResult]] = {}
     for case in report.cases:
         if not case.passed:
-            found = case.localisation or Localisation()
-            places = tuple((f.direction, f.first.name, f.reason) for f in found.findings)
-            alike.setdefault((places, found.notes), []).append(case)
-    for cases in alike.values():
-        yield f"wrong: {'; '.join(case.name for case in cases)}"
-        found = cases[0].localisation
-        yield from (f"  {line}" for line in found.lines()) if found else [f"  {cases[0].worst}"]
+            place = (f.direction, f.first.name, f.reason) if (f := case.finding) else None
+            alike.setdefault((place, case.notes), []).append(case)
+    for first, *others in alike.values():
+        yield f"wrong: {'; '.join(case.name for case in (first, *others))}"
+        found = [*([str(first.finding)] if first.finding else []), *first.notes]
+        yield from (f"  {line}" for line in found or [first.worst])
         yield ""
 
 

@@ -42,11 +42,11 @@ class Blocks:
     graphs: int
     """Graphs that each becomes, forward."""
 
-    verdicts: tuple[Verdict, ...]
+    collectives: tuple[Verdict, ...]
 
     def count(self, *, backward: bool) -> tuple[int, int]:
         """Return how many collectives are fused, of how many."""
-        those = [v for v in self.verdicts if v.backward == backward]
+        those = [v for v in self.collectives if v.backward == backward]
         return sum(v.fused for v in those), len(those)
 
 
@@ -60,7 +60,7 @@ class Decision:
     seq_len: int
     notes: tuple[str, ...]
     blocks: tuple[Blocks, ...]
-    breaks: Mapping[str, int]
+    graph_breaks: Mapping[str, int]
     """Where graphs end, and how often, over the captured blocks."""
 
     seconds: float
@@ -73,7 +73,7 @@ class Decision:
     @property
     def complete(self) -> bool:
         """Whether everything is fused that torch's pass has a form for."""
-        return all(v.fused or not v.possible for b in self.blocks for v in b.verdicts)
+        return all(v.fused or not v.possible for b in self.blocks for v in b.collectives)
 
 
 def decide(subject: Subject, request: Namespace, degree: int, progress: Callable[[str], None]) -> Decision:

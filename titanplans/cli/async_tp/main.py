@@ -28,8 +28,8 @@ def main(request: Namespace) -> int:
     for name in every_model() if request.all else [request.subject or ""]:
         subject = find_subject(name, request)
         for degree in subject.degrees or (2,):
-            with redirect_stdout(sys.stderr), progress(name, shown=True) as tell:
-                decisions.append(decide(subject, request, degree, tell))
+            with redirect_stdout(sys.stderr), progress(name, shown=True) as show:
+                decisions.append(decide(subject, request, degree, show))
             if not request.json:
                 print(text(decisions[-1]), end="\n\n", flush=True)
     if request.json:

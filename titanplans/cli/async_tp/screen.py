@@ -1,5 +1,6 @@
 """What a person sees of a decision, and what JSON holds."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ def text(decision: Decision) -> str:
     ]
     for blocks in decision.blocks:
         lines += ["", *_table(blocks)]
-    if decision.breaks:
-        ends = ", ".join(f"{name} ({number})" for name, number in decision.breaks.items())
+    if decision.graph_breaks:
+        ends = ", ".join(f"{name} ({number})" for name, number in decision.graph_breaks.items())
         lines += ["", f"graphs end at {ends}"]
     return "\n".join([*lines, "", verdict(decision)])
 
@@ -42,26 +43,11 @@ def verdict(decision: Decision) -> str:
 
 def to_dict(decision: Decision) -> dict[str, Any]:
     """Return the decision as JSON has it."""
-    return {
-        "subject": decision.subject,
-        "degree": decision.degree,
-        "batch_size": decision.batch_size,
-        "seq_len": decision.seq_len,
+    return asdict(decision) | {
         "torch": torch.__version__,
-        "notes": list(decision.notes),
         "complete": decision.complete,
         "forward": dict(zip(("fused", "total"), decision.count(backward=False), strict=True)),
         "backward": dict(zip(("fused", "total"), decision.count(backward=True), strict=True)),
-        "blocks": [
-            {
-                "title": blocks.title,
-                "names": list(blocks.names),
-                "graphs": blocks.graphs,
-                "collectives": [verdict._asdict() for verdict in blocks.verdicts],
-            }
-            for blocks in decision.blocks
-        ],
-        "graph_breaks": dict(decision.breaks),
         "seconds": round(decision.seconds, 2),
     }
 
@@ -74,7 +60,7 @@ def _table(blocks: Blocks) -> list[str]:
             v.place,
             _outcome(v),
         )
-        for v in blocks.verdicts
+        for v in blocks.collectives
     ]
     title = blocks.title
     if blocks.names:

@@ -62,9 +62,9 @@ def _verify(request: Namespace, rank: int) -> int:
         from titanplans.cli.verify.subject import every_model, find_subject
 
         for name in every_model() if request.all else [request.subject or ""]:
-            with redirect_stdout(sys.stderr), progress(name, shown=rank == 0) as tell:
+            with redirect_stdout(sys.stderr), progress(name, shown=rank == 0) as show:
                 subject = find_subject(name, request)
-                outcomes.append(prove(subject, request, device, tell))
+                outcomes.append(prove(subject, request, device, show))
             if rank == 0 and not request.json:
                 print(text(outcomes[-1]), end="\n\n" if request.all else "\n", flush=True)
     right = all(outcome.report.passed for outcome in outcomes)

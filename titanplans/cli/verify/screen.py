@@ -22,13 +22,13 @@ def progress(subject: str, *, shown: bool) -> Iterator[Callable[[str], None]]:
     stream = sys.stderr
     shown = shown and stream.isatty()
 
-    def tell(words: str) -> None:
+    def show(words: str) -> None:
         if shown:
             line = f"{subject}: {words} ..."[: shutil.get_terminal_size().columns - 1]
             print(f"{_CLEAR}{line}", end="", file=stream, flush=True)
 
     try:
-        yield tell
+        yield show
     finally:
         if shown:
             print(_CLEAR, end="", file=stream, flush=True)
@@ -100,9 +100,8 @@ def _communication(outcome: Outcome) -> list[str]:
 
 def _place(case: CaseResult) -> str:
     """Where a failing case goes wrong first, or else the quantity that is off."""
-    for finding in case.localisation.findings if case.localisation else ():
-        return f"{finding.direction}, {finding.first.name}"
-    return case.worst
+    finding = case.finding
+    return case.worst if finding is None else f"{finding.direction}, {finding.first.name}"
 
 
 def _number(value: Any) -> str:

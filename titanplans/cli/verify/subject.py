@@ -75,7 +75,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
     if request.plan is not None:
         if is_plan:
             raise VerifyError(f"--plan {request.plan}: {words} is a plan already; leave one of them out")
-        subject = replace(subject, plan=_plan(request.plan, "--plan"))
+        subject = replace(subject, plan=request.plan)
     chosen = {
         key: value
         for key in ("degrees", "loss_parallel", "sequence_parallel")
@@ -144,11 +144,10 @@ def _job(path: str, request: Namespace) -> Subject:
         )
     name, flavor = model_name(job)
     model = name if job.model.config is not None else f"{name}, flavor {flavor}"
-    plan = job.model.plan
     return Subject(
         f"{path}: {model}",
         hf_config(job),
-        plan=_plan(plan, f"{path}: model.plan =") if isinstance(plan, str) else plan,
+        plan=job.model.plan,
         degrees=(degree,),
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
@@ -189,10 +188,6 @@ def _own_plan(words: str, request: Namespace) -> Subject:
         f"{request.command} {words}: {why}; say which model it splits by --model: "
         f"{', '.join(named or modeling.available())}, path/to/config.json, or module:callable that returns an nn.Module"
     )
-
-
-def _plan(words: str, option: str) -> PlanSource:
-    return load_attribute(words, option) if ":" in words else words
 
 
 def load_attribute(name: str, option: str) -> Any:

@@ -1,7 +1,7 @@
 """Of each collective of a captured block: with which products it was fused, or why not."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch.fx
 
@@ -15,7 +15,8 @@ BEGINS = "no product reads the gradient of what comes before the sharded stream"
 _MIRRORED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
 
-class Verdict(NamedTuple):
+@dataclass(frozen=True)
+class Verdict:
     """What became of one collective of a block."""
 
     operation: str
