@@ -6,5 +6,4 @@ operators       what is done to the style of one key
 corpus          every operator on every key, once where plans agree
 prove           verdicts, and which place is the right one
 equivalent      the mutants that change nothing, and why
-tally           how many there were
 """

@@ -5,15 +5,12 @@ as the right module in place.py, what may survive in equivalent.py. That the pla
 themselves are right, over the same ranks, is test_worlds.py's.
 """
 
-from collections import Counter
-
 import pytest
 from mutants.architectures import ARCHITECTURES
 from mutants.corpus import corpus
 from mutants.equivalent import EQUIVALENT, equivalence
 from mutants.place import right
 from mutants.prove import verdicts
-from mutants.tally import TALLY
 
 from titanplans import registered_plans
 
@@ -32,17 +29,6 @@ LEAST = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 def test_every_mutant_is_rejected_at_the_right_place_or_equivalent(architecture):
     results = list(verdicts(corpus()[architecture]))
-    counts = Counter(
-        "refused" if v.refusal is not None else "survived" if v.survived else "killed" for v in results
-    )
-    listed = sum(equivalence(v.mutant) is not None for v in results)
-    TALLY.add(
-        architecture.name,
-        made=len(results),
-        refused=counts["refused"],
-        killed=counts["killed"],
-        equivalent=listed,
-    )
     accepted = [str(v.mutant) for v in results if v.survived and equivalence(v.mutant) is None]
     assert not accepted, f"wrong plans that were accepted: {accepted}"
     wronged = [(str(v.mutant), v.said()) for v in results if not v.survived and equivalence(v.mutant)]

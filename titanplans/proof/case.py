@@ -37,8 +37,8 @@ def prove_case(reference: Reference, plan: PlanSource, options: TPOptions, world
     def take() -> CaseResult:
         try:
             split.split(plan, options, world)
-            logits, loss = split.run()
-            return CaseResult(options, *compare(split.model, logits, loss, reference, world))
+            split.run()
+            return compare(split, options, reference, world)
         except PlanError:
             raise
         except step.FAILURES as error:

@@ -1,29 +1,19 @@
 """One case: the split model's step beside the whole one's, quantity by quantity."""
 
-from typing import NamedTuple
-
 import torch
-from torch import nn
 
 from titanplans.proof import step
 from titanplans.proof.reference import Key, Reference
-from titanplans.proof.report import Check
+from titanplans.proof.report import CaseResult, Check
+from titanplans.proof.split import SplitStep
 from titanplans.proof.tolerance import difference, largest
 from titanplans.proof.world import World, wholes
+from titanplans.tensor_parallel.plan import TPOptions
 
 
-class Comparison(NamedTuple):
-    """What was compared, and which gradients could not be."""
-
-    checks: tuple[Check, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-def compare(
-    model: nn.Module, logits: torch.Tensor, loss: torch.Tensor, reference: Reference, world: World
-) -> Comparison:
+def compare(split: SplitStep, options: TPOptions, reference: Reference, world: World) -> CaseResult:
     """Compare a step of the split model, which has run its backward, with the `reference`'s, and take AdamW's."""
+    model = split.model
     worst: dict[str, tuple[float, str]] = {}  # the worst difference of each kind, in units, and where
 
     def note(what: str, error: float, where: str) -> None:
@@ -44,7 +34,7 @@ def compare(
             note(what, max(in_units(value, expected, unit) for value in values), where)
             note_replicas(values, where or what)
 
-    found = reference.quantities(model, logits, loss, further_losses=world.ranked)
+    found = reference.quantities(model, split.logits, split.loss, further_losses=world.ranked)
     with torch.no_grad():
         for key, tensor in found.items():
             compare_one(key, tensor)
@@ -66,7 +56,8 @@ def compare(
         checks.append(Check(what, error, tolerances.get(what, reference.tolerance), where))
     wanted = [name for what, name in reference.expected if what == "gradients"]
     got = [name for what, name in found if what == "gradients"]
-    return Comparison(
+    return CaseResult(
+        options,
         tuple(checks),
         tuple(name for name in wanted if name not in got),
         tuple(name for name in got if name not in wanted),

@@ -14,7 +14,7 @@ from titanplans.proof.record import Recorder
 from titanplans.proof.sample import labels_for
 from titanplans.proof.tolerance import difference, largest
 from titanplans.tensor_parallel.checks import tied_parameters
-from titanplans.tensor_parallel.gradients import align_gradients
+from titanplans.tensor_parallel.gradients import align_gradients, total_norm
 
 Key = tuple[str, str]
 """A quantity's kind ("loss", "gradients", …) and which one of its kind: a parameter, or "" for the only one."""
@@ -96,7 +96,7 @@ class Reference:
         align_gradients(model.parameters())
         found["logits", ""] = logits
         found |= {("gradients", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found["norm", ""] = step.gradient_norm(model)
+        found["norm", ""] = total_norm(model.parameters())
         return found
 
     def _measured(self, model: nn.Module, start: dict[str, torch.Tensor]) -> dict[Key, float]:

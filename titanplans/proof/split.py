@@ -21,18 +21,23 @@ class SplitStep:
     Attributes:
         model: split, once `split` has returned.
         styles: of its plan, by fully qualified name.
+        logits: DTensors where the plan leaves them sharded.
+        loss: a plain scalar.
         record: what its modules gave.
         gradients: by name, as the backward left them: Partial ones are not yet summed.
+        place: where the step is, or broke off, in words.
     """
 
     model: nn.Module
     styles: Plan
-    record: Recorder
-    gradients: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    loss: torch.Tensor
 
     def __init__(self, reference: Reference):
         self.reference = reference
         self.place = SPLITTING
+        self.record = Recorder(reference.pristine)  # of nothing: a rank may break off before its step begins
+        self.gradients: dict[str, torch.Tensor] = {}
 
     def split(self, plan: PlanSource, options: TPOptions, world: World) -> None:
         """Split the model over the ranks of `world`.
@@ -52,17 +57,16 @@ class SplitStep:
         self.styles = applied.styles
         world.settle(self.model)
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run forward and backward; return logits and loss."""
+    def run(self) -> None:
+        """Run forward and backward."""
         self.record = Recorder(self.model)
         try:
             with self.record:
-                logits, loss = self.reference.run_step(self.model)
+                self.logits, self.loss = self.reference.run_step(self.model)
         finally:
             self.place = _last(self.record)
         self.place = "after the backward"
         self.gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        return logits, loss
 
 
 def _last(record: Recorder) -> str:

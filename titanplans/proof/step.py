@@ -1,6 +1,6 @@
 """One training step of a whole model or of a split one: the same functions for both.
 
-Loss, gradient norm and the sum of Partial gradients are those of training (`titanplans.tensor_parallel`).
+The loss is that of training (`titanplans.tensor_parallel`).
 """
 
 import inspect
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from titanplans.proof.modes import Widen
-from titanplans.tensor_parallel.gradients import total_norm
 from titanplans.tensor_parallel.loss import cross_entropy
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -57,11 +56,6 @@ def at_logits(logits: torch.Tensor, labels: torch.Tensor, loss: Loss) -> tuple[t
     value = backward(leaf, labels, loss)
     assert leaf.grad is not None
     return value, leaf.grad
-
-
-def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Return the 2-norm of all gradients; Partial ones are summed over the ranks in `.grad` first."""
-    return total_norm(model.parameters())
 
 
 def adamw_step(model: nn.Module) -> torch.optim.AdamW:

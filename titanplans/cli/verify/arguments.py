@@ -6,7 +6,7 @@
 import argparse
 import shlex
 from argparse import Namespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from titanplans.errors import VerifyError
 
@@ -52,14 +52,14 @@ def parse(argv: list[str]) -> Namespace:
     )
     commands = parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True)
     commands.add_parser("list", help="the registered plans, with their model types and token mixers")
+    shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     _add_verify(
         commands.add_parser(
             "verify",
             help="compare a training step of the split model with the whole one's",
             description="Compare a training step of the split model with the whole one's, on this machine, without a GPU.",
             epilog=_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            **shared,
         )
     )
     async_tp = commands.add_parser(
@@ -68,8 +68,7 @@ def parse(argv: list[str]) -> Namespace:
         description="Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would "
         "fuse with matrix products, and say what stands between the others and theirs.",
         epilog=_ASYNC_TP_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        **shared,
     )
     _add_subject(async_tp, tokens="128, or what an image needs", degrees="the job's, or 2")
     async_tp.set_defaults(loss_parallel=None, sequence_parallel=None, ranks=None)

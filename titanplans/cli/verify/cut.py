@@ -1,5 +1,6 @@
 """A smaller config of the same architecture, with fewer blocks and tokens, which a plan splits in the same way."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -86,17 +87,22 @@ def _smallest(kinds: list[Any]) -> int:
     return min(max(every, 2), len(kinds))
 
 
+def _parts(
+    config: PretrainedConfig, values: dict[str, Any]
+) -> Iterator[tuple[PretrainedConfig, dict[str, Any]]]:
+    """Yield a config and those that it holds, such as a vision tower's, each with its part of `values`."""
+    yield config, values
+    for name in config.sub_configs:
+        if isinstance(inner := values.get(name), dict):
+            yield getattr(config, name), inner
+
+
 def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     values = config.to_dict()
-    parts = [
-        (config, values),
-        *((getattr(config, name, None), values.get(name)) for name in config.sub_configs),
-    ]
-    for part, inner in parts:
-        if part is not None and isinstance(inner, dict):
-            key = type(part).attribute_map.get("num_hidden_layers", "num_hidden_layers")
-            if isinstance(inner.get(key), int):
-                _cut_values(inner, key, layers)
+    for part, inner in _parts(config, values):
+        key = type(part).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        if isinstance(inner.get(key), int):
+            _cut_values(inner, key, layers)
     return type(config).from_dict(values)
 
 
@@ -113,8 +119,8 @@ def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
     values = config.to_dict()
-    for inner in (values, *(values.get(name) for name in config.sub_configs)):
-        if isinstance(inner, dict) and inner.get("vocab_size") == config.get_text_config().vocab_size:
+    for _, inner in _parts(config, values):
+        if inner.get("vocab_size") == config.get_text_config().vocab_size:
             inner["vocab_size"] = tokens
             if (padding := inner.get("pad_token_id")) is not None and padding >= tokens:
                 inner["pad_token_id"] = None  # a row that is not there

@@ -86,22 +86,23 @@ def find_subject(words: str, request: Namespace) -> Subject:
 
 def _with_float8(subject: Subject, request: Namespace) -> Subject:
     """Put the command line's float8 options in place of the job's."""
-    if request.float8 is not None:
-        none = request.float8 == "none"
-        recipe: Any = {"recipe_name": request.float8, "emulate": True}
-        subject = replace(subject, float8=Float8() if none else replace(subject.float8, **recipe))
-    filters: dict[str, dict[str, Any]] = {}
+    float8 = subject.float8
+    if request.float8 == "none":
+        float8 = Float8()
+    elif request.float8 is not None:
+        float8 = replace(float8, recipe_name=request.float8, emulate=True)
     if request.float8_filter:
-        filters[f"--float8-filter {','.join(request.float8_filter)}"] = {"filter_fqns": request.float8_filter}
+        _check_float8(float8, f"--float8-filter {','.join(request.float8_filter)}")
+        float8 = replace(float8, filter_fqns=request.float8_filter)
     if request.float8_filter_unaligned:
-        filters["--float8-filter-unaligned"] = {"filter_unaligned": True}
-    for words, values in filters.items():
-        if subject.float8.recipe_name is None:
-            raise VerifyError(
-                f"{words}: nothing is float8; add --float8 tensorwise, for one, or leave it out"
-            )
-        subject = replace(subject, float8=replace(subject.float8, **values))
-    return subject
+        _check_float8(float8, "--float8-filter-unaligned")
+        float8 = replace(float8, filter_unaligned=True)
+    return replace(subject, float8=float8)
+
+
+def _check_float8(float8: Float8, option: str) -> None:
+    if float8.recipe_name is None:
+        raise VerifyError(f"{option}: nothing is float8; add --float8 tensorwise, for one, or leave it out")
 
 
 def _model(words: str, flavor: str | None, option: str) -> Subject:
