@@ -4,13 +4,15 @@ One spawn, shared by all cases.
 """
 
 import itertools
+import json
+import logging
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import worlds
-from test_trainer import losses_of, train, write_inputs
+from test_trainer import DEGREE, losses_of, train, write_inputs
 
 # The schedule of the whole run, so that the first four steps are its own.
 STEPS = ("--training.steps=4", "--lr_scheduler.total_steps=8")
@@ -21,6 +23,10 @@ OPTIMIZER = (
     "--optimizer.implementation=foreach",
 )  # fmt: skip
 VALIDATION = ("--validation.enable", "--validation.freq=4", "--validation.steps=3")
+FLOAT8 = (
+    DEGREE, "--quantize.linear.float8.recipe_name=tensorwise", "--quantize.linear.float8.emulate",
+    "--quantize.linear.float8.filter_fqns=lm_head",
+)  # fmt: skip
 DEFERRED = ("--parallelism.fsdp_defer_grad_sync=all", "--parallelism.fsdp_keep_gathered")
 
 
@@ -43,10 +49,14 @@ def counted(folder: Path, dump: str, *options: str):
 
 
 def poisoned(folder: Path, dump: str, *options: str):
-    """Make the logits of rank 1 NaN in step 3; return the losses, and the weights and moments after each step."""
+    """Make the logits of rank 1 NaN in step 3; return losses, which steps changed nothing, and the log."""
     import torch
 
-    states = []
+    states, log = [], []
+    logger, handler = logging.getLogger("titanplans.training.step"), logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
     def prepare(trainer):
         def poison(module, args, logits):
@@ -64,9 +74,10 @@ def poisoned(folder: Path, dump: str, *options: str):
 
         optimizer.register_step_post_hook(note)
 
-    recorder, trainer = train(folder, "gla", dump, *STEPS, *options, prepare=prepare)
+    recorder, _ = train(folder, "gla", dump, *STEPS, *options, prepare=prepare)
+    logger.removeHandler(handler)
     same = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(states)]
-    return recorder.losses(), same, trainer.skipped.steps
+    return recorder.losses(), same, log
 
 
 def goes_on(folder: Path, dump: str, *options: str) -> dict[int, float]:
@@ -108,6 +119,9 @@ def on_two_ranks(rank: int) -> dict:
     results["on with a compiled optimizer"] = goes_on(folder, "fsdp2", *OPTIMIZER)  # from step 4
     results["graphs"] = counters["stats"]["unique_graphs"]
     results["and back under ddp"] = goes_on(folder, "fsdp2", *DDP)  # from step 6
+
+    results["float8"] = losses_of(folder, "llama", "float8", *STEPS, *FLOAT8)
+    results["float8 report"] = json.loads((folder / "float8" / "parallelism.json").read_text())["float8"]
     return results
 
 
@@ -145,8 +159,8 @@ def test_a_validation_of_gathered_weights_is_the_same_and_gathers_less(two):
 
 @pytest.mark.parametrize("case", ["fsdp2 skips", "ddp skips"])
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two, case):
-    losses, same, skipped = two[case]
-    assert skipped == 1
+    losses, same, log = two[case]
+    assert log == ["step 3: the gradient's norm is nan, and the step is left out (1 in this run)"]
     assert same == [False, True, False]  # between the ends of steps 1 and 2, 2 and 3, 3 and 4
     assert list(losses) == [1, 2, 4]  # torchtitan has no line for a loss that is not finite
     assert {1: losses[1], 2: losses[2]} == part_of({1: ..., 2: ...}, two["fsdp2"])
@@ -162,3 +176,14 @@ def test_a_checkpoint_goes_on_under_another_strategy_and_optimizer(two, case, fi
 def test_the_optimizers_step_was_compiled_once(two):
     # A learning rate that is a number would be compiled anew in each step.
     assert two["graphs"] == 1
+
+
+def test_a_job_trains_in_float8_and_says_so(two):
+    assert two["float8"][4] < two["float8"][1] - 0.01
+    report = two["float8 report"]
+    assert report["recipe"] == "tensorwise"
+    assert report["emulated"]
+    assert len(report["converted"]) == 14  # seven in each of two blocks
+    assert report["filtered"] == {"lm_head": "filter_fqns has 'lm_head'"}
+    assert report["borders"]["model.layers.0.self_attn"] == {"activations": "in float8"}
+    assert report["borders"]["model.layers.0.mlp.down_proj"] == {"gradients": "in float8"}

@@ -1,21 +1,15 @@
 """Checks of data and checkpoints that run before a process group, a device or torchtitan exists.
 
-The loader raises the same errors, but later, on every rank. Nothing is converted or indexed here: of .jsonl and .parquet
-files only as many rows are read as one sequence needs.
+The loader raises the same errors, but later, on every rank. Files that are converted here, .jsonl and .parquet, the ranks
+find in the cache of the `datasets` library.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from titanplans.errors import DataError
-from titanplans.training.data.hub import Stream
-from titanplans.training.data.local import FORMATS, find_files, preview_rows
-from titanplans.training.data.sources import is_local, nothing_left, open_source
-from titanplans.training.data.split import check_split, in_split
+from titanplans.training.data.sources import open_source
 from titanplans.training.data.vocabulary import load_tokenizer
 
 _RANK_KEY = re.compile(r"dataloader\.dp_rank_(\d+)$")
@@ -45,36 +39,18 @@ def check_dataset(
         DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable
             rows, a data set that the hub doesn't have, or too few tokens for one sequence.
     """
-    texts = _texts(dataset, dataset_path, split, text_column)
-    first = next(texts, None)
-    if first is None:
-        raise nothing_left(dataset, dataset_path, split)
+    source = open_source(dataset, dataset_path, split=split, text_column=text_column)
     if tokenizer_path is None or seq_len is None:
         return
-    tokenizer = load_tokenizer(tokenizer_path)
-    found = len(tokenizer.encode(first).ids)
-    while found <= seq_len:
-        text = next(texts, None)
-        if text is None:
-            raise DataError(
-                f"seq_len = {seq_len}: dataset = {dataset_path or dataset!r} holds {found} tokens for dataset_split = "
-                f"{split!r}, too few for one sequence of {seq_len} + 1; give more text or a smaller seq_len"
-            )
+    tokenizer, found = load_tokenizer(tokenizer_path), 0
+    for _, text in source.documents(0, 0, 1, None):
         found += len(tokenizer.encode(text).ids)
-
-
-def _texts(dataset: str, dataset_path: str | None, split: str, text_column: str) -> Iterator[str]:
-    """The documents, in any order, read no sooner than they are asked for."""
-    if is_local(dataset, dataset_path) and dataset_path is not None:
-        _, files, file_format = find_files(dataset_path, dataset if dataset in FORMATS else None)
-        if file_format != "text":
-            check_split(split)
-            rows = enumerate(preview_rows(files, file_format, text_column))
-            return (text for number, text in rows if in_split(np.asarray(number), split))
-    source = open_source(dataset, dataset_path, split=split, text_column=text_column)
-    if isinstance(source, Stream):
-        return (text for _, text in source.documents(0, 0, 1, None))
-    return (source.text(i) for i in range(len(source)))
+        if found > seq_len:
+            return
+    raise DataError(
+        f"seq_len = {seq_len}: dataset = {dataset_path or dataset!r} holds {found} tokens for dataset_split = {split!r}, "
+        f"too few for one sequence of {seq_len} + 1; give more text or a smaller seq_len"
+    )
 
 
 def check_checkpoint(folder: str | Path, dp_world_size: int) -> None:

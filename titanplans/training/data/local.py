@@ -213,23 +213,6 @@ def _naming_the_files(files: Sequence[Path], file_format: str) -> Iterator[None]
         ) from error
 
 
-def preview_rows(files: Sequence[Path], file_format: str, text_column: str) -> Iterator[str]:
-    """The texts of the rows of `files`, one after the other, without converting or indexing anything.
-
-    Raises:
-        DataError: no such column, or rows that can't be read.
-    """
-    from datasets import load_dataset
-
-    paths = [str(file) for file in files]
-    with _naming_the_files(files, file_format):
-        for number, row in enumerate(
-            load_dataset(file_format, data_files=paths, split="train", streaming=True)
-        ):
-            check_column(list(row), text_column, paths[0])
-            yield as_text(row[text_column], text_column, f"row {number}")
-
-
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
     """Raises DataError unless `text_column` is one of `columns`."""
     if text_column not in columns:

@@ -41,13 +41,6 @@ class Shuffled:
         self.size = len(corpus)
         self.identity = identity | {"fingerprint": corpus.fingerprint, "documents": self.size, "seed": seed}
 
-    def __len__(self) -> int:
-        return self.size
-
-    def text(self, i: int) -> str:
-        """Document `i` of the corpus, in the order of the files."""
-        return self._corpus.text(i)
-
     def documents(self, epoch: int, shard: int, shards: int, start: int | None) -> Iterator[tuple[int, str]]:
         """See Source. A position is a number in the shard's own order."""
         order = np.random.default_rng([self._seed, epoch]).permutation(self.size)[shard::shards]
@@ -78,7 +71,10 @@ def open_source(
     Raises:
         DataError: the corpus isn't there, can't be read or holds nothing.
     """
-    local = is_local(dataset, dataset_path)
+    by_format = dataset == "local" or dataset in FORMATS
+    if by_format and dataset_path is None:
+        raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
+    local = by_format or (dataset == "stdlib" and dataset_path is not None)
     if not local and dataset != "stdlib":
         return Stream(dataset, dataset_path, split, text_column)
     identity = {"dataset": dataset_path if local else "stdlib", "split": split}
@@ -93,20 +89,8 @@ def open_source(
             corpus = Rows(files, file_format, split, text_column)
             identity["text_column"] = text_column
     if len(corpus) == 0:
-        raise nothing_left(dataset, dataset_path, split)
+        raise DataError(
+            f"dataset = {dataset_path or dataset!r}: holds no document for dataset_split = {split!r}; every twentieth, from "
+            f"the first on, is for validation: give more documents, or validation data as a dataset_path of its own"
+        )
     return Shuffled(corpus, identity, seed)
-
-
-def is_local(dataset: str, dataset_path: str | None) -> bool:
-    """Whether `dataset_path` names files of one's own. Raises DataError if it is missing and should."""
-    if (dataset == "local" or dataset in FORMATS) and dataset_path is None:
-        raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
-    return dataset == "local" or dataset in FORMATS or (dataset == "stdlib" and dataset_path is not None)
-
-
-def nothing_left(dataset: str, dataset_path: str | None, split: str) -> DataError:
-    """The error for a corpus without a single document for `split`."""
-    return DataError(
-        f"dataset = {dataset_path or dataset!r}: holds no document for dataset_split = {split!r}; every twentieth, from the "
-        f"first on, is for validation: give more documents, or validation data as a dataset_path of its own"
-    )
