@@ -169,17 +169,17 @@ def test_all_ranks_go_on_after_a_failure_that_is_caught():
         rank = dist.get_rank()
 
         def fails():
-            world.everyone(rank)
+            world.gather_objects(rank)
             if rank == 1:
                 raise ValueError("of one")
-            world.everyone(rank)
+            world.gather_objects(rank)
 
         for _ in range(3):
             with pytest.raises(ValueError, match="of one"):
                 world.together(fails)
         total = torch.full((2,), float(rank))
         dist.all_reduce(total)
-        return world.everyone(total.tolist())
+        return world.gather_objects(total.tolist())
 
     assert threads.run(4, CPU, work) == [[6.0, 6.0]] * 4
 
@@ -192,10 +192,10 @@ def test_ranks_that_lose_each_other_are_told_so(depth):
         dist.all_reduce(torch.zeros(1 + dist.get_rank()))
 
     def other_collectives(world):
-        return world.every(torch.zeros(1)) if dist.get_rank() else world.everyone(1)
+        return world.gather(torch.zeros(1)) if dist.get_rank() else world.gather_objects(1)
 
     def nothing_more(world):
-        return world.everyone(1) if dist.get_rank() else None
+        return world.gather_objects(1) if dist.get_rank() else None
 
     for lose in (other_shapes, other_collectives, nothing_more):
         nested = (lambda world, lose=lose: world.together(lambda: lose(world))) if depth else lose
@@ -207,7 +207,7 @@ def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
     def work(world):
         if dist.get_rank() == 0:
             return None
-        return world.together(lambda: world.everyone(1))
+        return world.together(lambda: world.gather_objects(1))
 
     with pytest.raises(threads.Apart):
         threads.run(3, CPU, work)
@@ -220,7 +220,7 @@ def test_an_interrupt_ends_every_rank():
     def forever(world):
         begun.set()
         while True:
-            world.everyone(1)
+            world.gather_objects(1)
 
     def interrupt():
         begun.wait()
@@ -235,7 +235,7 @@ def test_an_interrupt_ends_every_rank():
     def raises(world):
         if dist.get_rank() == 1:
             raise KeyboardInterrupt
-        world.everyone(1)
+        world.gather_objects(1)
 
     with pytest.raises(KeyboardInterrupt):
         threads.run(2, CPU, raises)
@@ -244,8 +244,8 @@ def test_an_interrupt_ends_every_rank():
 def test_the_callers_process_is_left_as_it_was():
     before = torch.get_num_threads(), torch.is_grad_enabled(), torch.random.get_rng_state()
     with torch.no_grad():
-        assert all(threads.run(2, CPU, lambda world: world.everyone(torch.is_grad_enabled())))
-    assert threads.run(2, CPU, lambda world: world.everyone(torch.get_num_threads())) == [before[0]] * 2
+        assert all(threads.run(2, CPU, lambda world: world.gather_objects(torch.is_grad_enabled())))
+    assert threads.run(2, CPU, lambda world: world.gather_objects(torch.get_num_threads())) == [before[0]] * 2
     assert torch.equal(before[2], torch.random.get_rng_state())
     assert not dist.is_initialized()
 

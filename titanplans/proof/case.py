@@ -16,7 +16,7 @@ from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Check
 from titanplans.proof.split import SPLITTING, SplitStep
 from titanplans.proof.threads import Apart
-from titanplans.proof.world import World, agreed
+from titanplans.proof.world import World, from_first
 from titanplans.tensor_parallel.custom import PlanSource
 from titanplans.tensor_parallel.plan import TPOptions
 
@@ -50,7 +50,7 @@ def prove_case(reference: Reference, plan: PlanSource, options: TPOptions, world
         result = _failed(options, *broken.args)
     except Apart as apart:
         result = _failed(options, split.place, step.first_line(apart))
-    result = agreed(world, result)
+    result = from_first(world, result)
     if not result.passed and result.checks[0].where != SPLITTING:
         try:
             with torch.no_grad():

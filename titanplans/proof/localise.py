@@ -18,7 +18,7 @@ from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Finding, Place, epsilons
 from titanplans.proof.split import SplitStep
 from titanplans.proof.tolerance import difference
-from titanplans.proof.world import World, agreed, wholes
+from titanplans.proof.world import World, from_first, wholes
 from titanplans.tensor_parallel.styles import Style
 
 BESIDE = 2
@@ -50,9 +50,9 @@ def localise(split: SplitStep, reference: Reference, world: World, case: CaseRes
         case: the result, which fails.
     """
     search = _Search(split, reference, world)
-    finding = agreed(world, search.first_off("forward", search.outputs()))
+    finding = from_first(world, search.first_off("forward", search.outputs()))
     if finding is None and case.checks[0].what != "runs":
-        finding = agreed(world, search.first_off("backward", search.gradients()))
+        finding = from_first(world, search.first_off("backward", search.gradients()))
     notes = list(_notes(case))
     if finding is None and not notes:
         notes = [
@@ -79,7 +79,7 @@ class _Search:
     def __init__(self, split: SplitStep, reference: Reference, world: World):
         self.split, self.reference, self.world = split, reference, world
         # Where a rank broke off, it has recorded less than the others.
-        self.common = set.intersection(*world.everyone(set(split.record.tensors)))
+        self.common = set.intersection(*world.gather_objects(set(split.record.tensors)))
 
     def outputs(self) -> list[_Seen]:
         """Return each module's output, in the order in which they finished."""
@@ -99,7 +99,7 @@ class _Search:
                 if ("gradients", name) not in self.reference.expected:
                     continue
                 sharded = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
-                held = None if sharded else self.world.every(gradient)
+                held = None if sharded else self.world.gather(gradient)
                 values = wholes(aligned[name], self.world)
                 if self.world.first:
                     expected, unit = self._whole("gradients", name)

@@ -50,10 +50,10 @@ class Simulated:
                 copies = {rank: local_tensor(param).detach().clone() for rank in range(self.mesh.size())}
                 set_local_tensor(param, LocalTensor(copies))
 
-    def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return each_rank(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self.mesh.size())
 
-    def everyone(self, value: T) -> list[T]:
+    def gather_objects(self, value: T) -> list[T]:
         return [value]
 
     def together(self, work: Callable[[], T]) -> T:

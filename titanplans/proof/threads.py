@@ -191,12 +191,12 @@ class Thread:
     def settle(self, model: nn.Module) -> None:
         """Nothing to do: each thread has a model of its own."""
 
-    def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return self._meeting(self._rank, ("every",), local.detach(), lambda values: values)
+        return self._meeting(self._rank, ("gather",), local.detach(), lambda values: values)
 
-    def everyone(self, value: T) -> list[T]:
-        return self._meeting(self._rank, ("everyone",), value, lambda values: values)
+    def gather_objects(self, value: T) -> list[T]:
+        return self._meeting(self._rank, ("gather_objects",), value, lambda values: values)
 
     def together(self, work: Callable[[], T]) -> T:
         return self._meeting.together(self._rank, work)

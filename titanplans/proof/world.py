@@ -51,11 +51,11 @@ class World(Protocol):
         """Prepare a model that was just split."""
         ...
 
-    def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the local tensor of every rank, in rank order, as plain tensors to be read."""
         ...
 
-    def everyone(self, value: T) -> list[T]:
+    def gather_objects(self, value: T) -> list[T]:
         """Return the `value` of every rank, in rank order; of simulated ranks, the one that all have."""
         ...
 
@@ -82,9 +82,9 @@ class Group:
     def settle(self, model: nn.Module) -> None:
         """Nothing to do: each process has its own memory."""
 
-    def every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
-        shapes = self.everyone(local.shape)
+        shapes = self.gather_objects(local.shape)
         # Ranks may hold shards of different sizes; the collective wants one.
         flat = local.new_zeros(max(shape.numel() for shape in shapes))
         flat[: local.numel()] = local.flatten()
@@ -92,7 +92,7 @@ class Group:
         dist.all_gather(gathered, flat)
         return [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
 
-    def everyone(self, value: T) -> list[T]:
+    def gather_objects(self, value: T) -> list[T]:
         values = [value] * self.mesh.size()
         dist.all_gather_object(values, value)
         return values
@@ -104,7 +104,7 @@ class Group:
 def run_group(degree: int, device: torch.device, work: Callable[[World], T]) -> T:
     """Run `work` on this rank of the default process group, which has `degree`; return what it returns on the first."""
     world = Group(init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",)))
-    return agreed(world, work(world))
+    return from_first(world, work(world))
 
 
 RUNS: dict[str, Callable[[int, torch.device, Callable[[Any], Any]], Any]] = {
@@ -115,9 +115,9 @@ RUNS: dict[str, Callable[[int, torch.device, Callable[[Any], Any]], Any]] = {
 """What runs a function on every rank, by the name of the ranks."""
 
 
-def agreed(world: World, value: T) -> T:
+def from_first(world: World, value: T) -> T:
     """Return the first rank's `value` on every rank."""
-    return world.everyone(value)[0]
+    return world.gather_objects(value)[0]
 
 
 def wholes(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ def wholes(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
     placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
     if isinstance(tensor, DTensor) and placement is not None and placement.is_partial():
         tensor = tensor.full_tensor()
-    held = world.every(tensor)
+    held = world.gather(tensor)
     return [torch.cat(held, placement.dim)] if isinstance(placement, Shard) else held
 
 
