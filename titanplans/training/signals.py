@@ -27,8 +27,8 @@ class Stopped(KeyboardInterrupt):
 def stop_on_signals(*more: int) -> Iterator[None]:
     """Raise `Stopped` in the main thread at the first SIGINT, SIGTERM or signal of `more`; later ones are ignored.
 
-    A process that has not ended 5 seconds after the signal is ended. The clock runs in a thread of its own, which the C
-    handler tells of the signal through a pipe: Python's handlers run in the main thread, between two bytecodes, and that
+    A process that has not ended 5 seconds after the signal is ended. The clock runs in a thread of its own, to which the C
+    handler writes the signal through a pipe: Python's handlers run in the main thread, between two bytecodes, and that
     thread may be waiting in a collective for a rank that is gone.
     """
     signums = (signal.SIGINT, signal.SIGTERM, *more)
@@ -38,12 +38,12 @@ def stop_on_signals(*more: int) -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(signum)
 
-    heard, tell = os.pipe()
-    os.set_blocking(tell, False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     done = threading.Event()
     previous = {signum: signal.signal(signum, stop) for signum in signums}
-    previous_fd = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    threading.Thread(target=_end_after_signal, args=(heard, signums, done), daemon=True).start()
+    previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_end_after_signal, args=(reader, signums, done), daemon=True).start()
     try:
         yield
     finally:
@@ -51,11 +51,11 @@ def stop_on_signals(*more: int) -> Iterator[None]:
         signal.set_wakeup_fd(previous_fd)
         for signum, handler in previous.items():
             signal.signal(signum, handler)
-        os.close(tell)  # ends the thread's read
+        os.close(writer)  # ends the thread's read
 
 
-def _end_after_signal(heard: int, ending: tuple[int, ...], done: threading.Event) -> None:
-    with os.fdopen(heard, "rb", buffering=0) as pipe:
+def _end_after_signal(reader: int, ending: tuple[int, ...], done: threading.Event) -> None:
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
         while signums := pipe.read(1):  # b"" once the other end is closed
             if signums[0] in ending:
                 if not done.wait(_SECONDS_TO_STOP):

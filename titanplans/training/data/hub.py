@@ -80,10 +80,8 @@ def _open(
         return data, next(iter(data.iter(batch_size=1)), None)
     except DatasetNotFoundError as error:
         reason = " ".join(str(error).split())
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # no way to the hub; no such config or split; a file it can't parse
+    except (OSError, ValueError) as error:
+        # No way to the hub; no such config or split; a file it can't parse.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise DataError(
         f"dataset = {name!r}: can't be opened ({reason}); give 'stdlib', a data set of the hub ('owner/name' or "

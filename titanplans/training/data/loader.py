@@ -81,9 +81,8 @@ class TextDataLoader(ParallelAwareDataloader):
         }
         if windows.by_window:  # which window is whose depends on these as well
             self._identity |= {"seq_len": seq_len, "local_batch_size": local_batch_size}
-        with (
-            warnings.catch_warnings()
-        ):  # torchdata 0.11 calls what torch 2.13 deprecates; no user can act on it
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls what torch 2.13 deprecates; no user can act on it.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
             super().__init__(
                 windows,

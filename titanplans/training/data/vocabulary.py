@@ -23,27 +23,23 @@ def load_tokenizer(path: str) -> Tokenizer:
         DataError: the folder or its tokenizer.json is missing, or the file is no tokenizer's.
         Exception: `tokenizers`' own, for a tokenizer that contradicts itself.
     """
-    folder, file = Path(path), Path(path) / "tokenizer.json"
     remedy = f"give a folder with a tokenizer.json; the project's own is {default_tokenizer_path()!r}"
-    if not folder.exists():
-        raise DataError(f"hf_assets_path = {path!r}: no such folder; {remedy}")
-    if not folder.is_dir():
-        raise DataError(f"hf_assets_path = {path!r}: is a file, not a folder; {remedy}")
-    if not file.is_file():
-        found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
-        raise DataError(f"hf_assets_path = {path!r}: no tokenizer.json in it (it holds {found}); {remedy}")
     # Read here first: for a file that it can't use, `tokenizers` raises a bare Exception.
     try:
-        text = file.read_text(encoding="utf-8")
+        text = (Path(path) / "tokenizer.json").read_text(encoding="utf-8")
         content = json.loads(text)
+    except OSError as error:  # no such folder, not a folder, no such file, not allowed
+        raise DataError(
+            f"hf_assets_path = {path!r}: no tokenizer.json can be read there ({error.strerror}); {remedy}"
+        ) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise DataError(
-            f"hf_assets_path = {path!r}: {file.name} is no tokenizer ({error}); {remedy}"
+            f"hf_assets_path = {path!r}: tokenizer.json is no tokenizer ({error}); {remedy}"
         ) from error
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or "vocab" not in model:
         raise DataError(
-            f'hf_assets_path = {path!r}: {file.name} is no tokenizer (it has no "model" with a "vocab"); {remedy}'
+            f'hf_assets_path = {path!r}: tokenizer.json is no tokenizer (it has no "model" with a "vocab"); {remedy}'
         )
     return Tokenizer.from_str(text)
 
