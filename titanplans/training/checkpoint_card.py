@@ -10,10 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.config import ConfigError
 from titanplans.config.values import show
@@ -67,17 +66,19 @@ def check_model_card(folder: str | Path, hf_config: PretrainedConfig, key: str =
         )
 
 
-def check_shapes(checkpoint: str | Path, model: nn.Module, key: str) -> None:
-    """Refuse a distributed checkpoint (a step-N folder) whose weights are not those of `model`, by name and shape.
+def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool) -> None:
+    """Refuse a distributed checkpoint (a step-N folder) that is of another model, or that training can't be resumed from.
 
     Args:
-        checkpoint: the folder that holds `.metadata`.
-        model: may lie on meta.
+        checkpoint: the folder that holds `.metadata`; the model's card lies beside it.
+        model: its weights are compared by name and shape; may lie on meta.
         key: the key of the job that leads to it, for the message.
+        resumes: whether the job takes more of it than the weights.
 
     Raises:
-        ConfigError: with the first weight that does not fit.
+        ConfigError: with the first weight that does not fit; or it was the last one of a run under last_save_model_only.
     """
+    check_model_card(checkpoint.parent, model.config, key)
     saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     there = {
         name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
@@ -91,16 +92,7 @@ def check_shapes(checkpoint: str | Path, model: nn.Module, key: str) -> None:
                 f"{key}: {checkpoint} is of another model: {name} is {there.get(name) or 'not there'} in it, and "
                 f"{here.get(name) or 'not there'} in this one; name another folder, or go back to that model"
             )
-
-
-def check_resumable(checkpoint: str | Path, key: str) -> None:
-    """Refuse a checkpoint that holds the weights alone.
-
-    Raises:
-        ConfigError: it was the last one of a run under last_save_model_only.
-    """
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    if not any(name.startswith("train_state") for name in saved):
+    if resumes and not any(name.startswith("train_state") for name in saved):
         raise ConfigError(
             f"{key}: {checkpoint} holds only the weights (checkpoint.last_save_model_only), so training can't be resumed "
             "from it; resume from an earlier one by checkpoint.load_step, or start a new checkpoint.folder with it as "

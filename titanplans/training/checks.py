@@ -23,12 +23,7 @@ from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
 from titanplans.training import resolve
-from titanplans.training.checkpoint_card import (
-    check_model_card,
-    check_resumable,
-    check_shapes,
-    find_checkpoint,
-)
+from titanplans.training.checkpoint_card import check_saved, find_checkpoint
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.data import check_dataset, check_tokenizer
 
@@ -157,12 +152,10 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int)
     folder = Path(job.job.dump_folder) / checkpoint.folder
     own = find_checkpoint(folder, checkpoint.load_step)
     if own is not None:
-        check_model_card(folder, model.config, "checkpoint.folder")
-        check_shapes(own, model, "checkpoint.folder")
-        if own.name != "step-0":  # torchtitan takes only the weights from a seed checkpoint
-            check_resumable(own, "checkpoint.folder")
-            if "dataloader" not in checkpoint.exclude_from_loading:
-                check_data_position(own, data_parallel)
+        resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
+        check_saved(own, model, "checkpoint.folder", resumes=resumes)
+        if resumes and "dataloader" not in checkpoint.exclude_from_loading:
+            check_data_position(own, data_parallel)
     elif checkpoint.load_step != -1:
         raise ConfigError(
             f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
@@ -174,7 +167,5 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int)
             raise ConfigError(
                 f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata)'
             )
-        check_model_card(initial.parent, model.config, "checkpoint.initial_load_path")
-        check_shapes(initial, model, "checkpoint.initial_load_path")
-        if not checkpoint.initial_load_model_only:
-            check_resumable(initial, "checkpoint.initial_load_path")
+        resumes = not checkpoint.initial_load_model_only
+        check_saved(initial, model, "checkpoint.initial_load_path", resumes=resumes)
