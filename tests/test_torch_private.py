@@ -134,11 +134,15 @@ def check_foreach():
     assert tensors[1].eq(3).all()
 
 
-@needs("FakeTensor", without="the recorder would count collectives of the compiler's tracing")
+@needs(
+    "FakeTensor",
+    "fake_mode_is_on",
+    without="collectives of the compiler's tracing are counted, and those of sizes that no memory holds can't be",
+)
 def check_fake_tensor():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    assert not private.fake_mode_is_on()
     with FakeTensorMode():
+        assert private.fake_mode_is_on()
         assert isinstance(torch.zeros(1), private.FakeTensor)
 
 
@@ -312,7 +316,13 @@ def check_checkpoint_wrapper():
     assert [name for name, _ in wrapped.named_modules()] == ["", private.CHECKPOINTED]
 
 
-@needs("compiled_call", "set_compiled_call", "plain_call", without="blocks are not compiled in place")
+@needs(
+    "compiled_call",
+    "set_compiled_call",
+    "plain_call",
+    "COMPILED_CALL",
+    without="blocks are not compiled in place, nor seen to be called",
+)
 def check_compiled_call():
     linear = nn.Linear(2, 2)
     assert private.compiled_call(linear) is None
@@ -320,7 +330,7 @@ def check_compiled_call():
     assert private.plain_call(linear)(torch.ones(2)).eq(0).all()
     private.set_compiled_call(linear, lambda x: "compiled")
     assert linear(torch.ones(2)) == "compiled"
-    assert private.compiled_call(linear) is not None
+    assert private.compiled_call(linear) is getattr(linear, private.COMPILED_CALL)
 
 
 @needs("on_state_dict", without="checkpoints hold torchao's weights, which only torchao reads")
@@ -651,20 +661,6 @@ def check_float8_tensor():
     )
     assert private.float8_data(tensor).float().eq(4).all()
     assert private.float8_scale(tensor) == 4
-
-
-@needs("fake_mode_is_on", without="collectives of sizes that no memory holds can't be counted")
-def check_fake_mode_is_on():
-    assert not private.fake_mode_is_on()
-    with FakeTensorMode():
-        assert private.fake_mode_is_on()
-
-
-@needs("COMPILED_CALL", without="no block of the model is seen to be called, so what is issued has no place")
-def check_compiled_call_is_called():
-    linear = nn.Linear(1, 1)
-    setattr(linear, private.COMPILED_CALL, lambda x: "compiled")
-    assert linear(torch.ones(1)) == "compiled"
 
 
 # Everywhere else

@@ -20,11 +20,11 @@ CASES = {
     "gla, tp 4, full checkpointing": dict(tp=4, kind="gla", ac="full"),
     "tied, tp 2 x fsdp 2, bfloat16": dict(tp=2, tied=True, dtype="bfloat16"),
     "odd sizes, shared heads, tp 4": dict(tp=4, kind="odd", sequence_parallel=False),
-    "odd sizes, shared heads, tp 2 x fsdp 2, compiled": dict(tp=2, kind="odd", compile=True),
     "qwen3 with odd sizes, tp 2 x fsdp 2, gathered logits": dict(tp=2, kind="qwen3", loss_parallel=False),
     "biases and one graph a block, tp 2 x fsdp 2": dict(tp=2, kind="tiny", compile=True),
 }
 MORE = {
+    "odd sizes, shared heads, tp 2 x fsdp 2, compiled": dict(tp=2, kind="odd", compile=True),
     "tp 2 x fsdp 2": dict(tp=2),
     "tp 4": dict(tp=4, loss_parallel=False),
     "replicate 4": dict(tp=1, replicate=4),

@@ -35,7 +35,7 @@ def test_every_registered_plan_is_in_the_zoo():
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_equal_to_the_whole_model(name):
     report = prove(name)
-    assert [c.degree for c in report.cases] == 4 * [2] + 4 * [4] + 4 * [8]
+    assert [c.options.degree for c in report.cases] == 4 * [2] + 4 * [4] + 4 * [8]
     assert not report.refused
 
 
