@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.process_group import _sigint_deferred, available_cores, backend_for, process_group
+from titanplans.parallel.process_group import (
+    _sigint_deferred,
+    _threads,
+    available_cores,
+    backend_for,
+    process_group,
+)
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -168,37 +174,41 @@ def test_nccl_and_gloo_side_by_side():
 # What follows runs this file as a rank.
 
 
-def start(ranks, mode, **environ):
+def start(ranks):
     clean = {key: value for key, value in os.environ.items() if key not in (*VARIABLES, "OMP_NUM_THREADS")}
-    environ = clean | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | environ
+    environ = clean | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
-        [*command, __file__, mode], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, __file__], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
 AUTO = max(1, available_cores() // 2)
 
 
-def test_two_ranks_under_torchrun_with_threads_of_the_users_own():
-    threads = 2 if AUTO != 2 else 3
-    out, err = start(2, "report", OMP_NUM_THREADS=str(threads)).communicate(timeout=120)
-    lines = sorted((json.loads(line) for line in out.splitlines()), key=lambda line: line["rank"])
-    assert [line["rank"] for line in lines] == [0, 1], err
-    for line in lines:
-        assert line["local_rank"] == line["rank"]
-        assert line["sum"] == 3
-        assert line["threads"] == threads
-        assert line["error"] is None
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, AUTO),
+        ({"OMP_NUM_THREADS": "3"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x"}, None),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, AUTO),  # torchrun's own 1
+    ],
+)
+def test_threads_of_the_users_own_stay(environ, expected):
+    assert _threads("auto", 2, environ) == expected
+    assert _threads(5, 2, environ) == 5
 
 
 def test_ctrl_c_in_one_rank_ends_all():
-    job = start(2, "interrupted")
+    job = start(2)
     start_time = time.monotonic()
     out, err = job.communicate(timeout=120)
     lines = [json.loads(line) for line in out.splitlines()]
     ended = {line["rank"]: line for line in lines}
     assert ended[0]["error"] == "KeyboardInterrupt", err
+    assert all(line["local_rank"] == line["rank"] and line["sum"] == 3 for line in lines)
     assert ended[0]["threads"] == AUTO  # not the 1 that torchrun sets
     # Rank 1 waits for rank 0 in an all-reduce whose timeout is ten minutes, and has an error at once; or
     # torchrun, which sees rank 0 end first, ends it.
@@ -207,18 +217,17 @@ def test_ctrl_c_in_one_rank_ends_all():
     assert all(line["handler_as_before"] and not line["up"] for line in lines)
 
 
-def rank(mode):
+def rank():
     before, error = signal.getsignal(signal.SIGINT), None
     try:
         with process_group("cpu") as process:
             total = torch.tensor(process.rank + 1)
             dist.all_reduce(total)
             number = torch.get_num_threads()
-            if mode == "interrupted":
-                if process.rank == 0:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    time.sleep(60)
-                dist.all_reduce(total)
+            if process.rank == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            dist.all_reduce(total.clone())
     except (KeyboardInterrupt, RuntimeError) as caught:
         error = type(caught).__name__
     line = dict(rank=process.rank, local_rank=process.local_rank, sum=total.item(), threads=number, error=error,
@@ -228,4 +237,4 @@ def rank(mode):
 
 
 if __name__ == "__main__":
-    rank(sys.argv[1])
+    rank()

@@ -1,4 +1,4 @@
-"""Every registered plan proved: at tp 2, 4 and 8, with every combination of options, at even and at odd sizes."""
+"""Every registered plan proved with every combination of options: at tp 2 and 8 at even sizes, at tp 4 at odd ones."""
 
 from functools import partial
 
@@ -34,8 +34,8 @@ def test_every_registered_plan_is_in_the_zoo():
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_equal_to_the_whole_model(name):
-    report = prove(name)
-    assert [c.options.degree for c in report.cases] == 4 * [2] + 4 * [4] + 4 * [8]
+    report = prove(name, degrees=[2, 8])
+    assert [c.options.degree for c in report.cases] == 4 * [2] + 4 * [8]
     assert not report.refused
 
 

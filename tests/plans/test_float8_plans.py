@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import zoo
 from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 
@@ -22,25 +23,18 @@ from titanplans.proof.simulate import ranks
 from titanplans.tensor_parallel.float8 import RECIPES, float8_linears, recipe_of
 from titanplans.tensor_parallel.float8_checks import check_torchao_styles
 
-DENSE = dict(
-    hidden_size=64,
-    num_hidden_layers=1,
-    intermediate_size=64,
-    vocab_size=128,
-    head_dim=16,
-    num_key_value_heads=2,
-)
-FLA = dict(hidden_size=256, num_hidden_layers=1, intermediate_size=64, vocab_size=128)
+ALIGNED = dict(num_hidden_layers=1, intermediate_size=64, vocab_size=128)
 SMALL = {
-    "transformer": FLA | dict(num_kv_heads=2, qk_norm=True, qkv_bias=True),
-    "gla": FLA | dict(num_kv_heads=2, use_short_conv=True),
-    "llama": DENSE | dict(attention_bias=True, mlp_bias=True),
-    "mistral": DENSE,
-    "qwen2": {k: v for k, v in DENSE.items() if k != "head_dim"} | dict(hidden_size=128),
-    "qwen3": DENSE | dict(tie_word_embeddings=True),
-    "gemma3_text": DENSE,
-    "gemma3": dict(num_hidden_layers=1, vision_config=dict(num_hidden_layers=1)),
+    "transformer": ALIGNED | dict(hidden_size=256, num_kv_heads=2),
+    "gla": ALIGNED | dict(hidden_size=256, num_kv_heads=2),
+    "llama": ALIGNED | dict(num_key_value_heads=2),
+    "mistral": ALIGNED,
+    "qwen2": ALIGNED | dict(hidden_size=128, num_key_value_heads=2),
+    "qwen3": ALIGNED | dict(num_key_value_heads=2),
+    "gemma3_text": ALIGNED | dict(num_key_value_heads=2),
+    "gemma3": dict(num_hidden_layers=1, intermediate_size=64),
 }
+"""Fields that differ from the zoo's."""
 FILTERS = {"gemma3": ("vision_tower",)}
 
 
@@ -54,13 +48,13 @@ def convert(model, recipe="tensorwise", **options):
 
 
 def build(name, recipe, **options):
-    model = build_real(modeling.load_config(name, "debug", **SMALL[name]))
+    model = build_real(zoo.config(name, **SMALL[name]))
     convert(model, recipe, **{"emulate": True, "filter_fqns": FILTERS.get(name, ())} | options)
     return model
 
 
 def prove(name, recipe, **options):
-    config = modeling.load_config(name, "debug", **SMALL[name])
+    config = zoo.config(name, **SMALL[name])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
     return verify(
         partial(build, name, recipe), inputs=inputs, **{"degrees": [4], "loss_parallel": True} | options
@@ -84,7 +78,7 @@ def test_rows_equal_those_of_the_whole_model(name, recipe):
 
 def test_a_filtered_projection_gathers_plainly():
     """What is not converted reads the sequence, too, so that it comes as it is; each projection casts for itself."""
-    config = modeling.load_config("gla", "debug", **SMALL["gla"])
+    config = zoo.config("gla", **SMALL["gla"])
     inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
     report = verify(
         lambda: build("gla", "tensorwise", filter_fqns=["gk_proj"]),
@@ -186,7 +180,7 @@ def test_a_frozen_weight_gets_no_gradient():
 
 def meta(name, recipe="tensorwise", **overrides):
     with torch.device("meta"):
-        model = modeling.build(modeling.load_config(name, "debug", **SMALL[name] | overrides))
+        model = modeling.build(zoo.config(name, **SMALL[name] | overrides))
     convert(model, recipe, emulate=True)
     return model
 
@@ -326,6 +320,6 @@ def test_every_converted_module_is_called(name):
     model, called = build(name, "tensorwise"), set()
     for path, module in float8_linears(model).items():
         module.register_forward_pre_hook(lambda module, args, path=path: called.add(path))
-    config = modeling.load_config(name, "debug", **SMALL[name])
+    config = zoo.config(name, **SMALL[name])
     model(**sample_inputs(config, batch_size=1, seq_len=16, seed=0), use_cache=False)
     assert called == float8_linears(model).keys()

@@ -62,7 +62,7 @@ def build(kind: str, options: dict) -> nn.Module:
 
 @pytest.mark.parametrize(("kind", "name", "options"), CASES, ids=[f"{k}-{n}" for k, n, _ in CASES])
 def test_every_option_of_the_config(kind, name, options):
-    report = verify(partial(build, kind, options), degrees=[2])
+    report = verify(partial(build, kind, options), degrees=[2], loss_parallel=True)
     assert report.passed, report.table()
     report = verify(partial(build, kind, options), degrees=[8], loss_parallel=True, sequence_parallel=True)
     assert report.passed, report.table()
