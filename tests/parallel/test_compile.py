@@ -106,9 +106,9 @@ def test_flash_linear_attention_breaks_graphs_at_its_own_kernels_only():
         backend, model = Counted(), gla(layers)
         assert not one_graph_a_block(model)
         apply_compile(model, config(backend), None)
-        found = steps(model, count=2)
+        found = steps(model, count=1)
         frames[layers] = backend.frame_count
-    assert found == pytest.approx(steps(gla(2), count=2), rel=1e-5)
+    assert found == pytest.approx(steps(gla(2), count=1), rel=1e-5)
     assert frames[2] == frames[1] > 1, "more blocks, no more graphs"
     assert counters["graph_break"]
     for reason in counters["graph_break"]:
@@ -277,14 +277,13 @@ def test_refused(words):
 
 
 def test_options_reach_the_compiler():
-    model = tiny()
-    apply_compile(model, config(fullgraph=False, dynamic=True), None)
+    model = tiny(1)
+    apply_compile(model, config(fullgraph=False), None)
     model.layers[0].mlp.register_forward_hook(lambda module, args, output: print(end=""))
-    loose = Counted()
-    model.layers[0].compile(backend=loose, fullgraph=False)
-    steps(model, count=1)
+    model(TOKENS)  # print breaks a graph, and is not an error here
+    assert counters["graph_break"]
     sizes = Counted()
-    model = tiny()
+    model = tiny(1)
     apply_compile(model, config(sizes, dynamic=True), None)
     for length in (5, 6, 7):
         model(TOKENS[:, :length])
