@@ -21,9 +21,9 @@ CASES = {
     "tied, tp 2 x fsdp 2, bfloat16": dict(tp=2, tied=True, dtype="bfloat16"),
     "odd sizes, shared heads, tp 4": dict(tp=4, kind="odd", sequence_parallel=False),
     "qwen3 with odd sizes, tp 2 x fsdp 2, gathered logits": dict(tp=2, kind="qwen3", loss_parallel=False),
-    "biases and one graph a block, tp 2 x fsdp 2": dict(tp=2, kind="tiny", compile=True),
 }
 MORE = {
+    "biases and one graph a block, tp 2 x fsdp 2": dict(tp=2, kind="tiny", compile=True),
     "odd sizes, shared heads, tp 2 x fsdp 2, compiled": dict(tp=2, kind="odd", compile=True),
     "tp 2 x fsdp 2": dict(tp=2),
     "tp 4": dict(tp=4, loss_parallel=False),
@@ -34,7 +34,7 @@ MORE = {
     "qwen3 with odd sizes, tp 4": dict(tp=4, kind="qwen3"),
     "qwen3 with odd sizes, tp 2 x fsdp 2, compiled": dict(tp=2, kind="qwen3", compile=True),
 }
-"""What those above, test_fsdp.py and test_combinations.py have each part of; together in `make test-all`."""
+"""What those above, test_fsdp.py, test_compile.py and test_combinations.py have each part of; all in `make test-all`."""
 
 
 def build(kind="transformer", tied=False):
