@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
             from titanplans.modeling import kernels
             from titanplans.training.checks import check_job
             from titanplans.training.device import prepare_device
-            from titanplans.training.launch import launch, local_ranks
+            from titanplans.training.launch import launch, local_ranks, run_rank
 
             kernels.install(prepare_device())
             ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else local_ranks(job)
@@ -51,8 +51,6 @@ def main(argv: list[str]) -> int:
         return refuse(error, rank)
     except Stopped as stopped:
         return stopped.exit_status
-
-    from titanplans.training.rank import run_rank
 
     if not under_torchrun:
         os.environ.update(_ALONE)
