@@ -1,4 +1,7 @@
-"""Every registered plan proved with every combination of options: at tp 2 and 8 at even sizes, at tp 4 at odd ones."""
+"""Every registered plan proved with every combination of options: at tp 2 and 8 at even sizes, at tp 4 at odd ones.
+
+Exhaustively, both at 2, 4 and 8.
+"""
 
 from functools import partial
 
@@ -32,16 +35,18 @@ def test_every_registered_plan_is_in_the_zoo():
     assert own == set(zoo.ARCHITECTURES)
 
 
+@pytest.mark.parametrize("degrees", [(2, 8), pytest.param((4,), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_equal_to_the_whole_model(name):
-    report = prove(name, degrees=[2, 8])
-    assert [c.options.degree for c in report.cases] == 4 * [2] + 4 * [8]
+def test_equal_to_the_whole_model(name, degrees):
+    report = prove(name, degrees=degrees)
+    assert [case.options.degree for case in report.cases] == [d for d in degrees for _ in range(4)]
     assert not report.refused
 
 
+@pytest.mark.parametrize("degrees", [(4,), pytest.param((2, 8), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "gemma3"])
-def test_sizes_that_the_degree_does_not_divide(name):
-    prove(name, **zoo.ODD, seq_len=19, degrees=[4])
+def test_sizes_that_the_degree_does_not_divide(name, degrees):
+    prove(name, **zoo.ODD, seq_len=19, degrees=degrees)
 
 
 def test_images_across_shards_of_an_odd_sequence():
