@@ -19,15 +19,19 @@ hypothesis.settings.register_profile("titanplans", deadline=None)
 hypothesis.settings.load_profile("titanplans")
 
 LONGEST = (
-    "mutants",
-    "mutants_bugs",
     "compile_architectures",
+    "parallelism_report",
     "combinations",
     "compile",
+    "mutants",
+    "train_cli",
+    "architectures",
+    "fsdp",
     "float8_parallel",
-    "parallelize",
+    "sweep_run",
+    "async_tp_command",
 )
-"""Files of one to three CPU minutes. Where workers take whole files, these go first, so that none is left at the end."""
+"""Files of half a minute and more. Where workers take whole files, these go first, so that none is left at the end."""
 
 
 def pytest_collection_modifyitems(items):

@@ -85,9 +85,32 @@ def test_the_folders_of_plans_and_models_are_not_packages_of_their_own():
         assert f"this folder is imported as titanplans.{folder}, not as {folder}" in done.stderr
 
 
-def test_float8_is_not_imported_before_a_model_has_it():
-    script = "import sys, titanplans.proof, titanplans.parallel; sys.exit('torchao' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+IMPORTS = """
+import sys
+
+def absent(*names):
+    assert not (found := [name for name in sys.modules if name.startswith(names)]), found
+
+import titanplans.parallel, titanplans.proof
+absent("torchao", "transformers", "fla")  # before a model has it
+from titanplans.modeling.families import families
+families()
+absent("fla.", "transformers.models.llama")  # sizes are data
+import titanplans.training.checks
+absent("torchtitan")  # it looks for the device, which has to be chosen before
+import torchtitan.tools.utils
+from titanplans.training.device import prepare_device
+try:
+    prepare_device()
+except RuntimeError as error:
+    assert "torchtitan was imported before prepare_device()" in str(error), error
+else:
+    raise AssertionError("too late, and not refused")
+"""
+
+
+def test_an_import_brings_no_more_than_it_needs():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], check=True, cwd=ROOT)
 
 
 def test_every_dependency_is_imported_and_every_import_is_a_dependency():

@@ -1,7 +1,5 @@
 """The files of `titanplans.models` and of other packages: what they may hold, how they are found, what is refused."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -110,15 +108,3 @@ def test_an_entry_point_that_cannot_be_used_is_refused_by_name(tmp_path, monkeyp
     with pytest.raises(ModelError) as refusal:
         available()
     assert all(word in str(refusal.value) for word in words)
-
-
-def test_reading_the_sizes_imports_no_model():
-    code = (
-        "import sys; from titanplans.modeling.families import families; families()\n"
-        "print([m for m in sys.modules if m.startswith(('fla.', 'transformers.models.llama'))])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.stdout == "[]\n"
-    assert families()["gla"].config_class == "fla.models.GLAConfig"

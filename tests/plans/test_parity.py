@@ -60,11 +60,10 @@ def build(kind: str, options: dict) -> nn.Module:
     return model_class(config_class(num_heads=8, **{**SMALL, **options}))
 
 
+@pytest.mark.parametrize("degree", [8, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("kind", "name", "options"), CASES, ids=[f"{k}-{n}" for k, n, _ in CASES])
-def test_every_option_of_the_config(kind, name, options):
-    report = verify(partial(build, kind, options), degrees=[2], loss_parallel=True)
-    assert report.passed, report.table()
-    report = verify(partial(build, kind, options), degrees=[8], loss_parallel=True, sequence_parallel=True)
+def test_every_option_of_the_config(kind, name, options, degree):
+    report = verify(partial(build, kind, options), degrees=[degree], loss_parallel=True)
     assert report.passed, report.table()
 
 

@@ -121,7 +121,7 @@ def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folde
         if path.name != "step-5":
             shutil.rmtree(path)
     last = max(undisturbed)
-    process = start(folder, "job.toml")
+    process = start(folder, "job.toml", "--metrics.enable_wandb", WANDB_MODE="offline")
     try:
         wait_for_step(folder, process, last)
         process.send_signal(signal.SIGINT)  # and so a job is ended in order
@@ -131,6 +131,8 @@ def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folde
     repeated = {step: loss for step, loss in losses(folder).items() if step <= last}
     assert repeated == {step: undisturbed[step] for step in range(6, last + 1)}
     assert "Traceback" not in (folder / "stderr").read_text()
+    (recorded,) = (folder / "out").rglob("run-*.wandb")
+    assert recorded.stat().st_size > 0
 
 
 @pytest.fixture
@@ -228,16 +230,3 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
     status, out, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
     assert "no plan is registered for GraniteForCausalLM" in err
-
-
-def test_wandb_gets_the_run_offline(folder):
-    options = (
-        "--metrics.enable_wandb",
-        "--parallelism.tensor_parallel_degree",
-        "1",
-        "--checkpoint.no-enable",
-    )
-    status, _, err = run(folder, "job.toml", *options, "--training.steps", "2", WANDB_MODE="offline")
-    assert status == 0, err
-    (recorded,) = (folder / "out").rglob("run-*.wandb")
-    assert recorded.stat().st_size > 0
