@@ -20,6 +20,7 @@ import equal
 import torch
 import torch.distributed as dist
 import worlds
+import zoo
 
 from titanplans.errors import UserError
 from titanplans.proof.simulate import fake_ranks
@@ -31,6 +32,12 @@ KINDS = {
     "qwen3": "a block is one graph (Qwen3)",
     "gla": "a block is several graphs (GLA: its kernels take themselves out of every graph)",
 }
+SIZES = dict(hidden_size=32, intermediate_size=64, vocab_size=64)
+OWN = {
+    "qwen3": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+    "gla": dict(num_heads=2, num_kv_heads=2, use_short_conv=False),
+}
+"""Fields of the config that differ from the zoo's."""
 TENSOR = {
     "none": None,
     "tp 2": {},
@@ -115,19 +122,7 @@ def on_meta(kind):
     from titanplans.modeling import kernels
 
     kernels.install("cpu")
-    if kind == "gla":
-        from fla.models import GLAConfig
-
-        return modeling.build(GLAConfig(
-            hidden_size=32, num_hidden_layers=2, num_heads=2, vocab_size=64, intermediate_size=64, expand_k=1.0,
-            expand_v=1.0, gate_low_rank_dim=8, fuse_cross_entropy=False,
-        ))  # fmt: skip
-    from transformers import Qwen3Config
-
-    return modeling.build(Qwen3Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
-        intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True,
-    ))  # fmt: skip
+    return modeling.build(zoo.config(kind, **SIZES, **OWN[kind]))
 
 
 def build(kind):

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import worlds
+import zoo
 from tiny import Tiny, TinyPlan
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanplans import modeling
 from titanplans.parallel import ActivationCheckpoint, ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
 
@@ -276,17 +278,7 @@ def test_refused(words):
 
 
 def gemma3():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    sizes = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
-    with torch.device("meta"):
-        return Gemma3ForConditionalGeneration(
-            Gemma3Config(
-                text_config=dict(**sizes, num_key_value_heads=1, head_dim=8, vocab_size=64),
-                vision_config=dict(**sizes, image_size=28, patch_size=14),
-                mm_tokens_per_image=4,
-            )
-        )
+    return modeling.build(zoo.config("gemma3", num_hidden_layers=3, vision_config=dict(num_hidden_layers=3)))
 
 
 @pytest.mark.parametrize(

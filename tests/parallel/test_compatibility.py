@@ -4,10 +4,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import zoo
 from tiny import Tiny, TinyPlan
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig
 
 from titanplans import modeling
 from titanplans.errors import UserError
@@ -29,14 +29,12 @@ ASYNC_TP = {"compile": COMPILED | {"backend": "inductor"}, "enable_async_tensor_
 
 
 def llama():
-    return modeling.build(LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
-    ))  # fmt: skip
+    return modeling.build(zoo.config("llama", num_attention_heads=4, num_key_value_heads=4))
 
 
 def gla():
     kernels.install("cpu")
-    return modeling.build(modeling.load_config("gla", "debug"))
+    return modeling.build(zoo.config("gla"))
 
 
 def refused(config, degrees=None, model=llama, policy=None):

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import worlds
+import zoo
 from tiny import MLP, Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanplans import modeling
 from titanplans.parallel import FSDP2Config, ParallelError
 from titanplans.parallel.fsdp import shard
 from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
@@ -572,19 +574,7 @@ def test_resharding_to_some_ranks_beside_another_parallelism_is_refused():
 
 
 def test_units_of_a_vision_language_model():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = dict(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        intermediate_size=16, vocab_size=32,
-    )  # fmt: skip
-    vision = dict(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=28, patch_size=14
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = Gemma3ForConditionalGeneration(
-            Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-        )
+    model = modeling.build(zoo.config("gemma3", num_hidden_layers=3, vision_config=dict(num_hidden_layers=2)))
     units = [(unit.role, str(unit), unit.last) for unit in split_dtypes(model, find_units(model))]
     language = "model.language_model"
     assert units == [
