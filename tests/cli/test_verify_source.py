@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import zoo
 
 from titanplans import modeling, registered_plans
 from titanplans.cli.verify.cut import cut
@@ -27,10 +28,8 @@ def test_every_named_model_has_a_registered_plan_and_its_own_model_type():
 
 
 def hybrid(**options):
-    from fla.models import GLAConfig
-
-    sizes = dict(hidden_size=64, num_hidden_layers=8, num_heads=4, vocab_size=100, intermediate_size=96)
-    return Subject("hybrid", GLAConfig(**sizes, attn={"layers": [2, 5], "num_heads": 4}, **options))
+    attn = {"layers": [2, 5], "num_heads": 4}
+    return Subject("hybrid", zoo.config("gla", num_hidden_layers=8, vocab_size=100, attn=attn, **options))
 
 
 def named(name, flavor):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import zoo
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,33 +48,17 @@ class Case(NamedTuple):
     vocabulary: int = 512
 
 
-def fla(kind: str, **options) -> nn.Module:
-    """A small one. A rank's vocabulary is wider than the hidden states, so that no size passes for another."""
-    from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
-
-    config, model = {
-        "transformer": (TransformerConfig, TransformerForCausalLM),
-        "gla": (GLAConfig, GLAForCausalLM),
-    }[kind]
-    sizes = dict(hidden_size=64, num_hidden_layers=2, vocab_size=512, intermediate_size=48, num_heads=8)
-    return model(config(**sizes, use_cache=False, **options))
-
-
-def dense(name: str, **options) -> nn.Module:
-    """The same of transformers. Qwen2 alone has no head_dim."""
-    sizes = dict(hidden_size=64, num_hidden_layers=2, vocab_size=512, intermediate_size=48, head_dim=16)
-    if name == "qwen2":
-        del sizes["head_dim"]
-    return modeling.build_real(modeling.load_config(name, "debug", **sizes, **options), dtype=torch.float32)
+def build(name: str, **options) -> nn.Module:
+    return zoo.build(name, dtype=torch.float32, options=False, vocab_size=512, **options)
 
 
 CASES = [
-    Case("transformer", partial(fla, "transformer", qk_norm=True, num_kv_heads=4, qkv_bias=True)),
-    Case("transformer, tied", partial(fla, "transformer", tie_word_embeddings=True, fuse_swiglu=False)),
-    Case("gla", partial(fla, "gla", use_short_conv=True)),
-    Case("gla, hybrid", partial(fla, "gla", attn=dict(layers=[1], num_heads=8, num_kv_heads=4))),
+    Case("transformer", partial(build, "transformer", qk_norm=True, num_kv_heads=4, qkv_bias=True)),
+    Case("transformer, tied", partial(build, "transformer", tie_word_embeddings=True, fuse_swiglu=False)),
+    Case("gla", partial(build, "gla", use_short_conv=True)),
+    Case("gla, hybrid", partial(build, "gla", attn=dict(layers=[1], num_heads=8, num_kv_heads=4))),
     *(
-        Case(name, partial(dense, name))
+        Case(name, partial(build, name))
         for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
     ),
     Case("tiny", Tiny, TinyPlan, hidden=16, vocabulary=32),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import worlds
+import zoo
 from tiny import Block, Tiny, TinyPlan
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -14,7 +15,6 @@ from titanplans.parallel.activation_checkpoint import apply_activation_checkpoin
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_optimizer, one_graph_a_block
 
 TOKENS = torch.arange(32).reshape(2, 16)
-SMALL = dict(hidden_size=64, vocab_size=96, intermediate_size=48, use_cache=False)
 
 
 @pytest.fixture(autouse=True)
@@ -54,21 +54,11 @@ def tiny(layers=2):
 
 
 def qwen3(layers=12):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL, **heads, num_hidden_layers=layers))
+    return zoo.build("qwen3", dtype=torch.float32, options=False, num_hidden_layers=layers)
 
 
 def gla(layers=3):
-    from titanplans.modeling import kernels
-
-    kernels.install("cpu")
-    from fla.models import GLAConfig, GLAForCausalLM
-
-    torch.manual_seed(0)
-    return GLAForCausalLM(GLAConfig(**SMALL, num_heads=4, num_hidden_layers=layers))
+    return zoo.build("gla", dtype=torch.float32, options=False, num_hidden_layers=layers)
 
 
 def steps(model, optimizer=None, loss=None, count=3):
