@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import zoo
 from tiny import Tiny, TinyPlan
 from torch import nn
 
@@ -10,9 +11,6 @@ from titanplans import TPPlan, modeling
 from titanplans.modeling import kernels
 from titanplans.proof import verify
 
-SMALL = dict(
-    hidden_size=64, num_hidden_layers=1, vocab_size=96, hidden_ratio=4, intermediate_size=48, use_cache=False
-)
 TRANSFORMER = {
     "plain": {},
     "grouped": dict(num_kv_heads=4),
@@ -51,13 +49,7 @@ def cpu_kernels():
 
 
 def build(kind: str, options: dict) -> nn.Module:
-    from fla.models import GLAConfig, GLAForCausalLM, TransformerConfig, TransformerForCausalLM
-
-    config_class, model_class = {
-        "transformer": (TransformerConfig, TransformerForCausalLM),
-        "gla": (GLAConfig, GLAForCausalLM),
-    }[kind]
-    return model_class(config_class(num_heads=8, **{**SMALL, **options}))
+    return zoo.build(kind, options=False, **{"num_hidden_layers": 1} | options)
 
 
 @pytest.mark.parametrize("degree", [8, pytest.param(2, marks=pytest.mark.exhaustive)])
