@@ -350,13 +350,14 @@ def check_hooks_of():
     assert len(private.hooks_of(linear)) == 3
 
 
-@needs("DDP", "replicate", "start_ddp", without="DDP can't replicate a model in place")
+@needs("DDP", "replicate", "start_ddp", "has_static_graph", without="DDP can't replicate a model in place")
 def check_replicate():
     linear = nn.Linear(2, 2)
-    private.replicate(linear)
+    private.replicate(linear, static_graph=True)
     private.start_ddp(linear)
     assert isinstance(linear, private.DDP)
     assert isinstance(linear, nn.Linear)
+    assert private.has_static_graph(linear)
 
 
 @needs("hide_ddp_from_compiler", without="dynamo cuts the graph of a block where DDP's buckets end")

@@ -248,6 +248,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
     ]
 
 
+def has_static_graph(model: DDP) -> bool:
+    """Whether `model` was replicated with a static graph."""
+    return replicate.state(model)._ddp.static_graph  # pyrefly: ignore[missing-attribute, bad-argument-type]
+
+
 def start_ddp(model: DDP) -> None:
     """Build the reducer of `replicate` now, instead of in the first forward."""
     replicate.state(model).lazy_init()  # pyrefly: ignore[missing-attribute, bad-argument-type]

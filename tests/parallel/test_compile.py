@@ -255,9 +255,19 @@ REFUSED = {
     "it does nothing with compile.backend": lambda: FSDP2Config(
         compile=Compile(enable=True, backend="eager", options={"a": 1})
     ),
+    "compile.fullgraph = true, but model.layers.0": lambda: apply_compile(
+        gla(1), config(fullgraph=True), None
+    ),
+    "kept from recomputation": lambda: apply_compile(applied("keep_mixer"), config(), None),
     "fused optimizer step": lambda: compile_optimizer(step_of(fused=True), config()),
     "only with capturable": lambda: compile_optimizer(step_of(foreach=True), config()),
 }
+
+
+def applied(mode):
+    model = tiny()
+    apply_activation_checkpointing(model, ActivationCheckpoint(mode=mode))
+    return model
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -266,7 +266,13 @@ def refusals():
         except ParallelError as error:
             return str(error)
 
+    def deferred(model):
+        apply_ddp(model, line, DDPConfig(static_graph=True, defer_grad_sync=False))
+        with accumulate(model, last=False):
+            pass
+
     return {
+        "deferred": refusal(deferred),
         "tp": refusal(split),
         "fsdp": refusal(sharded),
         "meta": refusal(lambda model: model.to("meta")),
@@ -274,6 +280,8 @@ def refusals():
         "frozen": refusal(lambda model: model.requires_grad_(False)),
         "whole": refusal(lambda model: model.compile()),
         "wrapped": refusal(lambda model: torch.compile(model)),
+        "not compiled": refusal(lambda model: None, DDPConfig(compile={"enable": True})),
+        "not recomputed": refusal(lambda model: None, DDPConfig(activation_checkpoint={"mode": "full"})),
         "2-D": refusal(lambda model: None, on=mesh),
         "hidden, unused": hidden(find_unused_parameters=True),
         "hidden, static": hidden(static_graph=True, defer_grad_sync=False),
@@ -408,6 +416,9 @@ def test_names_are_the_model_s_and_options_reach_torch(results):
         ("frozen", "all parameters are frozen"),
         ("whole", "compile its blocks one by one"),
         ("wrapped", "compile its blocks one by one"),
+        ("deferred", "loses count"),
+        ("not compiled", "apply_compile"),
+        ("not recomputed", 'activation_checkpoint.mode = "full"'),
         ("2-D", 'get_mesh("dp")'),
         ("hidden, unused", "a SimpleNamespace"),
         ("hidden, static", "a SimpleNamespace"),

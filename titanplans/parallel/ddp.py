@@ -28,10 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
+from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.autocast import apply_autocast
 from titanplans.parallel.degrees import NOT_FOR_DDP
 from titanplans.torch_private import (
     DDP,
+    compiled_call,
+    has_static_graph,
     hide_ddp_from_compiler,
     is_compiled_whole,
     replicate,
@@ -49,7 +52,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     Args:
         model: with its values, on the mesh's device; recomputed and compiled block by block, if at all, before this.
         mesh: 1-D: the ranks that read different data.
-        config: the options, of which those of DDP are read.
+        config: the options; what they say of recomputation and compile has been done.
 
     Raises:
         ParallelError: the model can't be replicated. Before anything is sent.
@@ -60,6 +63,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
             'different data, get_mesh("dp")'
         )
     refuse_model(model, mesh)
+    _refuse_unfinished(model, config)
     group = mesh.get_group()
     if config.autocast_dtype is not None:
         apply_autocast(model, mesh.device_type, getattr(torch, config.autocast_dtype))
@@ -95,14 +99,18 @@ def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[
     Args:
         model: a model that `apply_ddp` was given.
         last: whether this is the last micro batch before the optimizer's step.
-        defer: sum gradients in the last micro batch's backward alone, not in each. Not with a static graph, which loses
-            count of gradients that wait (DDPConfig refuses it).
+        defer: sum gradients in the last micro batch's backward alone, not in each.
 
     Raises:
-        ParallelError: `model` is not replicated by DDP.
+        ParallelError: `model` is not replicated by DDP, or with a static graph, which can't defer.
     """
     if not isinstance(model, DDP):
         raise ParallelError(f"{type(model).__name__} is not replicated by DDP: call apply_ddp first")
+    if defer and not last and has_static_graph(model):
+        raise ParallelError(
+            "ddp.static_graph = true: torch loses count of gradients that wait for another micro batch; set it to false, or "
+            "defer nothing"
+        )
     model.set_requires_gradient_sync(last or not defer)
     try:
         yield
@@ -155,6 +163,22 @@ def _broadcast(group: dist.ProcessGroup, model: nn.Module) -> None:
 def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: Any) -> None:
     if model.training and torch.is_grad_enabled():
         _broadcast(group, model)
+
+
+def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
+    """Refuse a model without what `config` says was done to it: done after, it would not do what it says."""
+    if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
+        raise ParallelError(
+            "ddp with compile.enable = true, and no block of the model is compiled: call apply_compile "
+            "before, or set it to false"
+        )
+    mode = config.activation_checkpoint.mode
+    recomputes = any(map(is_recomputed, model.modules()))
+    if mode != "none" and not recomputes:
+        raise ParallelError(
+            f'ddp with activation_checkpoint.mode = "{mode}", and nothing of the model is recomputed: apply the policy '
+            "before, or set it to none"
+        )
 
 
 def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:

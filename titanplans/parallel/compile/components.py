@@ -14,7 +14,7 @@ from torch import nn
 
 from titanplans.config import Compile
 from titanplans.errors import ParallelError
-from titanplans.parallel.activation_checkpoint import memory_budget
+from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
@@ -56,6 +56,17 @@ def apply_compile(
     options = compile_options(compile_config)
     fullgraph, backend = compile_config.fullgraph, options.pop("backend")
     blocks = _blocks(model)
+    for name, block in blocks:
+        if any(isinstance(module, Kept) for module in block.modules()):
+            raise ParallelError(
+                "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or recompute the "
+                "MLP only"
+            )
+        if fullgraph and holds_fla(block):
+            raise ParallelError(
+                f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
+                "themselves out of every graph: leave fullgraph out"
+            )
     if async_tensor_parallel:
         async_tp.enable(model, parallel_dims)
     # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
