@@ -207,9 +207,10 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         (ONE + "[set]\nmetrics.enable_jsonl = false", "so the sweep switches them on; leave it out"),
         (ONE + "[set]\ndebug.seed = 'none'", "debug.seed is unset in cell training.steps=1"),
         (
-            ONE + "[set]\ntraining.context_len = 3",
-            "[set] training.context_len: means something only beside other keys",
+            ONE + "[set]\ntraining.dataset_name = 'x'",
+            "[set] training.dataset_name: means something only beside other keys",
         ),
+        (ONE + "[set]\ntraining.context_len = 3", "[set] training.context_len = 3 is not supported"),
         (ONE + "[set]\ntraining.varlen = true", "[set] training.varlen = true is not supported"),
         (
             ONE + "[set]\ntraining.steps = 1\n'training.steps' = 2",

@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 
 from titanplans.config import ConfigError, load_job
-from titanplans.config.other_names import REFUSED, RENAMED
+from titanplans.config.other_names import INERT, REFUSED, RENAMED
 from titanplans.config.schema import keys
 from titanplans.config.translate import PENDING
 from titanplans.config.usage import tables
@@ -152,14 +152,96 @@ def test_a_refused_key_may_ask_for_nothing(load, key):
         assert load({key: value}).notes == ()
 
 
+def asking(key: str) -> object:
+    """Return a value of a refused key that asks for something."""
+    off = REFUSED[key].off
+    return ["x"] if off and isinstance(off[0], list) else ANOTHER[type(off[0])](off[0]) if off else "x"
+
+
+ON = {"checkpoint.enable": True, "quantize.linear.float8.recipe_name": "rowwise"}
+"""Switches of ours, on."""
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
-    off, reason = REFUSED[key]
-    value = ["x"] if off and isinstance(off[0], list) else ANOTHER[type(off[0])](off[0]) if off else "x"
+    values = {key: asking(key)}
+    refused = key
+    if (switch := INERT.get(key)) in ON:
+        values[switch] = ON[switch]
+    elif switch is not None:
+        values[switch] = asking(switch)
+        refused = switch  # which is not supported either
     with pytest.raises(ConfigError) as caught:
-        load({key: value})
-    assert f"{key} = " in str(caught.value)
-    assert str(caught.value).endswith(f"is not supported: {reason}")
+        load(values)
+    assert f"{refused} = " in str(caught.value)
+    assert str(caught.value).endswith(f"is not supported: {REFUSED[refused].reason}")
+
+
+@pytest.mark.parametrize("key", INERT)
+def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
+    """With any value, and nothing of it is in the job."""
+    values = {key: asking(key) if key in REFUSED else ["output"]}
+    job = load(values)
+    assert job.notes == (f"these keys do nothing in this job: without {INERT[key]} {key}",)
+    if key in REFUSED:
+        assert job == load({})
+    switch = INERT[key]
+    if switch in REFUSED and REFUSED[switch].off:
+        assert load(values | {switch: REFUSED[switch].off[0]}).notes == job.notes
+
+
+def test_the_keys_that_do_nothing_are_one_note(load):
+    """Those that torchtitan's own job files have beside a degree of 1, no converter and no recipe."""
+    job = load(
+        {
+            "parallelism.tensor_parallel_degree": 8,
+            "parallelism.pipeline_parallel_degree": 1,
+            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+            "parallelism.expert_parallel_degree": 1,
+            "parallelism.expert_tensor_parallel_degree": 8,
+            "quantize.linear.float8.filter_fqns": ["output", "router.gate"],
+            "quantize.linear.mx.filter_fqns": ["output", "router.gate"],
+            "quantize.grouped_mm.float8.fqns": ["experts"],
+            "quantize.grouped_mm.mx.fqns": ["experts"],
+        }
+    )
+    assert job.notes == (
+        "these keys do nothing in this job: without parallelism.pipeline_parallel_degree "
+        "parallelism.pipeline_parallel_schedule; without parallelism.expert_parallel_degree "
+        "parallelism.expert_tensor_parallel_degree; without model.converters quantize.linear.mx.filter_fqns, "
+        "quantize.grouped_mm.float8.fqns, quantize.grouped_mm.mx.fqns; without quantize.linear.float8.recipe_name "
+        "quantize.linear.float8.filter_fqns",
+    )
+
+
+def test_another_converter_leaves_mx_without_effect(load):
+    job = load(
+        {"model.converters": ["quantize.linear.float8"], "quantize.linear.mx.filter_fqns": ["output", "x"]}
+    )
+    assert job.quantize.linear.float8.recipe_name == "tensorwise"
+    assert (
+        "these keys do nothing in this job: without model.converters quantize.linear.mx.filter_fqns"
+        in job.notes
+    )
+
+
+def test_the_command_line_takes_back_what_a_file_asks_for(load):
+    """A degree of 4 in the file is refused unless the command line sets it to 1; the schedule beside it then waits."""
+    values = {"parallelism.pipeline_parallel_degree": 4, "parallelism.pipeline_parallel_schedule": "GPipe"}
+    with pytest.raises(ConfigError, match=r"parallelism.pipeline_parallel_degree = 4 is not supported"):
+        load(values)
+    (note,) = load(values, "--parallelism.pipeline_parallel_degree", "1").notes
+    assert note.endswith(
+        "without parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule"
+    )
+    assert load({"training.varlen": True}, "--training.no-varlen").notes == ()
+
+
+def test_a_module_that_adds_keys_is_refused_before_them(load):
+    with pytest.raises(
+        ConfigError, match=r"job.custom_config_module = \"a.b\" is not supported: sections can't be"
+    ):
+        load({"job.custom_config_module": "a.b", "data.max_patches_per_image": 1024})
 
 
 def test_a_refused_key_on_the_command_line(load):
@@ -180,13 +262,11 @@ def test_both_names_of_a_key_contradict(load):
         load({"training.local_batch_size": 4, "training.batch_size": 4})
 
 
-def test_flames_context_len_has_to_be_the_sequence(load):
-    assert load({"training.context_len": 2048}).training.seq_len == 2048
-    assert load({"training.context_len": 64, "training.seq_len": 64}).training.seq_len == 64
-    with pytest.raises(
-        ConfigError, match=r"context_len = 64 \(flame\) is not supported beside training.seq_len = 128"
-    ):
-        load({"training.context_len": 64, "training.seq_len": 128})
+def test_flames_context_len_cuts_documents_under_varlen_alone(load):
+    """Without it flame packs documents into seq_len tokens, too."""
+    assert load({"training.context_len": 64, "training.seq_len": 128}).training.seq_len == 128
+    with pytest.raises(ConfigError, match=r"^--training.varlen = \"true\" is not supported"):
+        load({"training.context_len": 64}, "--training.varlen")
 
 
 def test_flames_dataset_name_selects_a_configuration(load):

@@ -7,7 +7,14 @@ from typing import Any, NoReturn
 from titanplans.config.arguments import parse_arguments
 from titanplans.config.options import read_toml
 from titanplans.config.schema import JobConfig, build_job, strategy_of
-from titanplans.config.translate import CONVERTERS, Layer, read_options, read_tables, takes_no_value
+from titanplans.config.translate import (
+    CONVERTERS,
+    Layer,
+    read_options,
+    read_tables,
+    refuse_or_note,
+    takes_no_value,
+)
 from titanplans.config.usage import usage
 from titanplans.errors import ConfigError
 
@@ -46,17 +53,9 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
         notes.append(
             f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
         )
+    notes += refuse_or_note(file.unread | overrides.unread, values)
     job = build_job(values)
     strategy_of(job)
-    float8 = job.quantize.linear.float8
-    if float8.filter_fqns and float8.recipe_name is None:
-        notes.append("quantize.linear.float8.filter_fqns waits for recipe_name: nothing is float8")
-    context_len = pending.get("training.context_len", job.training.seq_len)
-    if context_len != job.training.seq_len:
-        raise ConfigError(
-            f"training.context_len = {context_len} (flame) is not supported beside training.seq_len = "
-            f"{job.training.seq_len}: documents are packed into seq_len tokens, not cut; leave it out"
-        )
     description = [job.job.description] if job.job.description else []
     return job.with_notes(tuple(description + notes))
 

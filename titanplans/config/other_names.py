@@ -30,6 +30,9 @@ RENAMED = {old: Renamed(to, of) for of, names in _TABLES["renamed"].items() for 
 AUTOMODEL: dict[str, str] = _TABLES["automodel"]
 """Today's option of a strategy by that of NeMo Automodel."""
 
+INERT = {key: switch for switch, keys in _TABLES["inert"].items() for key in keys}
+"""The switch without which a key does nothing, by key."""
+
 REFUSED = {
     key: Refused(tuple(off), row["reason"]) for row in _TABLES["refused"] for key, off in row["keys"].items()
 }

@@ -5,14 +5,14 @@ knows is refused with the nearest one that exists.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-from titanplans.config.other_names import REFUSED, RENAMED
+from titanplans.config.other_names import INERT, REFUSED, RENAMED
 from titanplans.config.schema import keys
 from titanplans.config.values import from_text, from_toml, show
 from titanplans.errors import ConfigError, nearest
 
-PENDING = {"training.context_len": int, "training.dataset_name": str}
+PENDING = {"training.dataset_name": str}
 """flame's keys, and their types, that mean something only beside others: see `load`."""
 
 CONVERTERS = "model.converters"
@@ -20,17 +20,32 @@ _FLOAT8_CONVERTERS = ("quantize.linear.float8", "float8")
 """torchtitan's names, in 0.2 and before, of the converter that is a section of its own here."""
 
 
+class Unread(NamedTuple):
+    """A key of REFUSED that was given. Whether it matters is seen beside the job's other keys: see `refuse_or_note`."""
+
+    where: str
+    raw: Any
+    asks: bool
+    """Whether it has another value than those that ask for nothing."""
+
+    def refused(self, key: str) -> ConfigError:
+        """Return the error that refuses it."""
+        return ConfigError(f"{self.where} = {show(self.raw)} is not supported: {REFUSED[key].reason}")
+
+
 class Layer:
     """Values of one source, by today's keys.
 
     Attributes:
         values: checked values by dotted key.
+        unread: keys of REFUSED that were given.
         notes: one line for each key that was read under another name.
         pending: keys of PENDING that were given.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.unread: dict[str, Unread] = {}
         self.notes: list[str] = []
         self.pending: dict[str, Any] = {}
         self._written: dict[str, str] = {}
@@ -39,7 +54,7 @@ class Layer:
         """Take in `raw` under the key as it was written; `read` makes a value of the key's type.
 
         Raises:
-            ConfigError: unknown or refused key, value of another type, or a key given under two names.
+            ConfigError: unknown key, value of another type, a key given under two names, or a module that adds keys.
         """
         if key in PENDING:
             self.pending[key] = read(raw, PENDING[key], where)
@@ -48,7 +63,10 @@ class Layer:
         elif key == CONVERTERS and _is_float8(raw, read, where):
             self.pending[key] = where
         elif key in REFUSED:
-            self._refuse(key, raw, read, where)
+            asks = not any(_is_off(raw, value, read, where) for value in REFUSED[key].off)
+            self.unread[key] = Unread(where, raw, asks)
+            if asks and key == "job.custom_config_module":
+                raise self.unread[key].refused(key)  # at once: the keys that it adds are unknown here
         else:
             self._take(key, raw, read, where)
 
@@ -64,12 +82,6 @@ class Layer:
             self.notes.append(f"{where} ({old.of}): read as {today} = {show(value)}")
         self.values[today] = value
 
-    def _refuse(self, key: str, raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> None:
-        off, reason = REFUSED[key]
-        if any(_is_off(raw, value, read, where) for value in off):
-            return
-        raise ConfigError(f"{where} = {show(raw)} is not supported: {reason}")
-
 
 def _is_float8(raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
     names = read(raw, tuple[str, ...], where)
@@ -83,6 +95,37 @@ def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, str], Any], where: str
         return read(raw, type(off), where) == off
     except ConfigError:
         return False  # not even of its type
+
+
+def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[str]:
+    """Refuse the keys of other projects that ask for what is not there; return one note of those that do nothing.
+
+    Args:
+        unread: such keys, of all layers.
+        values: the job's values by today's keys, of all layers.
+
+    Raises:
+        ConfigError: the first key that is refused.
+    """
+    inert = []
+    for key, item in sorted(unread.items(), key=lambda given: given[0] in INERT):  # switches first
+        if item.asks and not _is_inert(key, unread, values):
+            raise item.refused(key)
+        if item.asks:
+            inert.append(key)
+    inert += [key for key in values if key in INERT and _is_inert(key, unread, values) and values[key] != ()]
+    by_switch: dict[str, list[str]] = {}
+    for key in inert:
+        by_switch.setdefault(INERT[key], []).append(key)
+    said = [f"without {switch} {', '.join(names)}" for switch, names in by_switch.items()]
+    return [f"these keys do nothing in this job: {'; '.join(said)}"] if said else []
+
+
+def _is_inert(key: str, unread: dict[str, Unread], values: dict[str, Any]) -> bool:
+    switch = INERT.get(key)
+    if switch in unread:
+        return not unread[switch].asks
+    return switch is not None and (switch not in values or values[switch] == keys()[switch].default)
 
 
 def read_tables(document: dict[str, Any], source: str) -> Layer:

@@ -4,7 +4,7 @@ import itertools
 import textwrap
 from typing import Any
 
-from titanplans.config.other_names import REFUSED, RENAMED
+from titanplans.config.other_names import INERT, REFUSED, RENAMED
 from titanplans.config.schema import Key, keys
 from titanplans.config.values import describe, in_toml, show
 
@@ -41,6 +41,8 @@ def tables() -> str:
             _key_tables(),
             "## Other names\n",
             _renamed_table(),
+            "## Keys that do nothing without another\n",
+            _inert_table(),
             "## Refused keys\n",
             _refused_table(),
         ]
@@ -58,6 +60,13 @@ def _key_tables() -> str:
 def _renamed_table() -> str:
     rows = [f"| `{old}` | {new.of} | `{new.to}` |" for old, new in RENAMED.items()]
     return "\n".join(["| key | known from | read as |", "|---|---|---|", *rows]) + "\n"
+
+
+def _inert_table() -> str:
+    rows = []
+    for switch, group in itertools.groupby(INERT.items(), key=lambda item: item[1]):
+        rows.append(f"| {', '.join(f'`{key}`' for key, _ in group)} | `{switch}` |")
+    return "\n".join(["| key | accepted, with a note, without |", "|---|---|", *rows]) + "\n"
 
 
 def _refused_table() -> str:

@@ -129,6 +129,9 @@ def _settings(table: dict[str, Any], where: str) -> Settings:
             raise ConfigError(f"{where} {key}: is given twice; keep one")
         written.add(key)
         layer.add(key, raw, _value, f"{where} {key}")
+    for key, unread in layer.unread.items():
+        if unread.asks:
+            raise unread.refused(key)
     for key in layer.pending:
         raise ConfigError(
             f"{where} {key}: means something only beside other keys; leave it to the base job, or use today's names"
