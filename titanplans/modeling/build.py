@@ -4,6 +4,8 @@ Values come later (`titanplans.modeling.initialize`), after the model was split 
 """
 
 import copy
+import traceback
+from pathlib import Path
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -22,8 +24,8 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
     `kernels.install("cpu")`.
 
     Raises:
-        ModelError: the architecture has no causal LM, a size does not fit another, or an optional
-            package such as flash-attn is missing.
+        ModelError: the architecture has no causal LM, a size does not fit another, a value is none that its constructor
+            takes, or an optional package such as flash-attn is missing.
     """
     config = copy.deepcopy(config)
     config.get_text_config().use_cache = False
@@ -51,3 +53,27 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
     # The constructors check their sizes with asserts as well as with errors.
     except (AssertionError, ValueError) as error:
         raise ModelError(f"model_type {kind!r} can't be built: {' '.join(str(error).split())}") from error
+    # What they don't check: a name that is in no table of theirs, and values that nothing can be computed with.
+    except KeyError as error:
+        raise ModelError(
+            f"model_type {kind!r} can't be built: it knows no {_named(config, error)}"
+        ) from error
+    except (ArithmeticError, RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"model_type {kind!r} can't be built with the values of its config: {' '.join(str(error).split())} "
+            f"({_place(error)})"
+        ) from error
+
+
+def _named(config: PretrainedConfig, error: KeyError) -> str:
+    """The key that was looked up, with the fields of the config that have it: 'hidden_act = "x"'."""
+    (key,) = error.args
+    values = config.get_text_config().to_dict() | config.to_dict()
+    fields = [name for name, value in values.items() if value == key]
+    return f"{' = '.join(fields)} = {key!r}" if fields else f"{key!r} ({_place(error)})"
+
+
+def _place(error: Exception) -> str:
+    """The file and line that raised `error`, with the two folders that it is in."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno}"

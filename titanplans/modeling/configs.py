@@ -18,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.errors import ModelError
+from titanplans.modeling.config_values import check_values
 from titanplans.modeling.families import Family, families
 
 # What a config class raises for a value it does not take: its own checks, and those of the typed
@@ -76,8 +77,8 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
     Every `model_type` of the installed `transformers` and `fla` is known.
 
     Raises:
-        ModelError: no such file, not a JSON object, `model_type` missing or unknown, or a value that
-            the config class refuses.
+        ModelError: no such file, not a JSON object, `model_type` missing or unknown, a value of another type or out of
+            its range, a quantised model, or what the config class refuses.
     """
     path = Path(path)
     if path.is_dir():
@@ -86,7 +87,8 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"model config {str(path)!r} can't be read: {error.strerror}") from error
-    except ValueError as error:  # JSONDecodeError names line and column; UnicodeDecodeError the byte
+    # JSONDecodeError names line and column, UnicodeDecodeError the byte.
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"model config {str(path)!r} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(
@@ -97,11 +99,12 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
     import fla.models  # noqa: F401  # registers FLA's model types with transformers
 
     model_type = values["model_type"]
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model config {str(path)!r}: model_type {model_type!r} is in neither the installed transformers "
             f"nor fla{_nearest(str(model_type), CONFIG_MAPPING.keys())}; code from a hub is never run"
         )
+    check_values(values, CONFIG_MAPPING[model_type], f"model config {str(path)!r}")
     try:
         return CONFIG_MAPPING[model_type].from_dict(values)
     except _BAD_VALUE as error:

@@ -1,0 +1,138 @@
+"""A config.json with a value that no model can have is refused in one line: file, key, value, and what is expected."""
+
+import json
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from titanplans import modeling
+from titanplans.modeling import ModelError
+from titanplans.modeling.config_values import check_values
+from titanplans.modeling.kernels import install
+
+DENSE = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GLA = {"model_type": "gla", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4}
+TEXT = {key: value for key, value in DENSE.items() if key != "model_type"}
+IMAGES = {
+    "model_type": "gemma3",
+    "text_config": TEXT,
+    "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+SIZE = "expected a number, from 1 to 2147483647"
+
+WRONG = [
+    (DENSE, {"vocab_size": -1}, f"vocab_size = -1: {SIZE}"),
+    (DENSE, {"hidden_size": 0}, f"hidden_size = 0: {SIZE}"),
+    (DENSE, {"hidden_size": "64"}, 'hidden_size = "64": expected an integer'),
+    (
+        DENSE,
+        {"intermediate_size": 10**18},
+        "intermediate_size = 1000000000000000000: expected a number, from 0 to 2147",
+    ),
+    (DENSE, {"num_attention_heads": 0}, f"num_attention_heads = 0: {SIZE}"),
+    (DENSE, {"num_key_value_heads": 0}, f"num_key_value_heads = 0: {SIZE}"),
+    (DENSE, {"num_key_value_heads": [1]}, "num_key_value_heads = [1]: expected an integer or null"),
+    (
+        DENSE,
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers = 1000000000: expected a number, from 1 to 10000",
+    ),
+    (DENSE, {"num_hidden_layers": True}, "num_hidden_layers = true: expected an integer"),
+    (DENSE, {"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: expected a number, at least 0"),
+    (DENSE, {"attention_dropout": 1.5}, "attention_dropout = 1.5: expected a number, from 0 to 1"),
+    (
+        DENSE,
+        {"rope_parameters": {"rope_theta": -1}},
+        "rope_parameters.rope_theta = -1: expected a number, above 0",
+    ),
+    (
+        DENSE,
+        {"torch_dtype": "x"},
+        'torch_dtype = "x": expected the name of a type of torch, such as "bfloat16"',
+    ),
+    (GLA, {"hidden_size": "64"}, 'hidden_size = "64": expected an integer'),
+    (GLA, {"hidden_size": {}}, "hidden_size = {}: expected an integer"),
+    (GLA, {"vocab_size": None}, "vocab_size = null: expected an integer"),
+    (GLA, {"num_heads": 0}, f"num_heads = 0: {SIZE}"),
+    (GLA, {"num_heads": "x"}, 'num_heads = "x": expected an integer'),
+    (GLA, {"expand_k": -1}, "expand_k = -1: expected a number, above 0"),
+    (GLA, {"use_short_conv": "yes"}, 'use_short_conv = "yes": expected true or false'),
+    (GLA, {"attn": {"layers": [0], "num_heads": 0}}, f"attn.num_heads = 0: {SIZE}"),
+    (IMAGES, {"mm_tokens_per_image": 0}, f"mm_tokens_per_image = 0: {SIZE}"),
+    (IMAGES, {"text_config": TEXT | {"hidden_size": -1}}, f"text_config.hidden_size = -1: {SIZE}"),
+    (IMAGES, {"vision_config": {"patch_size": 0}}, f"vision_config.patch_size = 0: {SIZE}"),
+    (
+        DENSE,
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        'quantization_config (quant_method = "fp8"): a quantised model can\'t be trained',
+    ),
+    (
+        IMAGES,
+        {"text_config": TEXT | {"quantization_config": {"quant_method": "mxfp4"}}},
+        'text_config.quantization_config (quant_method = "mxfp4"): a quantised model',
+    ),
+]
+
+
+def refusal(path, values) -> str:
+    """Return what is said of a config.json with these values, when it is read or its model is built."""
+    path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
+    with pytest.raises(ModelError) as caught:
+        modeling.build(modeling.load_config_file(path))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("values", "change", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, values, change, words):
+    path = tmp_path / "config.json"
+    assert refusal(path, values | change).startswith(f"model config {str(path)!r}: {words}")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (DENSE | {"hidden_act": "x"}, "model_type 'llama' can't be built: it knows no hidden_act = 'x'"),
+        (GLA | {"feature_map": "x"}, "model_type 'gla' can't be built: it knows no feature_map = 'x'"),
+        (
+            IMAGES | {"mm_tokens_per_image": None},
+            "can't be built with the values of its config: unsupported operand",
+        ),
+        (
+            DENSE | {"model_type": ["llama"]},
+            "model_type ['llama'] is in neither the installed transformers nor fla",
+        ),
+        ("[" * 100_000, "is not JSON"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_only_the_constructor_finds_is_one_line_too(tmp_path, values, words):
+    install("cpu")
+    assert words in refusal(tmp_path / "config.json", values)
+
+
+def test_what_a_class_has_by_itself_is_not_refused():
+    """The defaults of every class with a language model: some lie outside of the rules."""
+    import fla.models  # noqa: F401
+
+    for kind in (
+        "llama",
+        "qwen3",
+        "gemma3",
+        "deepseek_v3",
+        "mixtral",
+        "gpt2",
+        "phi4_multimodal",
+        "mla",
+        "samba",
+        "mamba2",
+    ):
+        values = json.loads(json.dumps(CONFIG_MAPPING[kind]().to_dict(), default=str))
+        check_values(values, CONFIG_MAPPING[kind], kind)

@@ -1,0 +1,111 @@
+"""The values of a config.json, before a config class and a model's constructor see them.
+
+The classes of `transformers` check the types of their fields, those of `fla` don't, and neither checks a sign: what passes
+them ends in a constructor, by an error that names no field. A rule goes by a field's name, which the families share.
+"""
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from titanplans.config.values import Mismatch, Rule, describe, fit
+from titanplans.errors import ModelError
+
+_MOST = 2**31 - 1
+"""What a size can be: the indices of many kernels have 32 bits."""
+
+_LAYERS = 10_000
+
+_RULES = {
+    r"num_hidden_layers|n_layers?": Rule(f"from 1 to {_LAYERS}", lambda value: 1 <= value <= _LAYERS),
+    r"vocab_size|hidden_size|d_model|n_embd|(num_attention|num_key_value|num_kv|num|n)_heads?|head_dim|"
+    r"(patch|image|conv)_size|mm_tokens_per_image|max_position_embeddings|n_positions": Rule(
+        f"from 1 to {_MOST}", lambda value: 1 <= value <= _MOST
+    ),
+    r".*_(size|dim|heads|layers|rank|groups|experts)|(num|n)_.*": Rule(
+        f"from 0 to {_MOST}", lambda value: 0 <= value <= _MOST
+    ),
+    r"expand(_[kv])?|rope_theta|rope_local_base_freq": Rule("above 0", lambda value: value > 0),
+    r".*_eps|epsilon": Rule("at least 0", lambda value: value >= 0),
+    r".*(dropout|pdrop)": Rule("from 0 to 1", lambda value: 0 <= value <= 1),
+}
+"""What numbers of a name have to be; the first that matches counts."""
+
+_NO_FIELD = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY)
+"""Stands for a key that the class has no field of."""
+
+
+def check_values(values: Mapping[str, Any], config_class: type[PretrainedConfig], where: str) -> None:
+    """Refuse a value of another type than its field takes, a size that none can be, and a quantised model.
+
+    Args:
+        values: what the config.json holds.
+        config_class: the class of its model_type.
+        where: the file, for messages.
+
+    Raises:
+        ModelError: the first such value, with its key and what is expected.
+    """
+    for key, table in _tables(values, ""):
+        if (quantised := table.get("quantization_config")) is not None:
+            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+            raise ModelError(
+                f"{where}: {key}quantization_config (quant_method = {_json(method)}): a quantised model can't be trained, "
+                "and without it another model would be: take the config.json of the model that was quantised, or remove "
+                "quantization_config to train new weights in training.dtype"
+            )
+    _check_table(values, config_class, where, "")
+
+
+def _tables(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield prefix, values
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _tables(value, f"{prefix}{key}.")
+
+
+def _check_table(values: Mapping[str, Any], config_class: Any, where: str, prefix: str) -> None:
+    fields = inspect.signature(config_class).parameters if config_class is not None else {}
+    nested = config_class.sub_configs if config_class is not None else {}
+    for key, value in values.items():
+        said = f"{where}: {prefix}{key} = {_json(value)}"
+        field = fields.get(key, _NO_FIELD)
+        if isinstance(value, Mapping) and not _is_number(field.annotation):
+            inner = nested.get(key)  # of any class, it is AutoConfig
+            known = isinstance(inner, type) and issubclass(inner, PretrainedConfig)
+            _check_table(value, inner if known else None, where, f"{prefix}{key}.")
+        elif key in ("dtype", "torch_dtype"):
+            if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
+                raise ModelError(f'{said}: expected the name of a type of torch, such as "bfloat16"')
+        elif value != field.default:  # which a class may have outside of the rules
+            _check_value(key, value, field.annotation, said)
+
+
+def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
+    rule = next((rule for names, rule in _RULES.items() if re.fullmatch(names, key)), None)
+    if rule is not None and type(value) in (int, float) and not rule.holds(value):  # NaN holds none
+        raise ModelError(f"{said}: expected a number, {rule.says}")
+    if not _is_number(hint) or key.endswith("_token_id"):  # which are null where there is none
+        return  # the config class's business
+    try:
+        fit(value, hint)
+    except Mismatch:
+        also = " or null" if NoneType in typing.get_args(hint) else ""
+        raise ModelError(f"{said}: expected {describe(hint)}{also}") from None
+
+
+def _is_number(hint: Any) -> bool:
+    """Whether a type is that of numbers or truth values, None included."""
+    parts = [part for part in typing.get_args(hint) if part is not NoneType] or [hint]
+    return typing.get_origin(hint) is not tuple and all(part in (bool, int, float) for part in parts)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
