@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo, local_parameter
-from titanplans.tensor_parallel.stream import Border, Stream, shard_size
+from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.tensor_parallel.styles import Region, Rowwise, Style
 from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
@@ -138,7 +139,7 @@ def _other_border(style: Style, name: str, kind: type[Border]) -> Style:
         border = kind(mesh, self.stream)
         module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
         vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
-        module.register_forward_hook(partial(self._logits, mesh, vocabulary))
+        module.register_forward_hook(partial(self._logits, border, vocabulary))
 
     if isinstance(style, Region):
         return _faulty(style, name, _enter=enter, install=install_region)
@@ -199,8 +200,8 @@ def offset_by_local_rows(style: VocabEmbedding) -> Style:
 
     def install(self: VocabEmbedding, module: nn.Module, mesh: DeviceMesh) -> None:
         VocabEmbedding.install(self, module, mesh)
-        _, border = module.__dict__["_tp_rows"]
-        module.__dict__["_tp_rows"] = local_parameter(module, "weight").shape[0], border  # type: ignore[union-attr]
+        _, *others = module.__dict__["_tp_rows"]
+        module.__dict__["_tp_rows"] = local_parameter(module, "weight").shape[0], *others  # type: ignore[union-attr]
 
     return _faulty(style, "OffsetByLocalRows", install=install)
 

@@ -405,17 +405,3 @@ def test_names_are_taken_once():
     with pytest.raises(PlanError, match=r"taken by titanplans.plans.fla.transformer.TransformerPlan"):
         register_plan("transformer")(TinyPlan)
     assert registered_plans()["transformer"] is TransformerPlan
-
-
-def test_recomputing_a_forward_of_another_length_is_refused():
-    from torch.utils.checkpoint import checkpoint
-
-    with ranks(2) as mesh:
-        model = Tiny()
-        apply_plan(model, mesh, plan=TinyPlan, loss_parallel=False)
-        forward = model.layers[1].forward
-        model.layers[1].forward = lambda x: checkpoint(forward, x, use_reentrant=False)
-        both = [model(torch.zeros(2, length, dtype=torch.long)).logits.sum() for length in (8, 12)]
-        both[1].backward()
-        with pytest.raises(PlanError, match="run backward before a forward of another length"):
-            both[0].backward()

@@ -26,9 +26,9 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.observe.operators import Collective
+from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.tensor_parallel.stream import shard_size
 
 
 class Allowance(NamedTuple):

@@ -12,15 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.checks import check
+from titanplans.tensor_parallel.checks import Checked, check
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import Decoder, join
 from titanplans.tensor_parallel.float8 import Crossing
-from titanplans.tensor_parallel.inputs import guard_inputs
+from titanplans.tensor_parallel.generation import let_generate
+from titanplans.tensor_parallel.inputs import Forwards, guard_forwards
 from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.stream import Border
 from titanplans.tensor_parallel.styles import Style, mark
+from titanplans.tensor_parallel.vocab import VocabHead
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,23 @@ def apply_plan(
         for attribute, value in attributes.items():
             setattr(model.get_submodule(name), attribute, value)
     border = Border(tp_mesh, source.stream)
-    guard_inputs(model, border, loss_parallel=loss_parallel, begins_at=checked.begins_at)
+    _guard(model, border, checked, loss_parallel)
+    let_generate(model, border)
     return AppliedPlan(source, checked.styles, layouts, checked.crossings, checked.decoder, tp_mesh)
+
+
+def _guard(model: nn.Module, border: Border, checked: Checked, loss_parallel: bool) -> None:
+    decoder, sharded = checked.decoder, border.stream.dim is not None
+    fused_loss = getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False)
+    heads = [key for key, style in checked.styles.items() if isinstance(style, VocabHead)]
+    known = Forwards(
+        border,
+        own_loss=not loss_parallel and not fused_loss,
+        has_head=decoder.head is not None,
+        ends_early=decoder.base != "" and decoder.head in heads,
+        begins_at_embedding=sharded and checked.begins_at is None,
+    )
+    guard_forwards(model, model.get_submodule(decoder.base), checked.begins_at, known)
 
 
 def _check_distributed(model: nn.Module, styles: Plan) -> None:

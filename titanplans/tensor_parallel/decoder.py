@@ -49,6 +49,8 @@ class Decoder:
     embedding: str | None = None
     norm: str | None = None
     head: str | None = None
+    base: str = ""
+    """The module that holds embedding, blocks and norm; "" is the model itself."""
     towers: tuple[tuple[str, ...], ...] = ()
     """The names of the blocks of each tower: a list of blocks beside the decoder's, such as a vision encoder's."""
 
@@ -99,6 +101,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         embedding=None if embedding is None else join(base_name, embedding),
         norm=None if norm is None else join(base_name, norm),
         head=_first(_HEADS, model),
+        base=base_name,
         towers=tuple(_towers(model, blocks)),
     )
 

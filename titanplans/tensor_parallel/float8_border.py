@@ -21,15 +21,9 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import tensor_to_scale
 
+from titanplans.tensor_parallel.collectives import Group, all_gather, all_reduce, reduce_scatter
 from titanplans.tensor_parallel.float8 import float8_linears
-from titanplans.tensor_parallel.stream import (
-    Border,
-    Group,
-    Stream,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
+from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.torch_private import float8_data
 
 
@@ -57,11 +51,15 @@ class Float8Border(Border):
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if not self.casts_input:
             return super().enter(x)
+        dim = self.stream.dim
+        return self._cast(x, dim, 0 if dim is None else self.length_of(x))
+
+    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self._cast(x, None, 0) if self.casts_input else super().enter_whole(x)
+
+    def _cast(self, x: torch.Tensor, dim: int | None, length: int) -> torch.Tensor:
         if torch.is_autocast_enabled():  # on CUDA; torchao's modules do the same before they cast
             x = x.to(torch.get_autocast_dtype("cuda"))
-        dim, length = self.stream.dim, self.stream.length
-        if dim is not None:
-            self.check_shard(x)
         return _Enter.apply(x, dim, length, self.group, self.as_bytes, self.mm_config, self.dtype)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:

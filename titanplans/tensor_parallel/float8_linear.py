@@ -26,8 +26,8 @@ from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
 from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import tensor_to_scale
 
+from titanplans.tensor_parallel.collectives import Group, all_gather, all_reduce
 from titanplans.tensor_parallel.local_parameters import subclass
-from titanplans.tensor_parallel.stream import Group, all_gather, all_reduce
 
 _TOKENS, _OUTPUTS = 0, -1
 """Dimensions of the gradient; of x the latter is its inputs."""

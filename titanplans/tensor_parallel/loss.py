@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.stream import Group, all_reduce, shard_size
+from titanplans.tensor_parallel.collectives import Group, all_reduce, shard_size
 from titanplans.torch_private import assert_async
 
 IGNORED = -100

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from titanplans.errors import PlanError, either, near_multiples
+from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.decoder import Decoder, within
 from titanplans.tensor_parallel.plan import KV_HEADS, Plan, TPPlan
-from titanplans.tensor_parallel.stream import shard_size
 from titanplans.tensor_parallel.styles import KVColwise, own_styles, split_key
 
 _DEGREES = 256

@@ -12,23 +12,50 @@ al. 2022, "Reducing Activation Recomputation", figure 5):
     leave    yes                 reduce-scatter   all-gather
     leave    no                  all-reduce       identity
     begin    yes                 own shard        all-gather
-    begin    no                  identity         identity
+    end      yes                 all-gather       own shard
+    either   no                  identity         identity
 
 Tensors are local on both sides, so a Triton kernel may stand anywhere, and a compiled graph holds
 nothing but the collective and its neighbours, which is what async tensor parallelism looks for.
+
+A sharded stream lives as long as a forward: outside of one, all hidden states are whole. A shard does not say how long the
+sequence is, so the stream does (`Stream.length`), and remembers it of past forwards for what a backward computes again.
 """
 
-from typing import Any
+import copy
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from titanplans.errors import PlanError
+from titanplans.errors import PlanError, either
+from titanplans.tensor_parallel.collectives import (
+    Group,
+    collect,
+    gather,
+    scatter_sum,
+    shard_size,
+    sum_gradients,
+    sum_ranks,
+    take_shard,
+)
+from titanplans.torch_private import in_backward, number_of_node, running_node, sequence_number
 
-Group = tuple[str, int]
-"""A process group's name and size: a compiled graph can hold these, but not a mesh."""
+REMEMBERED = 1024
+"""Forwards whose length a stream knows: as many may wait for their backward."""
+
+
+class Forward(NamedTuple):
+    """A forward of the past: the autograd nodes made while its stream was sharded, and the tokens of its sequence."""
+
+    first: int
+    """The number of its first node."""
+    last: int
+    """The number of the first node after it."""
+    length: int
 
 
 class Stream:
@@ -45,7 +72,16 @@ class Stream:
     def __init__(self, sequence_parallel: bool, sequence_dim: int):
         self.dim = sequence_dim if sequence_parallel else None
         self.length = 0
-        """Tokens of the whole sequence in the forward that runs now; set where the stream begins."""
+        """Tokens of the whole sequence in the newest forward; set where the stream begins."""
+        self.ended = False
+        """No forward runs, or it has ended the stream already: hidden states are whole."""
+        self.head_follows = True
+        """The stream of the forward that runs lasts until the head."""
+        self.whole_logits = False
+        """The head gathers its logits, whatever the plan says."""
+        self._first = 0
+        """The number of the first autograd node of the forward that runs."""
+        self._forwards: deque[Forward] = deque(maxlen=REMEMBERED)
 
     @property
     def placement(self) -> Placement:
@@ -57,6 +93,60 @@ class Stream:
         """How the gradient of a replicated parameter on the stream lies on the TP mesh."""
         return Replicate() if self.dim is None else Partial()
 
+    def start(self, head_follows: bool) -> None:
+        """Begin a forward."""
+        self.ended, self.head_follows = False, head_follows
+        if not torch.compiler.is_compiling():
+            self._first = sequence_number()
+
+    def stop(self) -> None:
+        """End the stream of the forward that runs, if one does, and remember it for its backward, if it has one."""
+        if not self.ended and not torch.compiler.is_compiling() and (last := sequence_number()) > self._first:
+            self._forwards.append(Forward(self._first, last, self.length))
+        self.ended = True
+
+    def length_of(self, shard: int, ranks: int) -> int:
+        """Return the length of the sequence of which each of `ranks` holds a shard of `shard` tokens.
+
+        Raises:
+            PlanError: no forward runs, or a backward computes one again that is not known.
+        """
+        if torch.compiler.is_compiling() or not self.ended:
+            return self.length
+        if in_backward():
+            return self._length_then(shard, ranks)
+        raise PlanError(
+            "with sequence parallelism a part of the model was called by itself, outside of a forward of the model, where "
+            "nothing says how its input lies on the ranks: call the model, or set sequence_parallel = False"
+        )
+
+    def is_sharded(self) -> bool:
+        """Whether the head gets a shard of the hidden states; in a backward, whether it did in the forward."""
+        if self.dim is None:
+            return False
+        if self.ended and not torch.compiler.is_compiling() and in_backward():
+            return self._forward_then() is not None
+        return not self.ended
+
+    def _forward_then(self) -> Forward | None:
+        """Return the forward that made the autograd node whose backward runs, and computes something again."""
+        number = number_of_node(running_node())
+        return next((f for f in reversed(self._forwards) if f.first <= number < f.last), None)
+
+    def _length_then(self, shard: int, ranks: int) -> int:
+        then = self._forward_then()
+        # In a reentrant checkpoint within another the inner one's nodes are made in the backward, and tell nothing.
+        if then is not None and shard_size(then.length, ranks) == shard and torch.is_grad_enabled():
+            return then.length
+        lengths = {forward.length for forward in self._forwards if shard_size(forward.length, ranks) == shard}
+        if len(lengths) == 1:
+            return lengths.pop()
+        raise PlanError(
+            f"a backward computes a forward again whose ranks held shards of {shard} tokens, and forwards of "
+            f"{either(sorted(lengths)) if lengths else 'no length that is remembered'} tokens may be meant: with sequence "
+            "parallelism checkpoint blocks with use_reentrant=False, and not within another checkpoint"
+        )
+
     def __repr__(self) -> str:
         return repr(self.placement)
 
@@ -65,9 +155,15 @@ class Border:
     """The border between the residual stream and the regions of one 1-D TP mesh."""
 
     def __init__(self, mesh: DeviceMesh, stream: Stream):
-        self.stream = stream
+        self.stream, self.mesh = stream, mesh
         self.group: Group = (mesh.get_group().group_name, mesh.size())
         self.rank = mesh.get_local_rank()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Border":
+        """A copied model has a stream of its own, on the same mesh."""
+        twin = memo[id(self)] = copy.copy(self)
+        twin.stream = copy.deepcopy(self.stream, memo)
+        return twin
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
         """Lay `x`, whole on every rank, out as the stream: each rank takes its shard.
@@ -77,7 +173,20 @@ class Border:
         if self.stream.dim is None:
             return x
         self.stream.length = x.shape[self.stream.dim]
-        return _TakeShard.apply(x, self.stream.dim, self.rank, self.group)
+        return take_shard(x, self.stream.dim, self.rank, self.group)
+
+    def holds_shard(self, x: torch.Tensor) -> bool:
+        """Whether `x` looks like a shard of the hidden states, [..., sequence, hidden], and not like all of them."""
+        dim, ranks = self.stream.dim, self.group[1]
+        if dim is None or isinstance(x, DTensor) or x.ndim != dim + 2:
+            return False
+        return x.shape[dim] == shard_size(self.stream.length, ranks)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        """Make the stream's local tensor `x` whole, for what does the same on every rank."""
+        if self.stream.dim is None:
+            return x
+        return collect(x, self.stream.dim, self.stream.length, self.rank, self.group)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Bring the stream's local tensor `x` into a region: the whole sequence on every rank.
@@ -86,120 +195,20 @@ class Border:
         the backward sums them and lays the sum out as the stream.
         """
         if self.stream.dim is None:
-            return _SumGradients.apply(x, self.group)
-        self.check_shard(x)
-        return _Gather.apply(x, self.stream.dim, self.stream.length, self.group)
+            return sum_gradients(x, self.group)
+        return gather(x, self.stream.dim, self.length_of(x), self.group)
 
-    def check_shard(self, x: torch.Tensor) -> None:
-        """Refuse a shard of another length than the newest forward's.
-
-        Raises:
-            PlanError: two forwards of different length before one backward, under activation checkpointing.
-        """
-        assert self.stream.dim is not None
-        # A stream that has not begun is a wrong plan, whose place a proof tells better.
-        if self.stream.length and shard_size(self.stream.length, self.group[1]) != x.shape[self.stream.dim]:
-            raise PlanError(
-                f"a region was entered by shards of {x.shape[self.stream.dim]} tokens on each of {self.group[1]} ranks, but "
-                f"the newest forward has {self.stream.length} tokens in all: under activation checkpointing with sequence "
-                "parallelism run backward before a forward of another length, or fill both up to one length"
-            )
+    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Bring `x`, whole on every rank, into a region, after the stream has ended."""
+        return sum_gradients(x, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the partial results `x` of a region over the ranks and lay the sum out as the stream."""
         if self.stream.dim is None:
-            return _Sum.apply(x, self.group)
-        return _ScatterSum.apply(x, self.stream.dim, self.group)
+            return sum_ranks(x, self.group)
+        return scatter_sum(x, self.stream.dim, self.group)
 
-
-def shard_size(length: int, ranks: int) -> int:
-    """Return how much of `length` a rank holds, the last ones perhaps less: as `torch.chunk` and DTensor."""
-    return -(length // -ranks)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, dim, length, group):
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, length, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, dim, group):
-        ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
-        return reduce_scatter(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None
-
-
-class _TakeShard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, dim, rank, group):
-        ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
-        size = shard_size(ctx.length, group[1])
-        return _padded(x, dim, size * group[1]).narrow(dim, rank * size, size).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return all_gather(grad, ctx.dim, ctx.length, ctx.group), None, None, None
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return all_reduce(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, group):
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return grad, None
-
-
-# The operators themselves rather than their Python wrappers, whose names change between releases
-# of torch; waiting at once, since a Triton kernel can't read a pending wrapper.
-_c10d = torch.ops._c10d_functional
-
-
-def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' `x` along `dim`, cut it to `length`, and wait; no gradient."""
-    name, ranks = group
-    stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, name))
-    whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
-    return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
-
-
-def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """Sum the ranks' `x`, give each its shard of `dim`, filled up with zeros, and wait; no gradient."""
-    name, ranks = group
-    x = _padded(x, dim, shard_size(x.shape[dim], ranks) * ranks)
-    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, name))
-
-
-def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
-    """Reduce `x` over the ranks of `group`, and wait; no gradient."""
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), operation, group[0]))
-
-
-def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    missing = length - x.shape[dim]
-    if not missing:
-        return x
-    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
+    def length_of(self, x: torch.Tensor) -> int:
+        """Return the length of the sequence of which `x` is this rank's shard."""
+        assert self.stream.dim is not None
+        return self.stream.length_of(x.shape[self.stream.dim], self.group[1])

@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.local_parameters import Layout, subclass
-from titanplans.tensor_parallel.stream import Border, Stream, shard_size
+from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.tensor_parallel.styles import Style, border_of, held
+from titanplans.torch_private import assert_async
 
 
 class VocabEmbedding(Style):
@@ -40,10 +42,10 @@ class VocabEmbedding(Style):
         return None
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        size = shard_size(module._parameters["weight"].shape[0], mesh.size())  # type: ignore[union-attr]
+        rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
         border = Border(mesh, self.stream if self.begins_stream else Stream(False, 0))
         module.__class__ = _on_rows(type(module))
-        module.__dict__["_tp_rows"] = (size, border)
+        module.__dict__["_tp_rows"] = (shard_size(rows, mesh.size()), rows, border)
 
 
 @cache
@@ -51,7 +53,8 @@ def _on_rows(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass an embedding class with a forward that works on this rank's rows."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        size, border = self._tp_rows
+        size, rows, border = self._tp_rows
+        assert_async(((input >= 0) & (input < rows)).all(), "a token id outside of the vocabulary")
         # By `narrow`, not by arithmetic on the rank: it also differs between ranks that one process simulates.
         firsts = torch.arange(border.group[1], device=input.device) * size
         local_ids = input - firsts.narrow(0, border.rank, 1)
@@ -91,13 +94,19 @@ class VocabHead(Style):
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         border = border_of(module, mesh, self.stream)
-        module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
+        module.register_forward_pre_hook(partial(_enter, border))
         vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
-        module.register_forward_hook(partial(self._logits, mesh, vocabulary))
+        module.register_forward_hook(partial(self._logits, border, vocabulary))
 
-    def _logits(self, mesh, vocabulary, module, args, output: torch.Tensor) -> torch.Tensor:
-        combine = _shards_of if self.loss_parallel else _gather_shards
-        return combine(output, mesh, output.ndim - 1, vocabulary)
+    def _logits(self, border: Border, vocabulary, module, args, output: torch.Tensor) -> torch.Tensor:
+        combine = _shards_of if self.loss_parallel and not self.stream.whole_logits else _gather_shards
+        return combine(output, border.mesh, output.ndim - 1, vocabulary)
+
+
+def _enter(border: Border, module, args):
+    hidden_states, *others = args
+    enter = border.enter if border.stream.is_sharded() else border.enter_whole
+    return enter(hidden_states), *others
 
 
 def _shards_of(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
@@ -123,5 +132,18 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        whole = DTensor.from_local(grad, ctx.mesh, (Replicate(),), run_check=False)
-        return whole.redistribute(placements=(Shard(ctx.dim),)).to_local(), None, None, None
+        return _TakeShard.apply(grad, ctx.mesh, ctx.dim), None, None, None
+
+
+class _TakeShard(torch.autograd.Function):
+    """The backward of `_GatherShards`, whose backward it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x, mesh, dim):
+        ctx.mesh, ctx.dim, ctx.size = mesh, dim, x.shape[dim]
+        whole = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+        return whole.redistribute(placements=(Shard(dim),)).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        return _GatherShards.apply(grad, ctx.mesh, ctx.dim, ctx.size), None, None

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanplans.tensor_parallel.collectives import all_reduce
 from titanplans.tensor_parallel.float8 import float8_linears
-from titanplans.tensor_parallel.stream import all_reduce
 from titanplans.torch_private import is_float8_gathered, local_tensor, set_gather_scale, stored_weight
 
 

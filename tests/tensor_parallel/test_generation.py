@@ -1,0 +1,50 @@
+"""`generate` of a split model over a real process group, where each rank has a random generator of its own."""
+
+import copy
+from itertools import product
+
+import torch
+import worlds
+import zoo
+from torch.distributed.device_mesh import init_device_mesh
+
+from titanplans import apply_plan
+
+NAMES = ("llama", "qwen3", "gemma3_text", "gla", "transformer")
+
+
+def generate(model, **options):
+    prompt = zoo.inputs("llama", batch_size=2, seq_len=5)["input_ids"]
+    mask = torch.ones_like(prompt)
+    mask[1, 0] = 0
+    # No token ends a text, so that all are as long.
+    model.generation_config.eos_token_id = None
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=5, pad_token_id=0, **options)
+
+
+def tokens_are_the_same(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ways = [dict(do_sample=s, use_cache=c) for s, c in product([True, False], repeat=2)]
+    for name in NAMES:
+        whole = zoo.build(name, options=False)
+        expected = []
+        for way in ways:
+            torch.manual_seed(0)
+            expected.append(generate(whole, **way))
+        assert not torch.equal(expected[0], expected[2])
+        for on in (True, False):
+            split = copy.deepcopy(whole)
+            apply_plan(split, mesh, loss_parallel=on, sequence_parallel=on)
+            for way, tokens in zip(ways, expected, strict=True):
+                torch.manual_seed(rank)
+                before = torch.get_rng_state()
+                assert torch.equal(generate(split, **way), tokens), (name, on, way)
+                drew = not torch.equal(before, torch.get_rng_state())
+                assert drew is (rank == 0 and way["do_sample"]), (
+                    "another state than the first rank's is brought back"
+                )
+            assert hasattr(split(tokens).logits, "placements") is on
+
+
+def test_generated_tokens_are_those_of_the_whole_model_on_every_rank():
+    worlds.run(tokens_are_the_same, 2)
