@@ -19,7 +19,7 @@ def generate(model, **options):
     mask[1, 0] = 0
     # No token ends a text, so that all are as long.
     model.generation_config.eos_token_id = None
-    return model.generate(prompt, attention_mask=mask, max_new_tokens=5, pad_token_id=0, **options)
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=4, pad_token_id=0, **options)
 
 
 def tokens_are_the_same(rank):
