@@ -12,8 +12,11 @@ from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from zoo import plan
 
-from titanplans import PlanError, apply_plan
+from titanplans import PlanError, apply_plan, check_plan
+from titanplans.errors import ParallelError
+from titanplans.parallel import cross_entropy
 from titanplans.proof import threads
 
 RANKS = 2
@@ -26,8 +29,8 @@ def on_ranks(work, name="llama", model=None, **options):
 
     def start(rank):
         split = copy.deepcopy(whole)
-        plan = TinyPlan if isinstance(whole, Tiny) else None
-        apply_plan(split, rank.mesh, **{"loss_parallel": False, "plan": plan} | options)
+        own = TinyPlan if isinstance(whole, Tiny) else None
+        apply_plan(split, rank.mesh, **{"loss_parallel": False, "plan": own} | options)
         work(split, copy.deepcopy(whole))
 
     threads.run(RANKS, torch.device("cpu"), start)
@@ -320,3 +323,52 @@ def test_a_gradient_is_differentiated_again(sequence_parallel, length):
     odd = zoo.build("llama", options=False, vocab_size=97)
     odd.set_attn_implementation("eager")
     on_ranks(work, model=odd, sequence_parallel=sequence_parallel)
+
+
+def test_sharded_logits_are_not_differentiated_twice():
+    def work(split, whole):
+        embedded = whole.get_input_embeddings().weight.detach()[ids()].requires_grad_()
+        loss = cross_entropy(split(inputs_embeds=embedded).logits, ids(), 14)
+        with pytest.raises(ParallelError, match=r"can't be differentiated again \(create_graph = True\)"):
+            torch.autograd.grad(loss, embedded, create_graph=True)
+
+    on_ranks(work, loss_parallel=True)
+
+
+class Classifier(nn.Module):
+    """A score of the last token, behind a base that is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = zoo.config("llama", options=False)
+        self.model = zoo.build("llama", options=False).model
+        self.score = nn.Linear(64, 3, dtype=torch.float64)
+
+    def forward(self, input_ids):
+        return self.score(self.model(input_ids).last_hidden_state)[:, -1]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_head_of_ones_own(sequence_parallel):
+    class Plan(plan("llama")):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"score": self.replicated_before_stream()}
+
+    class OnStream(plan("llama")):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"score": self.replicated_on_stream()}
+
+    def work(split, whole):
+        outputs = [model(ids()) for model in (split, whole)]
+        same(*outputs)
+        for output in outputs:
+            output.sin().sum().backward()
+        same_gradients(split, whole)
+
+    model = Classifier()
+    on_ranks(work, model=model, sequence_parallel=sequence_parallel, plan=Plan)
+    if sequence_parallel:
+        with pytest.raises(
+            PlanError, match=r"'score' .* it stands behind the blocks of a model without a head"
+        ):
+            check_plan(model, 2, plan=OnStream)

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.errors import PlanError
-from titanplans.tensor_parallel.decoder import Decoder, find_decoder, join, within
+from titanplans.errors import PlanError, either
+from titanplans.tensor_parallel.decoder import HEADS, Decoder, find_decoder, join, within
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
 from titanplans.tensor_parallel.plan import KV_HEADS, QUERY_HEADS, Plan, TPPlan
 from titanplans.tensor_parallel.sizes import check_degree
-from titanplans.tensor_parallel.styles import Rowwise, Style, own_styles, split_key
+from titanplans.tensor_parallel.styles import ReplicatedOnStream, Rowwise, Style, own_styles, split_key
 from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 
@@ -63,6 +63,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     _refuse(region_faults(styles), styles, model)
     decoder = with_unnamed_mixers(find_decoder(model, required=False), styles, source)
     _refuse(mixer_faults(styles, decoder, source), styles, model)
+    _refuse(end_faults(styles, decoder, source), styles, model)
     _refuse(refusals(styles, model), styles, model)
     check_tied(styles, model)
     check_degree(styles, source, model, decoder)
@@ -188,6 +189,22 @@ def mixer_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault
                 f"it splits the mixer {name} ({type(mixer).__name__}), whose number of heads is not known: neither the "
                 f"module nor its config has {' or '.join(QUERY_HEADS)}: give it this attribute, or override TPPlan.heads",
             )
+
+
+def end_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault]:
+    """Yield what a plan keeps on the stream behind the blocks of a model without a head, where it has ended."""
+    if source.options.sequence_parallel and decoder.head is None and decoder.blocks:
+        for key, style in own_styles(plan).items():
+            if (
+                isinstance(style, ReplicatedOnStream)
+                and key != decoder.base
+                and not within(key, decoder.base)
+            ):
+                yield (
+                    key,
+                    f"it stands behind the blocks of a model without a head ({either(HEADS)}), where every rank has the "
+                    "whole sequence and so the whole gradient: give it replicated_before_stream()",
+                )
 
 
 def with_unnamed_mixers(decoder: Decoder, plan: Plan, source: TPPlan) -> Decoder:

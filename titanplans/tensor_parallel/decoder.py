@@ -18,7 +18,7 @@ from titanplans.errors import PlanError
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_norm")
-_HEADS = ("lm_head", "output")
+HEADS = ("lm_head", "output")
 _MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
 _MLPS = ("mlp", "ffn", "feed_forward")
 
@@ -100,7 +100,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         blocks=tuple(find_block(model.get_submodule(name), name) for name in blocks),
         embedding=None if embedding is None else join(base_name, embedding),
         norm=None if norm is None else join(base_name, norm),
-        head=_first(_HEADS, model),
+        head=_first(HEADS, model),
         base=base_name,
         towers=tuple(_towers(model, blocks)),
     )

@@ -21,6 +21,7 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import tensor_to_scale
 
+from titanplans.errors import PlanError
 from titanplans.tensor_parallel.collectives import Group, all_gather, all_reduce, reduce_scatter
 from titanplans.tensor_parallel.float8 import float8_linears
 from titanplans.tensor_parallel.stream import Border, Stream
@@ -78,6 +79,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        _refuse_another_backward()
         summed = all_reduce(grad, ctx.group) if ctx.dim is None else reduce_scatter(grad, ctx.dim, ctx.group)
         return summed, None, None, None, None, None, None
 
@@ -92,9 +94,18 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        _refuse_another_backward()
         where = ctx.dim, ctx.length, ctx.group, ctx.as_bytes
         cast = _cast_and_gather(grad, *where, ctx.mm_config, ctx.dtype, GemmInputRole.GRAD_OUTPUT)
         return cast, None, None, None, None, None
+
+
+def _refuse_another_backward() -> None:
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "the gradient of a model in float8 can't be differentiated again (create_graph = True) where it is split: leave "
+            "float8 out"
+        )
 
 
 def _cast_and_gather(

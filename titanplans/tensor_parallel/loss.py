@@ -116,6 +116,11 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        if torch.is_grad_enabled():
+            raise ParallelError(
+                "the gradient of a cross entropy over logits that are sharded over the vocabulary can't be differentiated "
+                "again (create_graph = True): split the model with loss_parallel = False"
+            )
         probabilities, index, mine, counts = ctx.saved_tensors
         gradient = probabilities
         if gradient.shape[-1]:
