@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -154,3 +155,95 @@ def test_a_checkpoint_of_another_data_parallel_degree(refused, tmp_path):
     message = refused(check_checkpoint, tmp_path / "step-1", 4)
     assert message.startswith("data-parallel degree 4: the checkpoint's data loader had 2")
     assert "exclude_from_loading" in message
+
+
+GOOD = b'{"text": "a quick brown fox", "id": 1}\n' * 50
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (b"1\n2\n", "line 1 holds a value of type int where there should be an object"),
+        (b'"a"\n', "line 1 holds a value of type str"),
+        (b"null\n", "line 1 holds a value of type NoneType"),  # at which pyarrow ends the process
+        (GOOD + b"3\n", "line 51 holds a value of type int"),
+        (GOOD + b"[1]\n", "line 51 holds a value of type list"),
+        (GOOD * 4000 + b'{"text": 3}\n', "line 200001 holds a value of type int where there should be texts"),
+        (GOOD + b'{"text": {"a": 1}}\n', "line 51 holds a value of type dict where there should be texts"),
+        (GOOD + b'{"id": 1}\n', "line 51 has the columns 'id'"),
+        (GOOD[:-9], "can't be read as json (line 50: "),
+        (b"\x00\xff\xfe", "can't be read as json ("),
+        (b"[" * 100_000, "can't be read as json (RecursionError"),
+        (b'{"text": "\\ud800"}\n', "line 1 holds half of a character"),
+    ],
+)
+def test_lines_that_are_no_rows(refused, tmp_path, lines, reason):
+    (tmp_path / "rows.jsonl").write_bytes(lines)
+    assert reason in refused(check_dataset, "local", str(tmp_path / "rows.jsonl"), split="all")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\n\n" + GOOD,
+        GOOD + b'{"text": "no id"}\n{"text": "another type", "id": "x"}\n',
+        b'[{"text": "a"}, {"text": "b"}]',
+        json.dumps([{"text": "a"}], indent=1).encode(),
+        b'["a", "b"]',
+        b'{"text": ["a", "b"]}',
+        json.dumps({"text": ["a"], "id": [1]}, indent=1).encode(),
+    ],
+)
+def test_json_that_is_rows(tmp_path, content):
+    (tmp_path / "rows.json").write_bytes(content)
+    check_dataset("local", str(tmp_path / "rows.json"), split="all")
+
+
+@pytest.mark.parametrize("path", ["/", "/**/*.txt", "/proc", "x" * 300, "/dev/null", "*" * 300 + "/x"])
+def test_paths_that_hold_no_corpus(refused, path):
+    assert f"dataset_path = {path!r}: " in refused(check_dataset, "local", path)
+
+
+TOKENIZER = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", json.dumps(TOKENIZER)[:900], "tokenizer.json is no tokenizer ("),
+        ("tokenizer.json", b"\x00\xff\xfe", "tokenizer.json is not UTF-8 text ("),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json is no tokenizer ("),
+        ("tokenizer.json", '{"model": {"vocab": "x"}}', "tokenizer.json is no tokenizer ("),
+        (
+            "tokenizer.json",
+            TOKENIZER | {"model": TOKENIZER["model"] | {"merges": ["? ?"]}},
+            "is no tokenizer (",
+        ),
+        ("tokenizer_config.json", '{"bos_tok', "tokenizer_config.json can't be used (JSONDecodeError"),
+        ("tokenizer_config.json", b"\x00\xff", "tokenizer_config.json is not UTF-8 text ("),
+        ("tokenizer_config.json", "[1]", "an object was expected, not a value of type list"),
+        (
+            "tokenizer_config.json",
+            {"bos_token": 3},
+            "its tokenizer can't be used (ValueError: Could not parse",
+        ),
+        ("tokenizer_config.json", {"bos_token": {"content": 3}}, "its tokenizer can't be used (TypeError"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"x": {"content": "y"}}},
+            "(ValueError: invalid literal",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": "{% if"},
+            "its tokenizer can't be used (TemplateSyntaxError",
+        ),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8 text ("),
+    ],
+)
+def test_tokenizers_that_are_broken(refused, tmp_path, name, content, reason):
+    for file in Path(default_tokenizer_path()).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = json.dumps(content) if isinstance(content, dict) else content
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert reason in refused(check_tokenizer, str(tmp_path))

@@ -19,7 +19,7 @@ import tomli_w
 
 from titanplans.config.compatibility import REFUSALS
 from titanplans.config.other_names import AUTOMODEL
-from titanplans.config.values import Mismatch, describe, fit, in_toml
+from titanplans.config.values import Mismatch, expected, fit, in_toml
 from titanplans.errors import ConfigError, OptionError, nearest
 
 
@@ -69,9 +69,9 @@ class Options:
             value = values.get(name, field.default)
             try:
                 value = fit(value, field.hint)
-            except Mismatch:
+            except Mismatch as mismatch:
                 raise OptionError(
-                    f"{self.section}.{name}".lstrip("."), value, f"expected {describe(field.hint)}"
+                    f"{self.section}.{name}".lstrip("."), value, expected(mismatch, field.hint)
                 ) from None
             object.__setattr__(self, name, value)
         if refusals := REFUSALS.get(type(self).__name__):
@@ -163,6 +163,14 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{where}, line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except ValueError:  # Python's own limit on the digits of a number
+        raise ConfigError(
+            f"{where}: an integer has thousands of digits; TOML's have at most 64 bits"
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{where}: arrays or tables stand in one another a thousand deep; no key needs that"
+        ) from None
 
 
 def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
@@ -171,15 +179,17 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     Raises:
         ConfigError: no such file (with those beside it), not text, or not TOML (with line and column).
     """
-    if not path.is_file():
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}), so not TOML") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: this {what} can't be read ({error.strerror}); give another") from None
+    if text is None:
         reason = f"is a folder, not a {what}" if path.is_dir() else f"no such {what}"
         folder = path if path.is_dir() else path.parent
         beside = sorted(str(other) for other in folder.glob("*.toml"))
         raise ConfigError(f"{path}: {reason}" + (f"; there are {', '.join(beside)}" if beside else ""))
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}), so not TOML") from None
     return parse_toml(text, str(path))
 
 

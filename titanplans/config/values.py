@@ -24,6 +24,8 @@ class Rule:
 
     says: str
     holds: Callable[[Any], bool]
+    reads: Callable[[Any], Any] = lambda value: value
+    """From what was written to the value that is kept."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ FractionBelowOne = Annotated[float, Rule("at least 0, below 1", lambda value: 0 
 
 
 class Mismatch(Exception):
-    """The value is not of the type; the caller names both."""
+    """The value is not of the type; the caller names both. Its text, if it has one, says more than the type does."""
+
+
+Name = Annotated[str, Rule("not empty", lambda value: bool(value.strip()))]
 
 
 def fit(value: Any, hint: Any) -> Any:
@@ -74,7 +79,12 @@ def fit(value: Any, hint: Any) -> Any:
         # From 2^53 on a float is another number than the integer.
         whole = type(value) is int and abs(value) < 2**53
         return float(_if(whole or (type(value) is float and math.isfinite(value)), value))
-    return _if(type(value) is hint, value)
+    value = _if(type(value) is hint, value)
+    if hint is int and not -(2**63) <= value < 2**63:
+        raise Mismatch("expected an integer of at most 64 bits, as TOML has them")
+    if hint is str and not _is_text(value):
+        raise Mismatch("expected a string without NUL, of characters that UTF-8 has")
+    return value
 
 
 def from_toml(value: Any, hint: Any, where: str) -> Any:
@@ -85,8 +95,8 @@ def from_toml(value: Any, hint: Any, where: str) -> Any:
     """
     try:
         return fit(value, in_toml(hint))
-    except Mismatch:
-        raise ConfigError(f"{where} = {show(value)}: expected {describe(in_toml(hint))}") from None
+    except Mismatch as mismatch:
+        raise ConfigError(f"{where} = {show(value)}: {expected(mismatch, in_toml(hint))}") from None
 
 
 def from_text(text: str, hint: Any, where: str) -> Any:
@@ -99,8 +109,13 @@ def from_text(text: str, hint: Any, where: str) -> Any:
     """
     try:
         return _read_word(text, in_toml(hint))
-    except Mismatch:
-        raise ConfigError(f"{where} {text}: expected {describe(in_toml(hint))}") from None
+    except Mismatch as mismatch:
+        raise ConfigError(f"{where} {text}: {expected(mismatch, in_toml(hint))}") from None
+
+
+def expected(mismatch: Mismatch, hint: Any) -> str:
+    """Say what would have done for a value that is not of type `hint`."""
+    return str(mismatch) or f"expected {describe(hint)}"
 
 
 def _read_word(text: str, hint: Any) -> Any:
@@ -174,12 +189,16 @@ def _if(holds: bool, value: Any) -> Any:
     return value
 
 
+def _is_text(value: str) -> bool:
+    return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _annotated(value: Any, base: Any, mark: Rule | InPython) -> Any:
     if isinstance(mark, InPython):
         return _if(
             not isinstance(value, (bool, int, float, str, list, tuple, Mapping, types.NoneType)), value
         )
-    value = fit(value, base)
+    value = mark.reads(fit(value, base))
     return _if(mark.holds(value), value)
 
 
@@ -191,12 +210,13 @@ def _options(value: Any, hint: Any) -> Any:
 
 def _first(options: Sequence[Any], read: Callable[[Any], Any]) -> Any:
     """Return what `read` makes of the first of a union's types that takes the value."""
+    said: tuple[Any, ...] = ()
     for option in options:
         try:
             return read(option)
-        except Mismatch:
-            continue
-    raise Mismatch
+        except Mismatch as mismatch:
+            said = said or mismatch.args
+    raise Mismatch(*said)
 
 
 def _union(parts: Sequence[Any]) -> Any:

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from titanplans.errors import ParallelError
 from titanplans.torch_private import abort_process_group
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from titanplans.torchrun import Ranks, read_ranks
 
 
 @dataclass(frozen=True)
@@ -147,23 +146,8 @@ def _threads(threads: int | str, ranks: int, environ: Mapping[str, str]) -> int 
 
 
 def _process(device_type: str, environ: Mapping[str, str]) -> Process:
-    there = [name for name in _TORCHRUN if name in environ]
-    missing = [name for name in _TORCHRUN if name not in environ]
-    if there and missing:
-        raise ParallelError(
-            f"{', '.join(there)} set, but not {', '.join(missing)}: start with torchrun, which sets all six, "
-            f"or unset {', '.join(there)} for a single process"
-        )
-    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    if there:
-        for name in numbers:
-            if not environ[name].isdecimal():
-                raise ParallelError(f"{name} = {environ[name]!r}: torchrun sets a whole number")
-            numbers[name] = int(environ[name])
-    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if numbers[rank] >= numbers[size]:
-            raise ParallelError(f"{rank} = {numbers[rank]} of {size} = {numbers[size]}: ranks count from 0")
-    return Process(_device(device_type, numbers["LOCAL_RANK"]), *numbers.values())
+    ranks = read_ranks(environ) or Ranks()
+    return Process(_device(device_type, ranks.local_rank), *ranks)
 
 
 def _device(device_type: str, local_rank: int) -> torch.device:

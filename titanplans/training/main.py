@@ -11,9 +11,11 @@ the degrees need, or is the only one.
 
 import logging
 import os
+from collections.abc import Mapping
 
 from titanplans.config import load_job
 from titanplans.errors import UserError
+from titanplans.torchrun import Ranks, read_ranks
 from titanplans.training.exit_status import refuse
 from titanplans.training.logs import init_logging
 from titanplans.training.signals import Stopped, stop_on_signals
@@ -24,10 +26,11 @@ _ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 def main(argv: list[str]) -> int:
     """Run the job that `argv` describes (see `titanplans.config.load_job`); return the exit status."""
-    rank = int(os.environ.get("RANK", "0"))
-    under_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    rank = 0
     try:
         with stop_on_signals():
+            torchrun = _launched(os.environ)
+            rank = torchrun.rank if torchrun else 0
             job = load_job(argv)
             init_logging(rank)
             for note in job.notes:
@@ -41,17 +44,26 @@ def main(argv: list[str]) -> int:
             from titanplans.training.launch import launch, local_ranks, run_rank
 
             kernels.install(prepare_device())
-            ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else local_ranks(job)
-            if not under_torchrun and ranks > 1:
+            ranks = torchrun.world_size if torchrun else local_ranks(job)
+            if not torchrun and ranks > 1:
                 torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
             check_job(job, ranks)
-            if not under_torchrun and ranks > 1:
+            if not torchrun and ranks > 1:
                 return launch(job, ranks)
     except UserError as error:
         return refuse(error, rank)
     except Stopped as stopped:
         return stopped.exit_status
 
-    if not under_torchrun:
+    if not torchrun:
         os.environ.update(_ALONE)
     return run_rank(job)
+
+
+def _launched(environ: Mapping[str, str]) -> Ranks | None:
+    """Return this process's place among those of torchrun; None where this process starts the ranks itself.
+
+    MASTER_ADDR and MASTER_PORT alone, which scripts of clusters export, start nothing.
+    """
+    alone = not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
+    return None if alone else read_ranks(environ)

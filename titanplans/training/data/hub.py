@@ -5,12 +5,12 @@ shard, and the library's own state says where to go on. What is sharded by rank 
 is `datasets.distributed.split_dataset_by_node`'s.
 """
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanplans.errors import DataError
-from titanplans.training.data.local import as_text, check_column
+from titanplans.training.data.rows import as_text, check_column, refusing
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -62,7 +62,14 @@ class Stream:
             data.load_state_dict(start)
         where = start
         # `iter` rather than `__iter__`: that one would divide the shard among a loader's workers once more.
-        for batch in data.iter(batch_size=1):
+        batches = iter(data.iter(batch_size=1))
+        while True:
+            with refusing(
+                f"{self.identity['dataset']} can't be read further", "repair the file or leave it out"
+            ):
+                batch = next(batches, None)
+            if batch is None:
+                return
             yield where, as_text(batch[self._text_column][0], self._text_column, "a row")
             where = data.state_dict()
 
@@ -72,18 +79,13 @@ def _open(
 ) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
     """The data set and its first document, None if there is none."""
     from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
 
-    local = Path(path).expanduser()
-    try:
-        data = load_dataset(str(local) if local.is_dir() else path, name=config, split=split, streaming=True)
-        return data, next(iter(data.iter(batch_size=1)), None)
-    except DatasetNotFoundError as error:
-        reason = " ".join(str(error).split())
-    except (OSError, ValueError) as error:
-        # No way to the hub; no such config or split; a file it can't parse.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-    raise DataError(
-        f"dataset = {name!r}: can't be opened ({reason}); give 'stdlib', a data set of the hub ('owner/name' or "
-        f"'owner/name:config') and one of its splits as dataset_split, or 'local' with a dataset_path"
+    local = os.path.expanduser(path)
+    remedy = (
+        "give 'stdlib', a data set of the hub ('owner/name' or 'owner/name:config') and one of its splits as dataset_split, "
+        "or 'local' with a dataset_path"
     )
+    with refusing(f"dataset = {name!r}: can't be opened", remedy):
+        # No way to the hub; no such data set, config or split; a file that can't be parsed.
+        data = load_dataset(local if os.path.isdir(local) else path, name=config, split=split, streaming=True)
+        return data, next(iter(data.iter(batch_size=1)), None)

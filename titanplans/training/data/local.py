@@ -1,25 +1,21 @@
-"""Local corpora: text files cut into documents, and the rows of .jsonl and .parquet files.
+"""Local corpora: the files that a path stands for, and text files cut into documents.
 
-Both are indexed (a number of documents, each read when it is asked for) and split by the rules of
-`split.py`. Their order over an epoch is decided in `sources.py`.
+Documents are indexed (a number of them, each read when it is asked for) and split by the rules of `split.py`. Rows of .jsonl
+and .parquet files are in `rows.py`. The order over an epoch is decided in `sources.py`.
 """
 
 import glob
 import hashlib
 import itertools
-import json
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
 from titanplans.errors import DataError
 from titanplans.training.data.split import VALIDATION_EVERY, check_split, in_split, split_names
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
 """Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
@@ -42,24 +38,19 @@ def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], 
         DataError: nothing there, nothing of a known format, or more than one format.
     """
     shown = f"dataset_path = {path!r}"
-    given = Path(path).expanduser()
-    if given.is_file():
-        root, found = given.parent, [given]
-    elif given.is_dir():
-        root, found = given, [file for file in given.rglob("*") if not _hidden(file.relative_to(given))]
-    elif glob.has_magic(path):
-        root = Path(*_parts_before_magic(given))
-        found = [Path(file) for file in glob.glob(str(given), recursive=True)]
-    else:
+    try:
+        root, found = _below(path)
+        found = sorted(file for file in found if file.is_file() and file.stat().st_size > 0)
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        where = f" {error.filename}" if error.filename not in (None, path) else ""
         raise DataError(
-            f"{shown}: no such file or folder; give a file, a folder or a glob such as 'corpus/*.jsonl'"
-        )
-    found = sorted(file for file in found if file.is_file() and file.stat().st_size > 0)
+            f"{shown}:{where} can't be read ({error.strerror}); name a folder that holds texts alone, and may be read"
+        ) from error
     if not found:
         raise DataError(
             f"{shown}: there is no file with anything in it; give a file, a folder or a glob such as 'corpus/*.jsonl'"
         )
-    if wanted is not None and not given.is_dir():
+    if wanted is not None and not Path(path).is_dir():
         return root, found, wanted
     formats = {wanted: FORMATS[wanted]} if wanted is not None else FORMATS
     by_format = {
@@ -80,8 +71,34 @@ def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], 
     return root, files, name
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _below(path: str) -> tuple[Path, list[Path]]:
+    """The folder that `path` starts from, and every file that it stands for; hidden ones in a folder are left out."""
+    given = Path(path)
+    if given.is_file():
+        return given.parent, [given]
+    if given.is_dir():
+        root, found = given, _walk(given)
+    elif glob.has_magic(path):
+        root = Path(*_parts_before_magic(given))
+        found = map(Path, glob.iglob(path, recursive=True))
+    else:
+        raise DataError(
+            f"dataset_path = {path!r}: no such file or folder; give a file, a folder or a glob such as 'corpus/*.jsonl'"
+        )
+    if root.resolve() == Path(root.anchor or "/") and (given.is_dir() or "**" in given.parts):
+        raise DataError(
+            f"dataset_path = {path!r}: that is every file of this machine; name the folder with the texts"
+        )
+    return root, list(found)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def _parts_before_magic(path: Path) -> list[str]:
@@ -122,14 +139,20 @@ class TextFiles:
         return len(self._pieces)
 
     def text(self, i: int) -> str:
-        """Document `i`. Raises DataError if it is not UTF-8."""
+        """Document `i`. Raises DataError if it can't be read, or is not UTF-8."""
         file, start = self._pieces[i]
-        with file.open("rb") as stream:
-            begin, end = (
-                _cut_after(stream, place, self._piece_bytes) for place in (start, start + self._piece_bytes)
-            )
-            stream.seek(begin)
-            raw = stream.read(end - begin)
+        try:
+            with file.open("rb") as stream:
+                begin, end = (
+                    _cut_after(stream, place, self._piece_bytes)
+                    for place in (start, start + self._piece_bytes)
+                )
+                stream.seek(begin)
+                raw = stream.read(end - begin)
+        except OSError as error:
+            raise DataError(
+                f"{file} can't be read ({error.strerror}); repair the file or leave it out"
+            ) from error
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -152,85 +175,3 @@ def _cut_after(stream: BinaryIO, place: int, piece_bytes: int) -> int:
         return place - 1 + len(seen)
     continued = next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)
     return place + continued
-
-
-class Rows:
-    """Documents that are rows of .jsonl or .parquet files, in the column `text_column`.
-
-    The files are converted once to Arrow in the cache of the `datasets` library and memory-mapped from
-    there, so that any row can be read at once. Every twentieth row is for validation.
-    """
-
-    def __init__(self, files: Sequence[Path], file_format: str, split: str, text_column: str) -> None:
-        from datasets import load_dataset
-
-        check_split(split)
-        with _naming_the_files(files, file_format):
-            rows = load_dataset(file_format, data_files=[str(file) for file in files], split="train")
-        check_column(rows.column_names, text_column, str(files[0]))
-        self._rows = cast("Dataset", rows.select_columns([text_column]))
-        self._check_texts(text_column, str(files[0]))
-        self._numbers = np.flatnonzero(in_split(np.arange(len(rows)), split))
-        self._text_column = text_column
-        names = [f"{file.name} {file.stat().st_size}" for file in files]
-        self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
-
-    def _check_texts(self, text_column: str, where: str) -> None:
-        """Now rather than at the hour when training reaches such a row. Reads metadata only."""
-        dtype = self._rows.features[text_column].dtype
-        if dtype not in ("string", "large_string"):
-            raise _no_text(text_column, where, f"values of type {dtype}")
-        empty = self._rows.data.column(text_column).null_count
-        if empty:
-            raise _no_text(text_column, where, f"{empty} of {len(self._rows)} rows without a value")
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def text(self, i: int) -> str:
-        """Document `i`. Raises DataError if it is not a text."""
-        number = int(self._numbers[i])
-        return as_text(self._rows[number][self._text_column], self._text_column, f"row {number}")
-
-
-@contextmanager
-def _naming_the_files(files: Sequence[Path], file_format: str) -> Iterator[None]:
-    """Turn errors of the `datasets` library into a DataError that says which files can't be read, and why."""
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        yield
-    except DataError:
-        raise
-    except (ValueError, DatasetGenerationError) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
-        reason = " ".join(str(cause).split())
-        raise DataError(
-            f"{which} can't be read as {file_format} ({reason}); repair the file or leave it out"
-        ) from error
-
-
-def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
-    """Raises DataError unless `text_column` is one of `columns`."""
-    if text_column not in columns:
-        there = ", ".join(map(repr, sorted(columns)))
-        raise DataError(
-            f"text_column = {text_column!r}: {where} has the columns {there}; name the one with the text"
-        )
-
-
-def as_text(value: object, text_column: str, where: str) -> str:
-    """`value` if it is a text; else raises DataError."""
-    if not isinstance(value, str):
-        raise _no_text(text_column, where, f"a value of type {type(value).__name__}")
-    return value
-
-
-def _no_text(text_column: str, where: str, found: str) -> DataError:
-    return DataError(
-        f"text_column = {text_column!r}: {where} holds {found} where there should be texts; "
-        f"name a column of texts, or leave such rows out"
-    )

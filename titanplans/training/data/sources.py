@@ -11,7 +11,8 @@ import numpy as np
 
 from titanplans.errors import DataError
 from titanplans.training.data.hub import Stream
-from titanplans.training.data.local import FORMATS, Rows, TextFiles, find_files
+from titanplans.training.data.local import FORMATS, TextFiles, find_files
+from titanplans.training.data.rows import Rows
 from titanplans.training.data.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
 
 

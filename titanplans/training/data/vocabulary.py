@@ -1,14 +1,17 @@
 """Where the tokenizer lies, whether it can be loaded, and how many tokens it has.
 
-Nothing here imports torchtitan, so a job is checked before a process group or a device exists.
+Importing this imports no torchtitan, so a job is checked before a process group exists.
 """
 
 import json
+import logging
+import os
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from titanplans.errors import DataError
+from titanplans.training.data.rows import refusing
 
 
 def default_tokenizer_path() -> str:
@@ -21,33 +24,59 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     Raises:
         DataError: the folder or its tokenizer.json is missing, or the file is no tokenizer's.
-        Exception: `tokenizers`' own, for a tokenizer that contradicts itself.
     """
-    remedy = f"give a folder with a tokenizer.json; the project's own is {default_tokenizer_path()!r}"
-    # Read here first: for a file that it can't use, `tokenizers` raises a bare Exception.
-    try:
-        text = (Path(path) / "tokenizer.json").read_text(encoding="utf-8")
-        content = json.loads(text)
-    except OSError as error:  # no such folder, not a folder, no such file, not allowed
-        raise DataError(
-            f"hf_assets_path = {path!r}: no tokenizer.json can be read there ({error.strerror}); {remedy}"
-        ) from error
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise DataError(
-            f"hf_assets_path = {path!r}: tokenizer.json is no tokenizer ({error}); {remedy}"
-        ) from error
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict) or "vocab" not in model:
-        raise DataError(
-            f'hf_assets_path = {path!r}: tokenizer.json is no tokenizer (it has no "model" with a "vocab"); {remedy}'
-        )
-    return Tokenizer.from_str(text)
+    text = _read(path, "tokenizer.json")
+    with refusing(f"hf_assets_path = {path!r}: tokenizer.json is no tokenizer", _remedy()):
+        return Tokenizer.from_str(text)
 
 
 def check_tokenizer(path: str) -> int:
     """How many tokens the tokenizer of the folder `path` has, special ones included.
 
+    It is loaded as the trainer does: tokenizer_config.json and chat_template.jinja, too, where they are there.
+
     Raises:
-        DataError: the folder or its tokenizer.json is missing, or the file can't be read.
+        DataError: the folder or its tokenizer.json is missing, or one of the files can't be used.
     """
-    return load_tokenizer(path).get_vocab_size()
+    load_tokenizer(path)
+    for name, holds in (("tokenizer_config.json", _object), ("chat_template.jinja", str)):
+        if os.path.lexists(os.path.join(path, name)):
+            text = _read(path, name)
+            with refusing(f"hf_assets_path = {path!r}: {name} can't be used", "repair it or leave it out"):
+                holds(text)
+    # Which imports torchtitan, so the device has to be settled by now.
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    log = logging.getLogger()
+    level = log.level
+    log.setLevel(logging.ERROR)  # which files it has found is said when training loads it
+    try:
+        with refusing(f"hf_assets_path = {path!r}: its tokenizer can't be used", _remedy()):
+            return HuggingFaceTokenizer.Config().build(tokenizer_path=path).get_vocab_size()
+    finally:
+        log.setLevel(level)
+
+
+def _read(path: str, name: str) -> str:
+    try:
+        file = Path(path) / name
+        if file.exists() and not file.is_file():
+            raise DataError(f"hf_assets_path = {path!r}: {name} is no file; {_remedy()}")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:  # no such folder, not a folder, no such file, not allowed
+        raise DataError(
+            f"hf_assets_path = {path!r}: no {name} can be read there ({error.strerror}); {_remedy()}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"hf_assets_path = {path!r}: {name} is not UTF-8 text ({error}); {_remedy()}"
+        ) from error
+
+
+def _object(text: str) -> None:
+    if not isinstance(value := json.loads(text), dict):
+        raise TypeError(f"an object was expected, not a value of type {type(value).__name__}")
+
+
+def _remedy() -> str:
+    return f"give a folder with a tokenizer.json; the project's own is {default_tokenizer_path()!r}"

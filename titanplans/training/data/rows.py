@@ -1,0 +1,185 @@
+"""Rows of .jsonl and .parquet files as documents: converted once to Arrow, in the cache of the `datasets` library.
+
+Rows of JSON are read here, a line at a time. The library's reader infers types from the first lines, turns what comes later
+into them, refuses a row that lacks another row's field, and ends the process at a line that is `null`.
+"""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from titanplans.errors import DataError
+from titanplans.training.data.split import check_split, in_split
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+class Rows:
+    """Documents that are rows of .jsonl or .parquet files, in the column `text_column`.
+
+    The files are memory-mapped from the cache, so that any row can be read at once. Every twentieth row is for validation.
+
+    Raises:
+        DataError: a file can't be read, or a row has no text in that column; names the file, and of JSON the line.
+    """
+
+    def __init__(self, files: Sequence[Path], file_format: str, split: str, text_column: str) -> None:
+        check_split(split)
+        states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        with reading(files, file_format):
+            self._rows = _json(states, text_column) if file_format == "json" else _parquet(files, text_column)
+        self._numbers = np.flatnonzero(in_split(np.arange(len(self._rows)), split))
+        self._text_column = text_column
+        names = [f"{file.name} {file.stat().st_size}" for file in files]
+        self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def text(self, i: int) -> str:
+        """Document `i`. Raises DataError if it is not a text."""
+        number = int(self._numbers[i])
+        return as_text(self._rows[number][self._text_column], self._text_column, f"row {number}")
+
+
+@contextmanager
+def reading(files: Sequence[Path], file_format: str) -> Iterator[None]:
+    """Turn errors of the `datasets` library into a DataError that says which files can't be read, and why."""
+    which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
+    with refusing(f"{which} can't be read as {file_format}", "repair the file or leave it out"):
+        yield
+
+
+@contextmanager
+def refusing(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises for a file of the user's into a DataError, and keep its own words off the screen."""
+    import datasets
+
+    datasets_logger = logging.getLogger("datasets")
+    level, bars = datasets_logger.level, not datasets.are_progress_bars_disabled()
+    datasets_logger.setLevel(logging.CRITICAL)
+    if bars and not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Any error: readers of Arrow, of JSON and of tokenizers raise what their own code happens to meet.
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, DataError):
+            cause = cause.__cause__
+        if isinstance(cause, DataError):
+            raise cause from None
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise DataError(f"{what} ({reason}); {remedy}") from error
+    finally:
+        datasets_logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _parquet(files: Sequence[Path], text_column: str) -> "Dataset":
+    from datasets import Value, load_dataset
+
+    rows = load_dataset("parquet", data_files=[str(file) for file in files], split="train")
+    where = str(files[0])
+    check_column(rows.column_names, text_column, where)
+    rows = cast("Dataset", rows.select_columns([text_column]))
+    # Now rather than at the hour when training reaches such a row. Reads metadata only.
+    feature = rows.features[text_column]
+    kind = feature.dtype if isinstance(feature, Value) else type(feature).__name__
+    if kind not in ("string", "large_string"):
+        raise _no_text(text_column, where, f"values of type {kind}")
+    if empty := rows.data.column(text_column).null_count:
+        raise _no_text(text_column, where, f"{empty} of {len(rows)} rows without a value")
+    return rows
+
+
+def _json(states: list[tuple[str, int, int]], text_column: str) -> "Dataset":
+    from datasets import Dataset, Features, Value
+
+    # The arguments are what the cache is found by.
+    given = {"files": states, "text_column": text_column}
+    features = Features({text_column: Value("string")})
+    return cast("Dataset", Dataset.from_generator(_texts, features=features, gen_kwargs=given))
+
+
+def _texts(files: list[tuple[str, int, int]], text_column: str) -> Iterator[dict[str, str]]:
+    for name, _, _ in files:
+        for where, row in _objects(Path(name)):
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{where} holds a value of type {type(row).__name__} where there should be an object with "
+                    f"{text_column!r}; repair the file or leave it out"
+                )
+            if text_column not in row:
+                check_column(list(row), text_column, where)
+            yield {text_column: as_text(row[text_column], text_column, where)}
+
+
+def _objects(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file of JSON, each with its place: an object a line; or one array of objects or texts, or of columns."""
+    with file.open("rb") as stream:
+        first = True
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if first:
+                    break  # one value over several lines, or no JSON at all
+                raise DataError(
+                    f"{file} can't be read as json (line {number}: {error}); repair the file or leave it out"
+                ) from None
+            if first and (isinstance(row, list) or (isinstance(row, dict) and _is_columns(row))):
+                break
+            first = False
+            yield f"{file}, line {number}", row
+        else:
+            return
+    whole = json.loads(file.read_bytes())
+    if isinstance(whole, dict) and _is_columns(whole):
+        columns = zip(*whole.values(), strict=True)
+        whole = [dict(zip(whole, values, strict=True)) for values in columns]
+    for number, row in enumerate(whole if isinstance(whole, list) else [whole]):
+        yield f"{file}, row {number}", {"text": row} if isinstance(row, str) else row
+
+
+def _is_columns(row: dict[str, Any]) -> bool:
+    return bool(row) and all(isinstance(value, list) for value in row.values())
+
+
+def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
+    """Raises DataError unless `text_column` is one of `columns`."""
+    if text_column not in columns:
+        there = ", ".join(map(repr, sorted(columns)))
+        raise DataError(
+            f"text_column = {text_column!r}: {where} has the columns {there}; name the one with the text"
+        )
+
+
+def as_text(value: object, text_column: str, where: str) -> str:
+    """`value` if it is a text; else raises DataError."""
+    if not isinstance(value, str):
+        found = "no value" if value is None else f"a value of type {type(value).__name__}"
+        raise _no_text(text_column, where, found)
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise _no_text(text_column, where, "half of a character (a lone surrogate)")
+    return value
+
+
+def _no_text(text_column: str, where: str, found: str) -> DataError:
+    return DataError(
+        f"text_column = {text_column!r}: {where} holds {found} where there should be texts; "
+        f"name a column of texts, or leave such rows out"
+    )
