@@ -92,3 +92,18 @@ def near_multiples(value: int, step: int) -> str:
     """Return the multiples of `step` on both sides of `value`, of which 0 does not count, as words."""
     below = value // step * step
     return either([below, below + step] if below else [step])
+
+
+_LONGEST_LINE = 2000
+
+
+def as_line(text: str) -> str:
+    """Return a message as it is printed: on one line, with escapes for what can't be seen, and cut in its middle if huge."""
+    line = "".join(
+        character if character.isprintable() else ascii(character)[1:-1]
+        for character in " ".join(text.split())
+    )
+    if len(line) <= _LONGEST_LINE:
+        return line
+    half = _LONGEST_LINE // 2
+    return f"{line[:half]} ... ({len(line):,} characters) ... {line[-half:]}"

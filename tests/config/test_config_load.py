@@ -353,7 +353,7 @@ CONTRADICTIONS = [
         "[parallelism]\nasync_tensor_parallel_unfused = 'warn'",
         'async_tensor_parallel_unfused = "warn": it does nothing with enable_async_tensor_parallel = false',
     ),
-    ("[checkpoint]\nfolder = ' '", "names no folder"),
+    ("[checkpoint]\nfolder = ' '", "expected a path, not nothing"),
     (
         "[checkpoint]\nload_step = 3",
         "checkpoint.load_step = 3: it does nothing with checkpoint.enable = false",

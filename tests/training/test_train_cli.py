@@ -181,7 +181,8 @@ def test_print_config_starts_nothing(folder, refused):
 
 
 def test_rank_of_torchrun_checks_against_its_world(refused, monkeypatch):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
     status, _, stderr = refused("job.toml")
     assert status == 2

@@ -18,7 +18,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from titanplans.errors import nearest
+from titanplans.errors import as_line, nearest
 from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep")
@@ -83,5 +83,5 @@ def main(argv: list[str]) -> int:
         return verify(argv)
     meant = nearest(command, COMMANDS)
     remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
-    print(f"error: {command}: no such command; {remedy}", file=sys.stderr)
+    print(as_line(f"error: {command}: no such command; {remedy}"), file=sys.stderr)
     return 2

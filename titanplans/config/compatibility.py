@@ -295,8 +295,6 @@ def _job_schedule(job: Any) -> Refusals:
 
 def _job_files(job: Any) -> Refusals:
     c, p = job.checkpoint, job.profiling
-    if not c.folder.strip():
-        yield "checkpoint.folder", 'it names no folder: "checkpoint" is the default'
     loading = ("initial_load_path", "load_step", "load_only", "create_seed_checkpoint")
     yield from _needs(job, "checkpoint.enable", (True,), *(f"checkpoint.{key}" for key in loading))
     for key in ("enable_first_step_checkpoint", "create_seed_checkpoint"):

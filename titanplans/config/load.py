@@ -28,6 +28,7 @@ def load_job(argv: list[str]) -> JobConfig:
         ConfigError: the job can't be read, or contradicts itself; its message is one line.
     """
     arguments = parse_arguments(argv, takes_no_value)
+    read_options(option for option in arguments.options if option[1] is None)  # "--training.steps --help"
     if arguments.help:
         _print_and_exit(usage())
     if arguments.path is None:

@@ -26,6 +26,7 @@ from titanplans.training import resolve
 from titanplans.training.checkpoint_card import check_saved, find_checkpoint
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.data import check_dataset, check_tokenizer
+from titanplans.training.outputs import check_outputs
 
 
 def check_job(job: JobConfig, world_size: int) -> None:
@@ -43,6 +44,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
         raise ConfigError(
             "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
         )
+    check_outputs(job)
     import_custom(job)
     tokens = check_data(job)
 

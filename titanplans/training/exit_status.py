@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from titanplans.errors import UserError
+from titanplans.errors import UserError, as_line
 
 
 def refuse(error: UserError, rank: int) -> int:
@@ -19,7 +19,8 @@ def refuse(error: UserError, rank: int) -> int:
     if rank != 0:
         # Rank 0 mostly has the same error; the launcher stops this rank as soon as it has exited.
         time.sleep(3.0)
-    print(f"error: {error}" if rank == 0 else f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+    line = as_line(str(error))
+    print(f"error: {line}" if rank == 0 else f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
+from titanplans.errors import ConfigError
+
 FILE_NAME = "metrics.jsonl"
 
 
@@ -38,9 +40,21 @@ class JsonlWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of such a file, in its order; a last line that was cut off by a kill is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return the objects of such a file, in its order; a last line that was cut off by a kill is left out.
+
+    Raises:
+        ConfigError: it is another file.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.endswith("\n")]
+        if all(isinstance(row, dict) and "step" in row for row in rows):
+            return rows
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
+        pass
+    raise ConfigError(
+        f"{path} is no file of metrics, one object with a step a line; move it away, or name another dump_folder"
+    )
 
 
 def _open_from(path: Path, step: int) -> TextIO:

@@ -23,7 +23,7 @@ from titanplans.cli.sweep.process import LOG, only_sweep, run_cell
 from titanplans.cli.sweep.spec import Spec, read_spec
 from titanplans.cli.sweep.table import read_figures, shown, write_tables
 from titanplans.config import ConfigError
-from titanplans.errors import UserError
+from titanplans.errors import UserError, as_line
 from titanplans.training.logs import init_logging
 from titanplans.training.signals import Stopped
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         with only_sweep(spec.folder) as lock:
             return _run(spec, cells, chosen, arguments.rerun, lock)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {as_line(str(error))}", file=sys.stderr)
         return 2
     except Stopped as stopped:
         return stopped.exit_status

@@ -3,6 +3,7 @@
 from typing import Annotated, ClassVar, Literal
 
 from titanplans.config.options import Options
+from titanplans.config.paths import FilePath
 from titanplans.config.values import PositiveInt, Rule
 
 KeepLatest = Annotated[
@@ -19,13 +20,13 @@ class Checkpoint(Options):
     enable: bool = False
     """Save and load checkpoints."""
 
-    folder: str = "checkpoint"
+    folder: FilePath = "checkpoint"
     """Folder of the checkpoints, relative to dump_folder."""
 
     interval: PositiveInt = 500
     """Steps from one checkpoint to the next; the last step is always saved."""
 
-    initial_load_path: str | None = None
+    initial_load_path: FilePath | None = None
     """A step-N folder to start from, as long as the job's own folder holds no checkpoint."""
 
     initial_load_model_only: bool = True

@@ -3,8 +3,9 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from titanplans.config.options import Options
+from titanplans.config.paths import FilePath
 from titanplans.config.sections.parallelism import Autocast, MixedPrecision, Offload
-from titanplans.config.values import InPython, NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto
+from titanplans.config.values import InPython, Name, NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto
 
 
 class PlanOption(Options):
@@ -12,7 +13,7 @@ class PlanOption(Options):
 
     plan: (
         dict[str, str | Annotated[Any, InPython("a ParallelStyle")]]
-        | str
+        | Name
         | Annotated[Any, InPython("a TPPlan class")]
         | None
     ) = None
@@ -24,16 +25,16 @@ class Model(PlanOption):
 
     section: ClassVar[str] = "model"
 
-    name: str | None = None
+    name: Name | None = None
     """Architecture, such as "gla" or "transformer"; unset, and no config: "gla"."""
 
-    flavor: str | None = None
+    flavor: Name | None = None
     """Size, such as "debug" or "1.3B"; unset, and no config: "debug"."""
 
-    config: str | None = None
+    config: FilePath | None = None
     """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
 
-    hf_assets_path: str | None = None
+    hf_assets_path: FilePath | None = None
     """Folder with the tokenizer.json; unset: the small tokenizer that comes with titanplans."""
 
 
@@ -58,16 +59,16 @@ class DataLoader(Options):
 class Batches(Options):
     """The data, and what a step is."""
 
-    dataset: str = "stdlib"
+    dataset: Name = "stdlib"
     """"stdlib" (Python's standard library), "local", or a Hugging Face name ("owner/name:config"), which is streamed."""
 
-    dataset_path: str | None = None
+    dataset_path: FilePath | None = None
     """File, folder or glob of .txt, .jsonl or .parquet files; with a Hugging Face name, a local copy of it."""
 
-    dataset_split: str = "train"
+    dataset_split: Name = "train"
     """Part of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
 
-    text_column: str = "text"
+    text_column: Name = "text"
     """Column or field that holds the text, in a data set that has such."""
 
     local_batch_size: PositiveInt = 8
@@ -117,16 +118,16 @@ class Validation(Options):
     enable: bool = False
     """Validate at step 1 and every freq steps."""
 
-    dataset: str | None = None
+    dataset: Name | None = None
     """As training.dataset; unset: the same data set, path and text column."""
 
-    dataset_path: str | None = None
+    dataset_path: FilePath | None = None
     """As training.dataset_path; unset, and no dataset given: the training path."""
 
-    dataset_split: str = "validation"
+    dataset_split: Name = "validation"
     """As training.dataset_split."""
 
-    text_column: str | None = None
+    text_column: Name | None = None
     """As training.text_column; unset: the training column."""
 
     local_batch_size: PositiveInt | None = None

@@ -6,7 +6,15 @@ What a strategy of `strategies` has in common with a section is a group of its o
 from typing import Annotated, ClassVar, Literal
 
 from titanplans.config.options import Options
-from titanplans.config.values import Fraction, NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto, Rule
+from titanplans.config.values import (
+    Fraction,
+    Name,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveOrAuto,
+    Rule,
+)
 
 Dtype = Literal["bfloat16", "float32"]
 """float16 is not among them: its gradients underflow without a scaler, and no loop here has one."""
@@ -17,7 +25,7 @@ LayerOrOp = Annotated[
 
 
 def _counts(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) >= 1
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1
 
 
 class Degrees(Options):
@@ -220,7 +228,7 @@ class Compile(Options):
     components: tuple[Literal["model", "loss", "optimizer"], ...] = ("model", "loss")
     """What is compiled: each layer of the model, the loss, the optimizer's step (not the fused implementations)."""
 
-    backend: str = "inductor"
+    backend: Name = "inductor"
     """torch.compile's backend."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None

@@ -1,9 +1,15 @@
 """How a job runs and what it writes: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from titanplans.config.options import Options
-from titanplans.config.values import NaturalInt, PositiveInt, Seed
+from titanplans.config.paths import FilePath
+from titanplans.config.values import NaturalInt, PositiveInt, Rule, Seed
+
+Seconds = Annotated[int, Rule("from 1 to 31536000, a year", lambda value: 1 <= value <= 31_536_000)]
+FilePrefix = Annotated[
+    str, Rule("no folder, and 200 characters at most", lambda value: "/" not in value and len(value) <= 200)
+]
 
 
 class Job(Options):
@@ -11,7 +17,7 @@ class Job(Options):
 
     section: ClassVar[str] = "job"
 
-    dump_folder: str = "./outputs"
+    dump_folder: FilePath = "./outputs"
     """Folder for everything the job writes: checkpoints, metrics, traces."""
 
     description: str = ""
@@ -20,7 +26,7 @@ class Job(Options):
     print_config: bool = False
     """Log the configuration that torchtitan was given, as JSON, then train. (--print-config prints the job and stops.)"""
 
-    save_config_file: str | None = None
+    save_config_file: FilePath | None = None
     """File, relative to dump_folder, into which the configuration that torchtitan was given is written as JSON."""
 
 
@@ -38,7 +44,7 @@ class Metrics(Options):
     disable_color_printing: bool = False
     """Log without colours."""
 
-    save_tb_folder: str = "tb"
+    save_tb_folder: FilePath = "tb"
     """Folder of the TensorBoard and W&B files, relative to dump_folder."""
 
     save_for_all_ranks: bool = False
@@ -62,7 +68,7 @@ class Profiling(Options):
     enable_profiling: bool = False
     """Record traces with torch.profiler."""
 
-    save_traces_folder: str = "profile_traces"
+    save_traces_folder: FilePath = "profile_traces"
     """Folder of the traces, relative to dump_folder."""
 
     profile_freq: PositiveInt = 10
@@ -89,7 +95,7 @@ class Profiling(Options):
     memory_snapshot_max_entries: PositiveInt = 1_000_000
     """Allocator events that a snapshot keeps; the oldest go first."""
 
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: FilePath = "memory_snapshot"
     """Folder of the snapshots, relative to dump_folder."""
 
 
@@ -98,19 +104,19 @@ class Comm(Options):
 
     section: ClassVar[str] = "comm"
 
-    init_timeout_seconds: PositiveInt = 300
+    init_timeout_seconds: Seconds = 300
     """Seconds that a collective may take up to the end of the first step (start-up and compilation)."""
 
-    train_timeout_seconds: PositiveInt = 100
+    train_timeout_seconds: Seconds = 100
     """Seconds that a collective may take after the first step."""
 
     trace_buf_size: NaturalInt = 20000
     """Events in the flight recorder's ring buffer; 0 switches it off."""
 
-    save_traces_folder: str = "comm_traces"
+    save_traces_folder: FilePath = "comm_traces"
     """Folder of the flight recorder's dumps, relative to dump_folder."""
 
-    save_traces_file_prefix: str = "rank_"
+    save_traces_file_prefix: FilePrefix = "rank_"
     """How the names of the flight recorder's files begin."""
 
 

@@ -1,0 +1,67 @@
+"""torchrun's variables: a place among the ranks, none, or a sentence."""
+
+import pytest
+
+from titanplans.errors import ParallelError
+from titanplans.torchrun import Ranks, read_ranks
+from titanplans.training.main import main
+
+WHOLE = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_what_torchrun_says():
+    assert read_ranks({}) is None
+    assert read_ranks(WHOLE) == Ranks(1, 4, 1, 2)
+    assert read_ranks({name: value for name, value in WHOLE.items() if name != "LOCAL_WORLD_SIZE"}) == Ranks(
+        1, 4, 1, 2
+    )
+
+
+WRONG = [
+    *(
+        (name, value)
+        for name in ("RANK", "LOCAL_RANK")
+        for value in ("-1", "x", "", "0.5", " 0", "\u0660", "9" * 30, "4")
+    ),
+    *((name, value) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") for value in ("0", "-1", "x", "9" * 30)),
+    ("LOCAL_WORLD_SIZE", "5"),
+    ("MASTER_ADDR", ""),
+    *(("MASTER_PORT", value) for value in ("x", "-1", "65536", "")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_what_can_not_be(monkeypatch, capsys, name, value):
+    with pytest.raises(ParallelError, match=name):
+        read_ranks(WHOLE | {name: value})
+    for each, given in (WHOLE | {name: value}).items():
+        monkeypatch.setenv(each, given)
+    assert main(["no_such_job.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert name in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_what_is_set_in_part(missing):
+    with pytest.raises(ParallelError, match=f"set, but not {missing}: start with torchrun"):
+        read_ranks({name: value for name, value in WHOLE.items() if name != missing})
+
+
+def test_rank_alone_is_no_rank_and_an_address_alone_is_no_job_of_torchruns(monkeypatch, capsys):
+    for name in WHOLE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert main(["no_such_job.toml"]) == 2
+    assert "no such job file" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert main(["no_such_job.toml"]) == 2
+    assert "MASTER_ADDR set, but not WORLD_SIZE" in capsys.readouterr().err.replace("RANK, ", "")
