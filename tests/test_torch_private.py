@@ -120,6 +120,14 @@ def check_without_torch_function():
         assert torch.zeros(1).device.type == "cpu"
 
 
+@needs("disabled_torch_function", without="each operation on a weight of a split model goes through Python")
+def check_disabled_torch_function():
+    class Ours(torch.Tensor):
+        __torch_function__ = private.disabled_torch_function
+
+    assert type(torch.zeros(1).as_subclass(Ours) + 1) is torch.Tensor
+
+
 @needs("assert_async", without="a label outside of the vocabulary gives a wrong loss")
 def check_assert_async():
     with pytest.raises(RuntimeError, match="wrong label"):

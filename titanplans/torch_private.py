@@ -22,6 +22,7 @@ from torch import _assert_async as assert_async
 from torch import _foreach_mul_ as foreach_mul_
 from torch import _foreach_norm as foreach_norm
 from torch import nn
+from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.replicate import DDP, replicate
@@ -57,6 +58,7 @@ __all__ = [
     "assert_async",
     "checkpoint_wrapper",
     "clear_sharding_cache",
+    "disabled_torch_function",
     "dtensor_api",
     "foreach_mul_",
     "foreach_norm",

@@ -4,8 +4,9 @@ A DTensor that enters an `autograd.Function` stays one, and its `data_ptr()` is 
 kernel survives that. So a parallelised module is given a subclass of its own class in which each
 sharded or replicated parameter is a property: reading `module.weight` gives the rank's local
 tensor, whoever reads it (the module's forward, or a fused kernel of its parent), and its gradient
-returns to the DTensor with the placement that the plan declares. `named_parameters`, state dicts,
-FSDP2 and optimizers go through `module._parameters` and see the DTensor; names do not change.
+returns to the DTensor with the placement that the plan declares. What is set on it goes there too (`local_weight`).
+`named_parameters`, state dicts, FSDP2 and optimizers go through `module._parameters` and see the DTensor; names do
+not change.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from titanplans.tensor_parallel.local_weight import as_weight
 from titanplans.torch_private import local_tensor
 
 
@@ -74,6 +76,8 @@ def localize(
         rows = {name: _rows(module._parameters[name], layout, mesh) for name, layout in layouts.items()}
         module.__dict__["_gradient_placements"] = module.__dict__.get("_gradient_placements", {}) | gradients
         module.__dict__["_local_rows"] = module.__dict__.get("_local_rows", {}) | rows
+        uneven = {name for name, layout in layouts.items() if _uneven(module._parameters[name], layout, mesh)}
+        module.__dict__["_uneven"] = module.__dict__.get("_uneven", frozenset()) | uneven
         names = tuple((name, layouts[name].hidden) for name in sorted(layouts))
         module.__class__ = _with_local_parameters(type(module), names)
 
@@ -83,16 +87,11 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     param = module._parameters[name]
     if not _on_tp_mesh(param):
         return param
-    local = _read(param, module._gradient_placements[name])  # type: ignore[index, union-attr]
-    rows: tuple[int, int] | None = module._local_rows[name]  # type: ignore[index]
-    return local if rows is None else local.narrow(0, rows[0], rows[1])
-
-
-def _read(param: DTensor, gradient: tuple[Placement]) -> torch.Tensor:
-    (placement,) = param.placements
-    if isinstance(placement, Shard) and param.shape[placement.dim] % param.device_mesh.size():
-        return _ReadUneven.apply(param)
-    return param.to_local(grad_placements=gradient)
+    gradient, rows = module._gradient_placements[name], module._local_rows[name]  # type: ignore[index]
+    local = (
+        _ReadUneven.apply(param) if name in module._uneven else param.to_local(grad_placements=gradient)  # type: ignore[operator]
+    )
+    return as_weight(local if rows is None else local.narrow(0, *rows), param)
 
 
 class _ReadUneven(torch.autograd.Function):
@@ -114,6 +113,11 @@ class _ReadUneven(torch.autograd.Function):
         return DTensor.from_local(
             grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
+
+
+def _uneven(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> bool:
+    assert param is not None
+    return isinstance(layout.placement, Shard) and param.shape[layout.placement.dim] % mesh.size() != 0
 
 
 def _rows(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> tuple[int, int] | None:

@@ -1,0 +1,75 @@
+"""What reading a parameter of a split module gives: this rank's tensor, whose flags and hooks are the parameter's.
+
+The values are local, and what is computed of them is a plain tensor. What a user sets on a parameter (`requires_grad`,
+`grad`, hooks) goes to the parameter itself, the DTensor that optimizers and state dicts hold: on the local tensor, which
+is made anew at each reading, it would be lost.
+"""
+
+from typing import Any
+
+import torch
+
+from titanplans.errors import PlanError
+from titanplans.torch_private import disabled_torch_function
+
+
+class LocalWeight(torch.Tensor):
+    """This rank's part of a parameter. It computes as a plain tensor, without the cost of a `__torch_function__`."""
+
+    __torch_function__ = disabled_torch_function
+    parameter: torch.Tensor
+    """The DTensor."""
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.parameter.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> "LocalWeight":
+        self.parameter.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.parameter.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.parameter.grad = value
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise PlanError(
+            "weight.data = ... on a split module would replace nothing but a view of this rank's part: write into it, "
+            "weight.data.copy_(part), or load whole tensors by model.load_state_dict"
+        )
+
+    def register_hook(self, hook: Any) -> Any:
+        return self.parameter.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self.parameter.register_post_accumulate_grad_hook(hook)
+
+    def retain_grad(self) -> None:
+        """Do nothing, as on any parameter: it keeps its gradient."""
+
+
+def as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return `local`, this rank's part of `parameter`, as its `LocalWeight`.
+
+    What a compiler traces stays as it is, and so does another subclass of Tensor (simulated ranks, fake tensors, float8).
+    """
+    if type(local) is not torch.Tensor or torch.compiler.is_compiling():
+        return local
+    # Read without gradients, it is the tensor inside of the DTensor.
+    weight: Any = local if torch.is_grad_enabled() else local.view_as(local)
+    weight.__class__ = LocalWeight  # no operation: it records no gradient of its own
+    weight.parameter = parameter
+    return weight
