@@ -77,6 +77,10 @@ class VerifyError(UserError):
     """A command line that can't be proved as written, or not on this machine."""
 
 
+class Diverged(RuntimeError):
+    """A run that was right as written has lost its numbers: a loss that is not finite."""
+
+
 def either(values: Sequence[object]) -> str:
     """Return what would work as words: "1", "1 or 2", "1, 2 or 4"."""
     *others, last = map(str, values)

@@ -231,3 +231,37 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
     status, out, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
     assert "no plan is registered for GraniteForCausalLM" in err
+
+
+@pytest.mark.parametrize(
+    ("body", "raised"),
+    [
+        ("import sys\nsys.exit(0)", "SystemExit: 0"),
+        ("exit()", "SystemExit: None"),
+        ("class Mine(Exception): ...\nraise Mine('so')", "Mine: so"),
+        ("raise StopIteration", "StopIteration: "),
+    ],
+)
+@pytest.mark.parametrize("where", ["module", "plan"])
+def test_code_of_the_users_own_that_ends_the_process_ends_in_a_sentence(
+    folder, refused, monkeypatch, body, raised, where
+):
+    name = f"users_{abs(hash((body, where)))}"
+    method = body.replace("\n", "\n        ")
+    plan = (
+        f"from titanplans import TPPlan\nclass P(TPPlan):\n    def attn_plan(self, attn):\n        {method}\n"
+    )
+    (folder / f"{name}.py").write_text(body if where == "module" else plan)
+    monkeypatch.syspath_prepend(folder)
+    option = f"--experimental.custom_import={name}" if where == "module" else f"--model.plan={name}:P"
+    status, _, err = refused("job.toml", option)
+    assert (status, err.count("\n")) == (2, 1)
+    assert raised in err
+    assert f"{name}.py, line " in err
+
+
+def test_a_loss_that_is_not_finite_is_one_line(folder):
+    options = ("--optimizer.lr=1e308", "--lr_scheduler.warmup_steps=0", "--checkpoint.no-enable")
+    status, _, err = run(folder, "job.toml", *options)
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith("error: step 2: the loss is not finite")

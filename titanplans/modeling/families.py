@@ -8,11 +8,12 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module, metadata, resources
+from importlib import metadata, resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
 from titanplans.errors import ModelError
+from titanplans.tensor_parallel.user_code import import_module
 
 MODELS = "titanplans.models"
 """The package that holds the files, and the group of entry points by which other packages add theirs."""
@@ -57,12 +58,8 @@ def families() -> dict[str, Family]:
 def _packages() -> Iterator[Traversable]:
     yield resources.files(MODELS)
     for entry in metadata.entry_points(group=MODELS):
-        try:
-            package = import_module(entry.module)
-        except ImportError as error:
-            raise ModelError(
-                f"entry point {entry.name} = {entry.value!r} of the group {MODELS} can't be imported: {error}"
-            ) from error
+        where = f"entry point {entry.name} = {entry.value!r} of the group {MODELS}"
+        package = import_module(entry.module, where, ModelError)
         yield resources.files(package)
 
 

@@ -15,21 +15,6 @@ import torch
 
 from titanplans.errors import PlanError, UserError
 
-RAISED = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""What a mistake in code can raise. Not what is meant for the process: an interrupt, no memory."""
-
 _NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
 
 
@@ -42,9 +27,10 @@ def as_user_error(what: str, error: type[UserError] = PlanError) -> Iterator[Non
     """
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError):
         raise
-    except RAISED as raised:
+    except (Exception, SystemExit) as raised:
+        # Whatever their code raises; sys.exit(0) in it would end a job with success. An interrupt is not theirs.
         message = " ".join(str(raised).split())
         raise error(f"{what}: {type(raised).__name__}: {message}{_place(raised)}") from raised
 

@@ -23,10 +23,10 @@ from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from titanplans.config import JobConfig
-from titanplans.errors import UserError
+from titanplans.errors import Diverged, UserError
 from titanplans.parallel.process_group import default_device_type
 from titanplans.training.device import prepare_device
-from titanplans.training.exit_status import exit_now, fail, finish, one_line, refuse
+from titanplans.training.exit_status import SAID, exit_now, fail, finish, one_line, refuse
 from titanplans.training.logs import init_logging
 from titanplans.training.signals import Stopped, stop_on_signals
 
@@ -86,8 +86,8 @@ def launch(job: JobConfig, ranks: int) -> int:
         _stop(processes, _GRACE_SECONDS)
     finally:
         shutil.rmtree(folder)
-    if first.status == 2:  # a UserError, which the rank has printed
-        return 2
+    if first.status in (2, SAID):  # which the rank has printed
+        return 2 if first.status == 2 else 1
     if first.traceback:
         print(f"rank {first.rank}: {first.traceback}", file=sys.stderr, end="")
     for failure in others:
@@ -212,6 +212,9 @@ def run_rank(job: JobConfig) -> int:
         return 0
     except UserError as error:
         status = refuse(error, rank)
+    except Diverged as error:
+        refuse(error, rank)
+        status = SAID if world_size > 1 else 1
     except Stopped as stopped:
         status = stopped.exit_status
         if rank == 0:

@@ -1,7 +1,7 @@
 """From the command line to an exit status: read the job, check it, run it.
 
     0          trained, or printed what was asked for
-    1          a rank failed: its traceback is above, and the other ranks were stopped
+    1          a rank failed: its traceback is above, and the other ranks were stopped; or the loss is not finite: one line
     2          the job can't be run as written: one line says why
     128 + N    stopped by signal N
 

@@ -18,6 +18,7 @@ import torchtitan.trainer
 from torchtitan.tools.utils import device_module, device_type
 
 from titanplans.config import by_job_key
+from titanplans.errors import Diverged
 from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
@@ -106,6 +107,7 @@ class Trainer(torchtitan.trainer.Trainer):
         """torchtitan's step, with this project's clipping and skipping of gradients that are not finite.
 
         Raises:
+            Diverged: the loss of a logged step is not finite.
             ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
                 compiled ran eagerly.
         """
@@ -126,16 +128,24 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done = 0
-        if not self.config.skip_nan_inf:
-            with clipping(clip_gradients):
-                return super().train_step(data_iterator)
+        skips = self.config.skip_nan_inf
+        clip = (
+            (lambda parameters, norm: self.skipped.clip(parameters, norm, self.step))
+            if skips
+            else clip_gradients
+        )
         try:
-            with clipping(lambda parameters, norm: self.skipped.clip(parameters, norm, self.step)):
+            with clipping(clip):
                 super().train_step(data_iterator)
         except RuntimeError as error:
-            # torchtitan's train_step itself raises for a loss that is not finite, once the step is over. It was left out.
-            if not (self.skipped.last and _raised_in(error, torchtitan.trainer.Trainer.train_step)):
+            # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.
+            if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
                 raise
+            if not self.skipped.last:  # else it was left out
+                raise Diverged(
+                    f"step {self.step}: the loss is not finite, so the weights are lost; lower optimizer.lr, lengthen "
+                    "lr_scheduler.warmup_steps, or set training.skip_nan_inf = true to leave such steps out"
+                ) from error
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """torchtitan's, with gradients summed over ranks when the strategy says so."""
