@@ -26,6 +26,7 @@ from titanplans.training import resolve
 from titanplans.training.checkpoint_card import check_saved, find_checkpoint
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.data import check_dataset, check_tokenizer
+from titanplans.training.memory import check_memory
 from titanplans.training.outputs import check_outputs
 
 
@@ -58,6 +59,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
             f"{' '.join(resolve.model_name(job))} has vocab_size = {vocab_size}; take the tokenizer that belongs to the "
             "model, or raise vocab_size in a model.config file"
         )
+    check_memory(job, model, world_size, device_type)
     check_parallelism(job, model)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(

@@ -5,7 +5,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from titanplans.cli.verify.subject import Subject
 from titanplans.errors import OptionError, VerifyError
 from titanplans.parallel import Float8
 from titanplans.parallel.float8 import convert_to_float8
+from titanplans.parallel.memory import memory
 from titanplans.proof.sample import token_ids
 from titanplans.tensor_parallel.user_code import as_user_error
 
@@ -184,13 +184,3 @@ def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
             f"{needed / 1e9:,.1f} GB, and there are {there / 1e9:,.1f} GB: fewer --layers, a smaller --vocab-size or a "
             "smaller flavor"
         )
-
-
-def memory(device: torch.device) -> int:
-    """Return the bytes of memory of a GPU; or of the machine, within its container's limit, used ones included."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # of this container, where there is one
-    most = limit.read_text().strip() if limit.exists() else "max"
-    return machine if most == "max" else min(machine, int(most))

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
-from titanplans.config.values import NaturalInt, PositiveInt, Rule, Seed
+from titanplans.config.values import Natural32, NaturalInt, PositiveInt, Rule, Seed
 
 Seconds = Annotated[int, Rule("from 1 to 31536000, a year", lambda value: 1 <= value <= 31_536_000)]
 FilePrefix = Annotated[
@@ -110,7 +110,7 @@ class Comm(Options):
     train_timeout_seconds: Seconds = 100
     """Seconds that a collective may take after the first step."""
 
-    trace_buf_size: NaturalInt = 20000
+    trace_buf_size: Natural32 = 20000
     """Events in the flight recorder's ring buffer; 0 switches it off."""
 
     save_traces_folder: FilePath = "comm_traces"
