@@ -99,7 +99,7 @@ def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
     ("file", "entry", "words"),
     [
         ("llama.toml", "sizes_of_hers", ["'llama' is in two files", "sizes_of_hers"]),
-        ("olmo.toml", "sizes_of_his", ["entry point sizes = 'sizes_of_his'", "No module named"]),
+        ("olmo.toml", "sizes_of_his", ["entry point sizes = 'sizes_of_his'", "no module named"]),
     ],
 )
 def test_an_entry_point_that_cannot_be_used_is_refused_by_name(tmp_path, monkeypatch, file, entry, words):

@@ -282,6 +282,8 @@ def test_what_was_found_on_command_lines(folder, options):
     "content",
     [
         b"[training]\nsteps = " + b"9" * 5000,
+        b"[training]\nsteps = 0x" + b"f" * 5000,
+        b"[training]\nsteps = {a = [0x" + b"f" * 5000 + b"]}",
         b"a = " + b"[" * 100_000,
         b"[" + b".".join([b"a"] * 5000) + b"]",
         b'[training]\n"a\\u0000b" = 1',

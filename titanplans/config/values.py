@@ -177,6 +177,10 @@ def show(value: Any) -> str:
         text = f'"{value}"'
     elif isinstance(value, (list, tuple)):
         text = "[" + ", ".join(map(show, value)) + "]"
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{show(key)} = {show(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, int) and value.bit_length() > 64:
+        text = f"{value:#x}"  # decimal digits in thousands are more than Python writes
     elif isinstance(value, type):
         text = value.__qualname__
     else:
