@@ -47,11 +47,11 @@ def test_toml_values_that_fit(value, hint, expected):
         (3, Even, "key = 3: expected an integer, even"),
         ("x", tuple[str, ...], 'key = "x": expected a list of strings'),
         (["x"], tuple[Choice, ...], 'key = ["x"]: expected a list of "a", "b"'),
-        ({"a": 1}, Plan, "key = {'a': 1}: expected a table of strings or a string"),
+        ({"a": 1}, Plan, 'key = {"a" = 1}: expected a table of strings or a string'),
         (
             {"a": [1]},
             Settings,
-            "key = {'a': [1]}: expected a table, each value true or false or an integer or a number or a string",
+            'key = {"a" = [1]}: expected a table, each value true or false or an integer or a number or a string',
         ),
         (3, Choice | Even, 'key = 3: expected one of "a", "b" or an integer, even'),
     ],

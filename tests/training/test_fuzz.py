@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import CONVERTERS, PENDING
+from titanplans.training import launch
 
 GLA = {"model_type": "gla", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 4096}
 JOB = """
@@ -50,8 +52,12 @@ def drawing(number):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, tmp_path_factory, monkeypatch):
     """A folder with a job's files, and with others that are none."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+    monkeypatch.setattr(launch, "run_rank", lambda job: 0)
     monkeypatch.chdir(tmp_path)
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
@@ -296,6 +302,134 @@ def test_what_was_found_in_files(folder, content):
     assert loads("drawn.toml") == 2
 
 
+# ---------------------------------------------------------------- what is checked with torch, before a rank starts
+
+# What the paths of a job are read or written for.
+SWITCHES = (
+    "--checkpoint.enable",
+    "--metrics.enable_jsonl",
+    "--metrics.enable_tensorboard",
+    "--profiling.enable_profiling",
+    "--validation.enable",
+    "--validation.steps=1",
+)
+PLACES = [
+    "", " ", ".", "..", "file", "file/x", "binary", "empty", "empty/x", "new/deep", "fifo", "fifo/x", "loop", "loop/x",
+    "nowhere", "nowhere/x", "job.toml", "x" * 300, "y/" * 2500, "/proc/x", "/proc/self", "/proc/self/mem", "/sys/x", "/dev",
+    "/dev/null", "/dev/null/x", "/", "~nobody-at-all", "$NOT_SET/x", "a\0b", "a\nb", "\udcff", "*", "**", "[", "*/" * 40,
+]  # fmt: skip
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {"type": "Whitespace"},
+    "model": {"type": "WordLevel", "vocab": {"the": 0, "quick": 1, "[UNK]": 2}, "unk_token": "[UNK]"},
+}
+ROW = {"text": "the quick brown fox " * 5, "id": 1}
+CARD, METADATA = "outputs/checkpoint/model.json", "outputs/checkpoint/step-5/.metadata"
+FILES = {
+    "gla.json": json.dumps(GLA).encode(),
+    "text.txt": b"the quick brown fox\n" * 10_000,
+    "rows.jsonl": (json.dumps(ROW) + "\n").encode() * 40,
+    "tokenizer/tokenizer.json": json.dumps(TOKENIZER).encode(),
+    "tokenizer/tokenizer_config.json": json.dumps({"bos_token": "the", "add_bos_token": True}).encode(),
+    "outputs/metrics.jsonl": b'{"step": 1, "loss": 2.0}\n',
+    CARD: b"{}",
+    METADATA: b"",
+}
+ANYTHING = [None, True, 0, -1, 2**31, 2**63, 1e308, "", "x", "the", [], [1], {}, {"a": 1}, [[]], "\ud800"]
+
+
+def variants(value):
+    """Yield a value of JSON with one part of it another, or left out."""
+    for other in ANYTHING:
+        yield other
+    for place in value if isinstance(value, dict) else ():
+        yield {name: value[name] for name in value if name != place}
+        for other in variants(value[place]):
+            yield value | {place: other}
+
+
+def damaged(name):
+    """Return bytes that are not quite those of the file; or a word for what stands in its place."""
+    good = FILES[name]
+    place = st.integers(0, min(len(good), 400))
+    junk = [b"", b"\x00\xff\xfe", b"\xef\xbb\xbf", b"[" * 100_000, b"[NaN]", b"null", b"{", b'{"text": 1}\n']
+    kinds = [
+        st.sampled_from(["folder", "loop", "nowhere", "fifo", "nothing"]),
+        st.sampled_from(junk),
+        place.map(lambda end: good[:end]),
+        st.tuples(place, st.sampled_from(junk)).map(lambda cut: good[: cut[0]] + cut[1] + good[cut[0] :]),
+        st.sampled_from(junk).map(lambda more: good + more),
+    ]
+    if name.endswith((".json", ".jsonl")):
+        first = json.loads(good.splitlines()[0] if good else b"{}")
+        others = [json.dumps(other).encode() + b"\n" for other in variants(first)]
+        kinds += [st.sampled_from(others), st.sampled_from(others).map(lambda more: good + more)]
+    return st.tuples(st.just(name), st.one_of(kinds))
+
+
+def put(path, content):
+    """Let `content` stand in place of the file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(path)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "folder":
+        path.mkdir()
+    elif content == "fifo":
+        os.mkfifo(path)
+    elif content != "nothing":
+        path.symlink_to(path.name if content == "loop" else "/nonexistent/file")
+
+
+def remove(path):
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def a_path(folder, drawn):
+    key, place = drawn
+    ends("job.toml", *SWITCHES, f"--{key}={place}")
+
+
+def a_damaged_file(folder, drawn):
+    name, content = drawn
+    for path in ("tokenizer", "outputs"):
+        remove(Path(path))
+    for path, good in FILES.items():
+        # A folder is compared with its card before its .metadata is read.
+        if (path != METADATA or name == CARD) and (path != CARD or name != METADATA):
+            put(path, good)
+    put(name, content)
+    data = "text.txt" if name == "text.txt" else "rows.jsonl"
+    words = ("--model.hf_assets_path=tokenizer", f"--training.dataset_path={data}")
+    ends("job.toml", "--checkpoint.enable", "--metrics.enable_jsonl", *words)
+
+
+a_place = st.tuples(st.sampled_from(PATHS), st.sampled_from(PLACES))
+a_file_of_it = st.sampled_from(sorted(FILES)).flatmap(damaged)
+
+
+def test_the_job_that_is_damaged_is_right(folder):
+    assert ends("job.toml", *SWITCHES) == 0
+    a_damaged_file(folder, ("text.txt", FILES["text.txt"]))
+
+
+@drawing(120)
+@given(a_place)
+def test_a_path(folder, drawn):
+    a_path(folder, drawn)
+
+
+@drawing(180)
+@given(a_file_of_it)
+def test_a_damaged_file(folder, drawn):
+    a_damaged_file(folder, drawn)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(
@@ -305,6 +439,8 @@ def test_what_was_found_in_files(folder, content):
         (a_command_line, st.lists(words(), max_size=3)),
         (some_bytes, st.binary(max_size=40) | cut),
         (an_environment, environments),
+        (a_path, a_place),
+        (a_damaged_file, a_file_of_it),
     ],
 )
 def test_more_of_the_same(folder, check, strategy, seed):

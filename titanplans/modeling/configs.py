@@ -81,9 +81,11 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
             its range, a quantised model, or what the config class refuses.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "config.json"
     try:
+        if path.is_dir():
+            path = path / "config.json"
+        if path.exists() and not path.is_file():
+            raise ModelError(f"model config {str(path)!r} is no file")  # a pipe, which would be waited for
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"model config {str(path)!r} can't be read: {error.strerror}") from error

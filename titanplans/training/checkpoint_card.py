@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.config import ConfigError
 from titanplans.config.values import show
+from titanplans.training.reading import refusing
 
 CARD = "model.json"
 
@@ -52,10 +53,12 @@ def check_model_card(folder: str | Path, hf_config: PretrainedConfig, key: str =
         return
     try:
         theirs, ours = json.loads(card.read_text(encoding="utf-8")), _essence(hf_config)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ConfigError(
             f"{key}: {card} is not JSON ({error}); remove it, and the shapes alone are compared"
         ) from error
+    if not isinstance(theirs, dict):
+        raise ConfigError(f"{key}: {card} is no model's; remove it, and the shapes alone are compared")
     differing = [key for key in sorted(theirs | ours) if theirs.get(key) != ours.get(key)]
     if differing:
         shown = [f"{key} = {_show(theirs.get(key))}, now {_show(ours.get(key))}" for key in differing[:5]]
@@ -79,7 +82,8 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         ConfigError: with the first weight that does not fit; or it was the last one of a run under last_save_model_only.
     """
     check_model_card(checkpoint.parent, model.config, key)
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    with refusing(f"{key}: {checkpoint} has a damaged .metadata", "remove the folder", ConfigError):
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     there = {
         name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for name, entry in saved.items()

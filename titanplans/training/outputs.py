@@ -66,6 +66,8 @@ def check_outputs(job: JobConfig) -> None:
 def _try_file(path: Path) -> str | None:
     if path.is_dir():
         return "is a folder, and a file is to be written there"
+    if path.exists() and not path.is_file():
+        return "is no ordinary file, and one is to be written there"
     if path.exists():
         return None if os.access(path, os.W_OK) else "may not be written"
     return _try_folder(path.parent, path.name)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanplans.errors import DataError
-from titanplans.training.data.rows import as_text, check_column, refusing
+from titanplans.training.data.rows import as_text, check_column, quietly
+from titanplans.training.reading import refusing
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -85,7 +86,7 @@ def _open(
         "give 'stdlib', a data set of the hub ('owner/name' or 'owner/name:config') and one of its splits as dataset_split, "
         "or 'local' with a dataset_path"
     )
-    with refusing(f"dataset = {name!r}: can't be opened", remedy):
+    with quietly(), refusing(f"dataset = {name!r}: can't be opened", remedy):
         # No way to the hub; no such data set, config or split; a file that can't be parsed.
         data = load_dataset(local if os.path.isdir(local) else path, name=config, split=split, streaming=True)
         return data, next(iter(data.iter(batch_size=1)), None)

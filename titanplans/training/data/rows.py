@@ -17,6 +17,7 @@ import numpy as np
 
 from titanplans.errors import DataError
 from titanplans.training.data.split import check_split, in_split
+from titanplans.training.reading import refusing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,7 +35,11 @@ class Rows:
     def __init__(self, files: Sequence[Path], file_format: str, split: str, text_column: str) -> None:
         check_split(split)
         states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        with reading(files, file_format):
+        which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
+        with (
+            quietly(),
+            refusing(f"{which} can't be read as {file_format}", "repair the file or leave it out"),
+        ):
             self._rows = _json(states, text_column) if file_format == "json" else _parquet(files, text_column)
         self._numbers = np.flatnonzero(in_split(np.arange(len(self._rows)), split))
         self._text_column = text_column
@@ -51,16 +56,8 @@ class Rows:
 
 
 @contextmanager
-def reading(files: Sequence[Path], file_format: str) -> Iterator[None]:
-    """Turn errors of the `datasets` library into a DataError that says which files can't be read, and why."""
-    which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
-    with refusing(f"{which} can't be read as {file_format}", "repair the file or leave it out"):
-        yield
-
-
-@contextmanager
-def refusing(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever a library raises for a file of the user's into a DataError, and keep its own words off the screen."""
+def quietly() -> Iterator[None]:
+    """Keep the words of the `datasets` library off the screen, and its bars where nobody watches them."""
     import datasets
 
     datasets_logger = logging.getLogger("datasets")
@@ -70,17 +67,6 @@ def refusing(what: str, remedy: str) -> Iterator[None]:
         datasets.disable_progress_bars()
     try:
         yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        # Any error: readers of Arrow, of JSON and of tokenizers raise what their own code happens to meet.
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, DataError):
-            cause = cause.__cause__
-        if isinstance(cause, DataError):
-            raise cause from None
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
-        raise DataError(f"{what} ({reason}); {remedy}") from error
     finally:
         datasets_logger.setLevel(level)
         if bars:

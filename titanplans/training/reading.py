@@ -1,0 +1,30 @@
+"""Files of the user's that a library reads: whatever it raises for them becomes one line.
+
+Readers of Arrow, pickles and tokenizers raise what their own code happens to meet: TypeError, KeyError, a bare Exception.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from titanplans.errors import DataError, UserError
+
+
+@contextmanager
+def refusing(what: str, remedy: str, error: type[UserError] = DataError) -> Iterator[None]:
+    """Turn what a library raises in the body into an `error`: `what`, the reason that it gives, and the remedy.
+
+    Raises:
+        UserError: the body's own, unchanged, also where the library has raised another from it; otherwise `error`.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as raised:
+        cause: BaseException = raised
+        while cause.__cause__ is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise error(f"{what} ({reason}); {remedy}") from raised
