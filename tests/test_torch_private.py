@@ -128,6 +128,16 @@ def check_disabled_torch_function():
     assert type(torch.zeros(1).as_subclass(Ours) + 1) is torch.Tensor
 
 
+@needs(
+    "dispatch_is_watched",
+    without="what a recorder counts in a step has the checks of the first forward in it",
+)
+def check_dispatch_is_watched():
+    assert not private.dispatch_is_watched()
+    with FakeTensorMode():
+        assert private.dispatch_is_watched()
+
+
 @needs("assert_async", without="a label outside of the vocabulary gives a wrong loss")
 def check_assert_async():
     with pytest.raises(RuntimeError, match="wrong label"):

@@ -114,6 +114,11 @@ def fake_mode_is_on() -> bool:
     return torch._guards.active_fake_mode() is not None
 
 
+def dispatch_is_watched() -> bool:
+    """Whether a mode sees every operation of this thread: a recorder, simulated ranks, fake tensors."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Return the context in which `__torch_function__` and its modes are off."""
     return torch._C.DisableTorchFunction()

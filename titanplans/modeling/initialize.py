@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from titanplans.errors import ModelError
 from titanplans.modeling.reference import Reference, tensors
-from titanplans.modeling.shards import copy_shard
 from titanplans.tensor_parallel.decoder import join
+from titanplans.tensor_parallel.shards import copy_shard
 
 # Components that activation checkpointing and torch.compile add to module paths.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")

@@ -26,7 +26,7 @@ from titanplans.parallel.manager import ParallelManager
 from titanplans.parallel.mesh import Mesh
 from titanplans.parallel.parallelize import parallelize
 from titanplans.parallel.process_group import Process, process_group
-from titanplans.tensor_parallel.gradients import clip_gradients, skip_nonfinite, total_norm
+from titanplans.tensor_parallel.gradients import align_gradients, clip_gradients, skip_nonfinite, total_norm
 from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "ParallelManager",
     "Process",
     "Strategy",
+    "align_gradients",
     "clip_gradients",
     "convert_to_float8",
     "count_tokens",

@@ -5,11 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import ParallelError
-
-_PIECE = 2**24
-"""Bytes that are summed at a time."""
-_PRIME = 2**61 - 1
-"""A sum modulo a power of two would lose its highest bits, such as the sign of a number."""
+from titanplans.tensor_parallel.checksum import PRIME, checksum
 
 
 def check_equal_values(model: nn.Module, device: torch.device) -> None:
@@ -38,7 +34,7 @@ def check_equal_values(model: nn.Module, device: torch.device) -> None:
         )
     if not named:
         return
-    sums = torch.tensor([_checksum(tensor) for tensor in named.values()], device=device)
+    sums = torch.tensor([_of_shape_and_bytes(tensor) for tensor in named.values()], device=device)
     both = torch.stack([sums, -sums])
     dist.all_reduce(both, dist.ReduceOp.MAX)
     differ = (both[0] != -both[1]).any(-1).tolist()
@@ -51,15 +47,5 @@ def check_equal_values(model: nn.Module, device: torch.device) -> None:
         )
 
 
-@torch.no_grad()
-def _checksum(tensor: torch.Tensor) -> list[int]:
-    """Return a number of the shape, and the sum of all 8-byte words, each times an odd number of its place; 61 bits."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, len(data), _PIECE):
-        piece = data[start : start + _PIECE]
-        # A copy, of whole words: a tensor may begin between two.
-        words = torch.nn.functional.pad(piece, (0, -len(piece) % 8)).clone().view(torch.int64)
-        place = torch.arange(start // 8, start // 8 + len(words), device=words.device) * 2 + 1
-        total += int(words.mul_(place).sum())
-    return [hash(tuple(tensor.shape)) % _PRIME, total % _PRIME]
+def _of_shape_and_bytes(tensor: torch.Tensor) -> list[int]:
+    return [hash(tuple(tensor.shape)) % PRIME, checksum(tensor)]

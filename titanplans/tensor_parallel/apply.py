@@ -15,6 +15,7 @@ from titanplans.errors import PlanError
 from titanplans.tensor_parallel.checks import Checked, check
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import Decoder, join
+from titanplans.tensor_parallel.first_forward import check_first_forward
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.generation import let_generate
 from titanplans.tensor_parallel.inputs import Forwards, guard_forwards
@@ -23,6 +24,7 @@ from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.stream import Border
 from titanplans.tensor_parallel.styles import Style, mark
 from titanplans.tensor_parallel.vocab import VocabHead
+from titanplans.tensor_parallel.whole_methods import refuse_whole_methods
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ def apply_plan(
     border = Border(tp_mesh, source.stream)
     _guard(model, border, checked, loss_parallel)
     let_generate(model, border)
+    refuse_whole_methods(model)
+    check_first_forward(model, model.get_submodule(checked.decoder.base), tp_mesh)
     return AppliedPlan(source, checked.styles, layouts, checked.crossings, checked.decoder, tp_mesh)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
 from titanplans.tensor_parallel.decoder import HEADS, Decoder, find_decoder, join, within
+from titanplans.tensor_parallel.dropout import check_dropout
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
 from titanplans.tensor_parallel.plan import KV_HEADS, QUERY_HEADS, Plan, TPPlan
@@ -23,6 +24,7 @@ from titanplans.tensor_parallel.styles import ReplicatedOnStream, Rowwise, Style
 from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 
+ADAPTERS = "adapters (LoRA, peft) work with data parallelism alone: tensor_parallel_degree = 1"
 Fault = tuple[str, str]
 """A plan key, and what is wrong there."""
 
@@ -58,6 +60,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     name = type(source).__name__
     with as_user_error(f"plan {name}"):
         styles = source.full_plan(model)
+    check_adapters(model)
     check_keys(styles, model, name)
     check_coverage(styles, model, name)
     _refuse(region_faults(styles), styles, model)
@@ -66,6 +69,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     _refuse(end_faults(styles, decoder, source), styles, model)
     _refuse(refusals(styles, model), styles, model)
     check_tied(styles, model)
+    check_dropout(model, source.options.degree)
     check_degree(styles, source, model, decoder)
     check_float8(styles, model, source.options.degree)
     check_torchao_styles(styles, model, backend)
@@ -85,6 +89,13 @@ def _refuse(faults: Iterable[Fault], plan: Plan, model: nn.Module) -> None:
     """Raise a PlanError of the first of `faults`, if there is one."""
     for key, reason in faults:
         raise PlanError(reason, key=key, style=plan[key], module=model.get_submodule(key))
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse the adapters of peft, whose parameters have "lora_" in their names: no plan has keys for them."""
+    for name, _ in model.named_parameters():
+        if "lora_" in name:
+            raise PlanError(f"parameter '{name}' is an adapter's, which no plan splits: {ADAPTERS}")
 
 
 def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.tensor_parallel.local_weight import as_weight
+from titanplans.tensor_parallel.shards import take_shards
 from titanplans.torch_private import local_tensor
 
 
@@ -80,6 +81,7 @@ def localize(
         module.__dict__["_uneven"] = module.__dict__.get("_uneven", frozenset()) | uneven
         names = tuple((name, layouts[name].hidden) for name in sorted(layouts))
         module.__class__ = _with_local_parameters(type(module), names)
+        module.register_load_state_dict_pre_hook(take_shards)
 
 
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -91,7 +93,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     local = (
         _ReadUneven.apply(param) if name in module._uneven else param.to_local(grad_placements=gradient)  # type: ignore[operator]
     )
-    return as_weight(local if rows is None else local.narrow(0, *rows), param)
+    return as_weight(local if rows is None else local.narrow(0, *rows), param)  # type: ignore[arg-type]
 
 
 class _ReadUneven(torch.autograd.Function):

@@ -16,7 +16,7 @@ from titanplans.torch_private import disabled_torch_function
 class LocalWeight(torch.Tensor):
     """This rank's part of a parameter. It computes as a plain tensor, without the cost of a `__torch_function__`."""
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
     parameter: torch.Tensor
     """The DTensor."""
 
@@ -28,8 +28,8 @@ class LocalWeight(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.parameter.requires_grad = value
 
-    def requires_grad_(self, requires_grad: bool = True) -> "LocalWeight":
-        self.parameter.requires_grad_(requires_grad)
+    def requires_grad_(self, mode: bool = True) -> "LocalWeight":
+        self.parameter.requires_grad_(mode)
         return self
 
     @property

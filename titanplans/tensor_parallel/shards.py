@@ -6,8 +6,10 @@ uneven; this follows what the two did: TP cut the full tensor, FSDP2 cut what wa
 """
 
 import math
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -44,6 +46,31 @@ def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> N
                 f"{destination.device_mesh} give {tuple(part.shape)} of {tuple(full.shape)}"
             )
         local.copy_(part)
+
+
+def take_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    """Before `load_state_dict`: replace whole tensors for the DTensors of `module` by DTensors of this rank's parts.
+
+    A whole tensor has the parameter's shape, and the same values on every rank; no communication. One of another shape
+    is left for `load_state_dict` to refuse.
+    """
+    assigns = metadata.get("assign_to_params_buffers", False)
+    for name, parameter in module._parameters.items():
+        whole = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(whole, torch.Tensor):
+            continue
+        if isinstance(whole, DTensor) or whole.shape != parameter.shape:
+            continue
+        mesh, placements = parameter.device_mesh, parameter.placements
+        part = local_shard(whole.detach(), mesh, placements, name=prefix + name)
+        state[prefix + name] = DTensor.from_local(
+            part.clone() if assigns else part,  # a view would keep the whole one in memory
+            mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 def local_shard(

@@ -1,0 +1,130 @@
+"""What can be known only once a split model runs: batches that differ, parameters that came later, random numbers."""
+
+import copy
+
+import pytest
+import torch
+from tiny import Tiny, TinyPlan
+from torch import nn
+
+from titanplans import PlanError, apply_plan, check_plan
+from titanplans.proof import threads
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(16)[None]
+
+
+def split(world, model=None):
+    torch.manual_seed(0)
+    model = Tiny() if model is None else model
+    apply_plan(model, world.mesh, plan=TinyPlan, loss_parallel=False)
+    return model
+
+
+def on_ranks(work, ranks=2):
+    return threads.run(ranks, CPU, work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            lambda rank: ((TOKENS + (rank == 2),), {}),
+            r"another argument 1 on tensor-parallel rank 2 than on rank 0",
+        ),
+        (
+            lambda rank: ((), {"input_ids": TOKENS[:, : 16 - (rank == 1)]}),
+            r"another input_ids on .* rank 1 than",
+        ),
+        (lambda rank: ((TOKENS,), {"use_cache": rank == 3}), r"another use_cache on tensor-parallel rank 3"),
+    ],
+    ids=["values", "shape", "flag"],
+)
+def test_ranks_with_different_batches(arguments, words):
+    def work(world):
+        model = split(world)
+        args, kwargs = arguments(world.mesh.get_local_rank())
+        model(*args, **kwargs)
+
+    with pytest.raises(PlanError, match=words):
+        on_ranks(work, 4)
+
+
+def test_nothing_is_left_after_the_first_forward_in_training():
+    def work(world):
+        model = split(world)
+        hooks = [len(table) for table in (model._forward_pre_hooks, model._forward_hooks)]
+        with torch.no_grad():
+            model.eval()(TOKENS)
+        twin = copy.deepcopy(model)
+        model.train()(TOKENS)
+        twin.train()(TOKENS)
+        left = [len(table) for table in (model._forward_pre_hooks, model._forward_hooks)]
+        assert left == [len(table) for table in (twin._forward_pre_hooks, twin._forward_hooks)]
+        return [before - after for before, after in zip(hooks, left, strict=True)]
+
+    assert min(on_ranks(work)) >= 1
+
+
+class Adapted(nn.Module):
+    """A projection with a low-rank adapter beside it, as peft's."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.lora_A, self.lora_B = base, nn.Linear(16, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+def test_an_adapter_that_came_after_the_split():
+    def work(world):
+        model = split(world)
+        model.layers[1].attn.q_norm = Adapted(model.layers[1].attn.q_norm)
+        model(TOKENS)
+
+    with pytest.raises(
+        PlanError, match=r"'layers.1.attn.q_norm.lora_A.weight' came after .*adapters .*degree = 1"
+    ):
+        on_ranks(work)
+
+
+def test_an_adapter_that_came_before_the_split():
+    model = Tiny()
+    model.layers[1].mlp.down_proj = Adapted(model.layers[1].mlp.down_proj)
+    with pytest.raises(PlanError, match=r"lora_A.*adapters \(LoRA, peft\) work with data parallelism alone"):
+        check_plan(model, 2, plan=TinyPlan)
+
+
+class WithDropout(Tiny):
+    def __init__(self, functional):
+        super().__init__()
+        self.layers[1].mlp.act_drop = nn.Identity() if functional else nn.Dropout(0.25)
+        self.functional = functional
+
+    def forward(self, input_ids):
+        if self.functional:
+            input_ids = torch.where(torch.rand(input_ids.shape) < 0.5, input_ids, 0)
+        return super().forward(input_ids)
+
+
+def test_dropout_is_refused_for_training_before_anything_moves():
+    with pytest.raises(PlanError, match=r"^layers.1.mlp.act_drop.p = 0.25: .* tensor_parallel_degree = 1$"):
+        check_plan(WithDropout(False), 2, plan=TinyPlan)
+    check_plan(WithDropout(False).eval(), 2, plan=TinyPlan)
+    check_plan(WithDropout(False), 1, plan=TinyPlan)
+
+
+def test_random_numbers_in_a_forward_are_found_when_it_trains():
+    def work(world):
+        model = split(world, WithDropout(True))
+        model.eval()
+        with torch.no_grad():
+            torch.manual_seed(0)
+            model(TOKENS)
+        model.train()
+        torch.manual_seed(0)
+        model(TOKENS)
+
+    with pytest.raises(PlanError, match="the forward of WithDropout drew random numbers"):
+        on_ranks(work, 1)

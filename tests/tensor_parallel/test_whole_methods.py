@@ -1,0 +1,122 @@
+"""What takes a split model's weights for whole: state dicts are distributed, methods of transformers refused by name."""
+
+import pytest
+import torch
+import worlds
+import zoo
+from tiny import Tiny, TinyPlan
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+from titanplans import PlanError, apply_plan
+from titanplans.parallel import Degrees, FSDP2Config, ParallelManager, align_gradients
+from titanplans.proof import threads
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(16)[None]
+
+
+def llama(**options):
+    return zoo.build("llama", dtype=torch.float32, vocab_size=97, num_key_value_heads=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model: model.init_weights(), r"init_weights .*initialize\(model, seed=0\)"),
+        (lambda model: model.apply(model._init_weights), r"_init_weights .*initialize\(model, seed=0\)"),
+        (lambda model: model.model.init_weights(), r"LlamaModel.init_weights"),
+        (
+            lambda model: model.resize_token_embeddings(128),
+            "resize_token_embeddings .*before the model is split",
+        ),
+        (lambda model: model.tie_weights(), "tie_weights .*tied"),
+        (
+            lambda model: model.save_pretrained("nowhere"),
+            r"save_pretrained.*get_model_state_dict\(.*state_dict=state",
+        ),
+    ],
+    ids=["init_weights", "apply", "base", "resize", "tie", "save"],
+)
+def test_methods_that_take_weights_for_whole(call, words):
+    def work(world):
+        model = llama()
+        apply_plan(model, world.mesh)
+        call(model)
+
+    with pytest.raises(PlanError, match=words):
+        threads.run(1, CPU, work)
+
+
+def loading(rank):
+    """On each kind of mesh: a whole state dict in, and out into a file."""
+    whole = {name: value * 2 + 1 for name, value in llama().state_dict().items()}
+    wrong, saved = [], []
+    for degrees in (Degrees(tp=4), Degrees(tp=2), Degrees(dp_replicate=2, dp_shard=1, tp=2)):
+        config = FSDP2Config(disable_loss_parallel=True)
+        model = ParallelManager(config, degrees, device_type="cpu").parallelize(llama())
+        assert not model.load_state_dict(whole).missing_keys
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        wrong += [
+            name for name, value in (state if rank == 0 else {}).items() if not value.equal(whole[name])
+        ]
+        if rank == 0:
+            model.save_pretrained("saved", state_dict=state)
+            saved.append(type(model).from_pretrained("saved").lm_head.weight.equal(whole["lm_head.weight"]))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, dict(whole) if rank == 0 else {}, options=options)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        wrong += [name for name, value in state.items() if not value.equal(whole[name])]
+    return wrong, saved
+
+
+def test_whole_state_dicts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert worlds.run(loading, 4) == ([], [True] * 3)
+
+
+def test_a_whole_state_dict_without_fsdp_and_one_of_another_shape():
+    whole, other = Tiny(tied=True).state_dict(), Tiny().state_dict()
+
+    def work(world):
+        model = Tiny(tied=True)
+        apply_plan(model, world.mesh, plan=TinyPlan)
+        model.load_state_dict(whole)
+        right = [p.full_tensor().equal(whole[name]) for name, p in model.named_parameters()]
+        model.layers.load_state_dict(
+            {k.removeprefix("layers."): v for k, v in other.items() if "layers" in k}
+        )
+        right += [
+            p.full_tensor().equal(other[name]) for name, p in model.named_parameters() if "layers" in name
+        ]
+        with pytest.raises(RuntimeError, match=r"size mismatch for norm\.weight"):
+            model.load_state_dict(whole | {"norm.weight": torch.ones(8)})
+        return all(right)
+
+    assert threads.run(4, CPU, work)
+
+
+def test_gradients_clipped_by_value():
+    def gradients(model, logits):
+        logits.pow(2).mean().backward()
+        align_gradients(model.parameters())
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    whole = llama()
+    expected = gradients(whole, whole(TOKENS).logits)
+
+    def work(world):
+        model = llama()
+        apply_plan(model, world.mesh, loss_parallel=False)
+        found = gradients(model, model(TOKENS).logits)
+        return max((grad.full_tensor() - expected[name]).abs().max().item() for name, grad in found.items())
+
+    assert threads.run(2, CPU, work) < 1e-7
