@@ -319,6 +319,20 @@ def only_some_see():
     return outcome(model)
 
 
+def only_some_see_units():
+    """The same with the tower's blocks as units, over copies of shards: the error on this rank."""
+    found = []
+    for replicate, fsdp in ((1, 4), (2, 2)):
+        model, _, tokens, images = prepare("seeing", replicate, fsdp, 1, dict())
+        try:
+            loss_of(model, tokens, images if torch.distributed.get_rank() == 0 else None)
+        except ParallelError as error:
+            found.append(str(error))
+        loss_of(model, tokens, None).backward()
+        loss_of(model, tokens, images).backward()
+    return found
+
+
 def groups_made(**options):
     made = torch.distributed.distributed_c10d._world.pg_map
     before = len(made)
@@ -336,6 +350,7 @@ def all_cases(rank):
             chains(kind="seeing", fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
         ],
         only_some=only_some_see(),
+        only_some_units=only_some_see_units(),
         groups=groups_made(fsdp_reshard_after_forward=2),
         refused=refused(),
     )
@@ -506,6 +521,11 @@ def test_prefetch_chains(results):
 
 def test_ranks_without_images_join_the_sum(results):
     assert_same_step(results.only_some, reference("seeing", seeing=BATCH // 4))
+
+
+def test_units_refuse_images_on_some_ranks_only(results):
+    words = "fsdp_towers = \"units\": some ranks' batches have images and others' have none"
+    assert [error.startswith(words) for error in results.only_some_units] == [True, True]
 
 
 REFUSED = {

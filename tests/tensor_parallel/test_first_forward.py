@@ -30,7 +30,7 @@ def on_ranks(work, ranks=2):
     [
         (
             lambda rank: ((TOKENS + (rank == 2),), {}),
-            r"another argument 1 on tensor-parallel rank 2 than on rank 0",
+            r"another input_ids on tensor-parallel rank 2 than on rank 0",
         ),
         (
             lambda rank: ((), {"input_ids": TOKENS[:, : 16 - (rank == 1)]}),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from titanplans.parallel.float8 import Conversion
 from titanplans.tensor_parallel.apply import AppliedPlan
@@ -21,6 +22,8 @@ class Record:
     float8: Conversion | None = None
     policy: str | None = None
     """What recomputes, in words."""
+    image_check: RemovableHandle | None = None
+    """FSDP2's check that each forward has images on all ranks or on none, if it has a tower whose blocks are units."""
 
 
 def record_of(model: nn.Module) -> Record:

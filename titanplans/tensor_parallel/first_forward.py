@@ -19,6 +19,7 @@ from titanplans.errors import PlanError
 from titanplans.tensor_parallel.checks import ADAPTERS
 from titanplans.tensor_parallel.checksum import checksum
 from titanplans.tensor_parallel.dropout import REMEDY, dropouts, generator_state
+from titanplans.tensor_parallel.inputs import positional
 from titanplans.torch_private import dispatch_is_watched, tree_leaves
 
 
@@ -102,7 +103,7 @@ def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh
     Collective. Raises:
         PlanError: names the first argument that differs, and the first rank that has another one.
     """
-    given = {f"argument {place}": value for place, value in enumerate(args, start=1)} | dict(kwargs)
+    given = dict(zip(positional(module), args, strict=False)) | dict(kwargs)
     mine = {name: [_essence(leaf) for leaf in tree_leaves(value)] for name, value in given.items()}
     everyones: list[Any] = [None] * mesh.size()
     dist.all_gather_object(everyones, mine, mesh.get_group())

@@ -54,13 +54,13 @@ def guard_forwards(model: nn.Module, base: nn.Module, begins_at: nn.Module | Non
         begins_at.register_forward_pre_hook(partial(_begin, known.border), with_kwargs=True)
     known.border.stream.stop()
     for module in (model,) if base is model else (model, base):
-        before = partial(_before, known, module is model, module is base, _positional(module))
+        before = partial(_before, known, module is model, module is base, positional(module))
         after = partial(_after, known, module is model, module is base)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
 
-def _positional(module: nn.Module) -> tuple[str, ...]:
+def positional(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments that the forward of `module` takes by position, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()

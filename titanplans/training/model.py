@@ -20,6 +20,7 @@ from titanplans import modeling
 from titanplans.config import DDPConfig, FSDP2Config, by_job_key
 from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
+from titanplans.parallel.record import record_of
 
 
 class LanguageModel(BaseModel):
@@ -124,6 +125,8 @@ def model_spec(
     ) -> LanguageModel:
         with by_job_key():
             parallelize(model.lm, parallel_dims=parallel_dims, config=strategy, dump_folder=dump_folder)
+        if (check := record_of(model.lm).image_check) is not None:
+            check.remove()  # a job's batches are text
         if isinstance(strategy, DDPConfig):
             # DDP sends rank 0's values, and the trainer gives a model its values after this.
             model.finish = partial(apply_data_parallelism, model.lm, parallel_dims, strategy)

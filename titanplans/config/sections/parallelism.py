@@ -86,8 +86,8 @@ class FSDP2(Options):
     """Units that FSDP2 gathers ahead in the backward; 0: torch's own rule, which is one."""
 
     fsdp_towers: Literal["units", "root"] = "units"
-    """Whether FSDP2 takes each block of a vision tower as a unit, or the tower as part of the root: for processes without
-    images in a step."""
+    """Whether FSDP2 takes each block of a vision tower as a unit, or the tower as part of the root: for forwards in which
+    some processes have images and others none."""
 
     fsdp_defer_grad_sync: Literal["all", "replicas", "nothing"] = "nothing"
     """Over accumulated batches, what waits for the last: nothing; under HSDP the sum over the copies (replicas); or every

@@ -23,8 +23,10 @@ from torch.distributed.fsdp import (
 from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError, either
 from titanplans.parallel.fsdp.construction import independent_of_world
+from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module, split_dtypes
+from titanplans.parallel.record import record_of
 from titanplans.torch_private import fsdp_group, reshard_to
 
 
@@ -50,6 +52,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]
     if config.fsdp_towers == "root":
         # A rank without images has no gradient for the tower, and must still join the others' sum.
         fsdp_module(model, "").set_reduce_scatter_unused_params(True, recurse=False)
+    elif mesh.size() > 1 and any(unit.role == "tower" for unit in units):
+        record_of(model).image_check = check_images(model, mesh, config)
     return units
 
 
