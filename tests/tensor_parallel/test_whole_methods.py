@@ -31,6 +31,10 @@ def llama(**options):
         (lambda model: model.apply(model._init_weights), r"_init_weights .*initialize\(model, seed=0\)"),
         (lambda model: model.model.init_weights(), r"LlamaModel.init_weights"),
         (
+            lambda model: model.lm_head.reset_parameters(),
+            "reset_parameters .*load whole tensors by load_state_dict",
+        ),
+        (
             lambda model: model.resize_token_embeddings(128),
             "resize_token_embeddings .*before the model is split",
         ),
@@ -40,7 +44,7 @@ def llama(**options):
             r"save_pretrained.*get_model_state_dict\(.*state_dict=state",
         ),
     ],
-    ids=["init_weights", "apply", "base", "resize", "tie", "save"],
+    ids=["init_weights", "apply", "base", "reset", "resize", "tie", "save"],
 )
 def test_methods_that_take_weights_for_whole(call, words):
     def work(world):

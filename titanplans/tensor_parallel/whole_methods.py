@@ -1,7 +1,7 @@
 """Methods of a model that take its parameters for whole tensors: on a split model they are refused by name.
 
-transformers' models have them. Each rank would initialise its shard as if it were the whole, resize its rows, or write a
-file of parts, and none of that ends in an error.
+torch's modules and transformers' models have them. Each rank would initialise its shard as if it were the whole, resize its
+rows, or write a file of parts, and none of that ends in an error.
 """
 
 from functools import partial
@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.checks import ADAPTERS
 
-_INITIALISE = "call titanplans.modeling.initialize(model, seed=0), which gives the same values however the model is split"
+_INITIALISE = (
+    "call titanplans.modeling.initialize(model, seed=0) for a model of transformers or FLA, which gives the same values "
+    "however it is split, or load whole tensors by load_state_dict"
+)
 _BEFORE = "call it before the model is split"
 _REFUSED = {
     "init_weights": _INITIALISE,
     "initialize_weights": _INITIALISE,
     "_init_weights": _INITIALISE,
+    "reset_parameters": _INITIALISE,
     "tie_weights": "weights that were tied are still; after to_empty() " + _INITIALISE,
     "resize_token_embeddings": _BEFORE,
     "set_input_embeddings": _BEFORE,
