@@ -125,6 +125,16 @@ def test_automodels_names_and_its_bool():
     assert FSDP2Config(activation_checkpointing=False) == FSDP2Config()
     assert not FSDP2Config(sequence_parallel=False).enable_sequence_parallel
     assert FSDP2Config(defer_fsdp_grad_sync="all").fsdp_defer_grad_sync == "all"
+    assert FSDP2Config(defer_fsdp_grad_sync=True).fsdp_defer_grad_sync == "all"
+    assert FSDP2Config(defer_fsdp_grad_sync=False).fsdp_defer_grad_sync == "nothing"
+    assert FSDP2Config(reshard_after_forward=True).fsdp_reshard_after_forward == "always"
+    assert (
+        read_strategy('strategy = "fsdp2"\nreshard_after_forward = false').fsdp_reshard_after_forward
+        == "never"
+    )
+    assert FSDP2Config(reshard_after_forward=4).fsdp_reshard_after_forward == 4
+    # By today's name only today's words.
+    assert "fsdp_defer_grad_sync = true: expected one of" in refusal(FSDP2Config, fsdp_defer_grad_sync=True)
     assert FSDP2Config(tp_plan=TinyPlan).plan is TinyPlan
     assert "is the same option" in refusal(FSDP2Config, tp_plan="gla", plan="gla")
 

@@ -18,7 +18,7 @@ import tomli
 import tomli_w
 
 from titanplans.config.compatibility import REFUSALS
-from titanplans.config.other_names import AUTOMODEL
+from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS
 from titanplans.config.values import Mismatch, expected, fit, in_toml
 from titanplans.errors import ConfigError, OptionError, nearest
 
@@ -57,7 +57,8 @@ class Options:
             if today in known:
                 if today in values:
                     raise self.error(today, f"{name} is the same option, given too: keep {today}")
-                values[today] = values.pop(name)
+                value, words = values.pop(name), AUTOMODEL_WORDS.get(name)
+                values[today] = words[value] if words and type(value) is bool else value
         for name in values:
             if name not in known:
                 meant = nearest(name, list(known))

@@ -33,6 +33,9 @@ AUTOMODEL: dict[str, str] = _TABLES["automodel"]
 INERT = {key: switch for switch, keys in _TABLES["inert"].items() for key in keys}
 """The switch without which a key does nothing, by key."""
 
+AUTOMODEL_WORDS: dict[str, list[str]] = _TABLES["automodel_words"]
+"""Today's words for false and true, by NeMo Automodel's option."""
+
 REFUSED = {
     key: Refused(tuple(off), row["reason"]) for row in _TABLES["refused"] for key, off in row["keys"].items()
 }
