@@ -247,3 +247,14 @@ def test_tokenizers_that_are_broken(refused, tmp_path, name, content, reason):
     content = json.dumps(content) if isinstance(content, dict) else content
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert reason in refused(check_tokenizer, str(tmp_path))
+
+
+def test_a_tokenizer_that_can_not_read_the_text(refused, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 9}, "unk_token": "?"}}'
+    )
+    (tmp_path / "b.txt").write_text("b")
+    assert check_tokenizer(str(tmp_path)) == 10, "ids leave gaps"
+    given = {"split": "all", "tokenizer_path": str(tmp_path), "seq_len": 2}
+    said = refused(check_dataset, "local", str(tmp_path / "b.txt"), **given)
+    assert "its tokenizer can't read the text (Exception: WordLevel error: Missing [UNK] token" in said

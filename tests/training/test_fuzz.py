@@ -12,8 +12,12 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
+import tomli
+import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +26,7 @@ from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import CONVERTERS, PENDING
+from titanplans.config.values import in_toml
 from titanplans.training import launch
 
 GLA = {"model_type": "gla", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 4096}
@@ -55,7 +60,10 @@ def drawing(number):
 def folder(tmp_path, tmp_path_factory, monkeypatch):
     """A folder with a job's files, and with others that are none."""
     import datasets
+    import huggingface_hub
 
+    for library in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
     monkeypatch.setattr(launch, "run_rank", lambda job: 0)
     monkeypatch.chdir(tmp_path)
@@ -193,8 +201,8 @@ def a_file(folder, lines):
     loads("drawn.toml")
 
 
-def a_command_line(folder, options):
-    loads("job.toml", *(word for option in options for word in option))
+def a_command_line(folder, drawn):
+    loads("job.toml", *(word for option in drawn for word in option))
 
 
 def some_bytes(folder, content):
@@ -234,8 +242,8 @@ def test_a_job_file(folder, lines):
 
 @drawing(350)
 @given(st.lists(words(), max_size=3))
-def test_a_command_line(folder, options):
-    a_command_line(folder, options)
+def test_a_command_line(folder, drawn):
+    a_command_line(folder, drawn)
 
 
 @drawing(150)
@@ -279,9 +287,9 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("options", FOUND)
-def test_what_was_found_on_command_lines(folder, options):
-    assert loads("job.toml", *options) == 2
+@pytest.mark.parametrize("typed", FOUND)
+def test_what_was_found_on_command_lines(folder, typed):
+    assert loads("job.toml", *typed) == 2
 
 
 @pytest.mark.parametrize(
@@ -409,6 +417,51 @@ def a_damaged_file(folder, drawn):
     ends("job.toml", "--checkpoint.enable", "--metrics.enable_jsonl", *words)
 
 
+NUMBERS = [-1, 0, 1, 2, 3, 7, 64, 10**9, 2**31 - 1, 2**31, 2**53, 2**63 - 1]
+
+
+def of_type(hint):
+    """Return values of an option's type, usual and odd ones."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return of_type(arguments[0])
+    if origin in (Union, UnionType):
+        return st.one_of([of_type(option) for option in arguments if option is not NoneType])
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        return st.lists(of_type(arguments[0]), max_size=2)
+    if origin is dict:
+        return st.dictionaries(
+            st.sampled_from(TEXTS[:-1]).filter(_is_written), of_type(arguments[1]), max_size=2
+        )
+    return {
+        bool: st.booleans(),
+        int: st.sampled_from(NUMBERS),
+        float: st.sampled_from([0.0, 5e-324, 1e-8, 0.5, 1.0, 2.0, 1e30, 1.7e308]),
+        str: st.sampled_from(TEXTS).filter(_is_written),
+    }[hint]
+
+
+@st.composite
+def options(draw):
+    """Values of some keys, each of its type."""
+    chosen = draw(st.lists(st.sampled_from(sorted(keys())), min_size=1, max_size=4, unique=True))
+    return {name: draw(of_type(in_toml(keys()[name].hint))) for name in chosen}
+
+
+def a_job(folder, values):
+    tables = tomli.loads(JOB)
+    for name, value in values.items():
+        *path, last = name.split(".")
+        table = tables
+        for section in path:
+            table = table.setdefault(section, {})
+        table[last] = value
+    Path("drawn.toml").write_text(tomli_w.dumps(tables))
+    ends("drawn.toml")
+
+
 a_place = st.tuples(st.sampled_from(PATHS), st.sampled_from(PLACES))
 a_file_of_it = st.sampled_from(sorted(FILES)).flatmap(damaged)
 
@@ -418,13 +471,19 @@ def test_the_job_that_is_damaged_is_right(folder):
     a_damaged_file(folder, ("text.txt", FILES["text.txt"]))
 
 
-@drawing(120)
+@drawing(100)
 @given(a_place)
 def test_a_path(folder, drawn):
     a_path(folder, drawn)
 
 
-@drawing(180)
+@drawing(150)
+@given(options())
+def test_a_job(folder, values):
+    a_job(folder, values)
+
+
+@drawing(150)
 @given(a_file_of_it)
 def test_a_damaged_file(folder, drawn):
     a_damaged_file(folder, drawn)
@@ -440,6 +499,7 @@ def test_a_damaged_file(folder, drawn):
         (some_bytes, st.binary(max_size=40) | cut),
         (an_environment, environments),
         (a_path, a_place),
+        (a_job, options()),
         (a_damaged_file, a_file_of_it),
     ],
 )

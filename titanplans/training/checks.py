@@ -5,6 +5,7 @@ Each rank can decide this alone, so all ranks refuse alike. Contradictions withi
 """
 
 import importlib.util
+import os
 from operator import attrgetter
 from pathlib import Path
 
@@ -167,7 +168,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int)
         )
     elif checkpoint.initial_load_path is not None:
         initial = Path(checkpoint.initial_load_path)
-        if not (initial / ".metadata").is_file():
+        if not os.path.isfile(initial / ".metadata"):
             raise ConfigError(
                 f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata)'
             )

@@ -35,7 +35,12 @@ def only_sweep(folder: Path) -> Iterator[int]:
     Raises:
         UserError: another sweep runs there, or a job of one that was killed; or the file system has no locks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: can't be made ({error.strerror}); give [sweep] a dump_folder that can"
+        ) from None
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from titanplans.config.options import Options, read_toml
+from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import Layer, flatten, read_tables
 from titanplans.config.values import NaturalInt, PositiveFloat, from_toml, show
@@ -38,7 +39,7 @@ class Header(Options):
     base: str = ""
     """The job that is varied: the path of its TOML, from the folder where the command is started. Required."""
 
-    dump_folder: str | None = None
+    dump_folder: FilePath | None = None
     """Folder for the cells and the tables; None: "outputs/" and the file's name."""
 
     description: str = ""

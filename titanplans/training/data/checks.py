@@ -11,6 +11,7 @@ from typing import Any
 from titanplans.errors import DataError
 from titanplans.training.data.sources import open_source
 from titanplans.training.data.vocabulary import load_tokenizer
+from titanplans.training.reading import refusing
 
 _RANK_KEY = re.compile(r"dataloader\.dp_rank_(\d+)$")
 _REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
@@ -44,7 +45,10 @@ def check_dataset(
         return
     tokenizer, found = load_tokenizer(tokenizer_path), 0
     for _, text in source.documents(0, 0, 1, None):
-        found += len(tokenizer.encode(text).ids)
+        with refusing(
+            f"hf_assets_path = {tokenizer_path!r}: its tokenizer can't read the text", "give another"
+        ):
+            found += len(tokenizer.encode(text).ids)
         if found > seq_len:
             return
     raise DataError(

@@ -25,6 +25,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from titanplans.errors import DataError
 from titanplans.training.data.packing import Window, pack
 from titanplans.training.data.sources import Source
+from titanplans.training.reading import refusing
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 """`{"input": [seq_len], "positions": [seq_len]}`, labels `[seq_len]`, all int64."""
@@ -119,7 +120,11 @@ class PackedText(IterableDataset):
         while True:
             total = 0
             for position, text in self._source.documents(epoch, shard, shards, document):
-                tokens = np.asarray(self._tokenizer.encode(text, add_bos=True, add_eos=True), dtype=np.int32)
+                with refusing(
+                    f"{self._source.identity['dataset']}: the tokenizer can't read it", "give another"
+                ):
+                    ids = self._tokenizer.encode(text, add_bos=True, add_eos=True)
+                tokens = np.asarray(ids, dtype=np.int32)
                 total += len(tokens)
                 yield (epoch, position), tokens
             if not self._infinite:

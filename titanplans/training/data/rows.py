@@ -4,7 +4,9 @@ Rows of JSON are read here, a line at a time. The library's reader infers types 
 into them, refuses a row that lacks another row's field, and ends the process at a line that is `null`.
 """
 
+import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import sys
@@ -91,16 +93,28 @@ def _parquet(files: Sequence[Path], text_column: str) -> "Dataset":
 
 
 def _json(states: list[tuple[str, int, int]], text_column: str) -> "Dataset":
-    from datasets import Dataset, Features, Value
+    """The rows as Arrow, in a file of the cache that is named by what was read; the first process to come makes it."""
+    from datasets import Dataset, Features, Value, config
+    from datasets.arrow_writer import ArrowWriter
 
-    # The arguments are what the cache is found by.
-    given = {"files": states, "text_column": text_column}
-    features = Features({text_column: Value("string")})
-    return cast("Dataset", Dataset.from_generator(_texts, features=features, gen_kwargs=given))
+    name = hashlib.sha256(json.dumps([states, text_column]).encode()).hexdigest()[:32]
+    path = Path(config.HF_DATASETS_CACHE) / "titanplans" / f"{name}.arrow"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            texts = _texts([name for name, _, _ in states], text_column)
+            with ArrowWriter(path=str(partial), features=Features({text_column: Value("string")})) as writer:
+                while batch := list(itertools.islice(texts, 1000)):
+                    writer.write_batch({text_column: batch})
+                writer.finalize()
+            partial.replace(path)
+    return Dataset.from_file(str(path))
 
 
-def _texts(files: list[tuple[str, int, int]], text_column: str) -> Iterator[dict[str, str]]:
-    for name, _, _ in files:
+def _texts(files: list[str], text_column: str) -> Iterator[str]:
+    for name in files:
         for where, row in _objects(Path(name)):
             if not isinstance(row, dict):
                 raise DataError(
@@ -109,7 +123,7 @@ def _texts(files: list[tuple[str, int, int]], text_column: str) -> Iterator[dict
                 )
             if text_column not in row:
                 check_column(list(row), text_column, where)
-            yield {text_column: as_text(row[text_column], text_column, where)}
+            yield as_text(row[text_column], text_column, where)
 
 
 def _objects(file: Path) -> Iterator[tuple[str, Any]]:
@@ -159,8 +173,10 @@ def as_text(value: object, text_column: str, where: str) -> str:
     if not isinstance(value, str):
         found = "no value" if value is None else f"a value of type {type(value).__name__}"
         raise _no_text(text_column, where, found)
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise _no_text(text_column, where, "half of a character (a lone surrogate)")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _no_text(text_column, where, "half of a character (a lone surrogate)") from None
     return value
 
 

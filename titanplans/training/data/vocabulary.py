@@ -31,7 +31,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def check_tokenizer(path: str) -> int:
-    """How many tokens the tokenizer of the folder `path` has, special ones included.
+    """How many tokens a model needs for the tokenizer of the folder `path`: one more than its largest id.
 
     It is loaded as the trainer does: tokenizer_config.json and chat_template.jinja, too, where they are there.
 
@@ -52,7 +52,8 @@ def check_tokenizer(path: str) -> int:
     log.setLevel(logging.ERROR)  # which files it has found is said when training loads it
     try:
         with refusing(f"hf_assets_path = {path!r}: its tokenizer can't be used", _remedy()):
-            return HuggingFaceTokenizer.Config().build(tokenizer_path=path).get_vocab_size()
+            tokenizer = HuggingFaceTokenizer.Config().build(tokenizer_path=path)
+            return max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may leave gaps
     finally:
         log.setLevel(level)
 
