@@ -335,7 +335,22 @@ def compiled_under_tp(rank):
             compile_optimizer(optimizer, config(backend))
         results["optimizer", compiled] = steps(model, optimizer)
     results["optimizer"] = backend.frame_count, backend.runs
+    torch._dynamo.reset()
+    results["lengths"] = [gradients_of_several_lengths(mesh["tp"], compiled) for compiled in (False, True)]
     return expected, results
+
+
+def gradients_of_several_lengths(mesh, compiled):
+    """Of a model of FLA's, whose blocks are compiled within their checkpoints; their shards have one size."""
+    from titanplans import apply_plan
+
+    model = zoo.build("gla", options=False)
+    apply_plan(model, mesh, loss_parallel=False)
+    if compiled:
+        apply_activation_checkpointing(model, FULL)
+        apply_compile(model, config(), None)
+    sum(model(TOKENS[:, :length]).logits.sin().mean() for length in (16, 15)).backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +371,11 @@ def test_checkpointing_in_a_compiled_block_under_tp(under_tp, name):
 
 def test_recomputed_attention_under_tp_is_what_torch_cannot_compile(under_tp):
     assert "DeviceMesh" in under_tp[1]["full"]
+
+
+def test_forwards_of_several_lengths_are_recomputed_under_tp(under_tp):
+    eager, compiled = under_tp[1]["lengths"]
+    torch.testing.assert_close(compiled, eager)
 
 
 def test_compiled_step_on_sharded_parameters(under_tp):

@@ -372,3 +372,19 @@ def test_a_head_of_ones_own(sequence_parallel):
             PlanError, match=r"'score' .* it stands behind the blocks of a model without a head"
         ):
             check_plan(model, 2, plan=OnStream)
+
+
+@pytest.mark.parametrize("name", ["get_output_embeddings", "get_input_embeddings"])
+def test_a_loss_of_ones_own_on_a_share_of_the_vocabulary_is_an_error(name):
+    def work(split, whole):
+        weight = getattr(split, name)().weight
+        assert weight is getattr(split, name)()._parameters["weight"]
+        assert weight.shape == (96, 64)
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            nn.functional.linear(split.model(ids()).last_hidden_state, weight)
+        hidden, weight = whole.model(ids()).last_hidden_state, weight.full_tensor()
+        same(
+            nn.functional.linear(hidden, weight), nn.functional.linear(hidden, getattr(whole, name)().weight)
+        )
+
+    on_ranks(work)

@@ -65,22 +65,22 @@ def test_gradient_and_hooks():
 def test_it_computes_as_a_plain_tensor():
     def work(world):
         model = split(world)
-        weight = model.lm_head.weight
+        projection = model.layers[0].mlp.gate_proj
+        weight = projection.weight
         assert type(weight) is LocalWeight
-        assert weight.shape == (16, 16)
+        assert weight.shape == (12, 16)
         for result in (weight * 2, weight.detach(), weight.data, nn.functional.linear(weight, weight)):
             assert type(result) is torch.Tensor
         with torch.no_grad():
-            weight = model.lm_head.weight
-            weight.fill_(2.0)
-        return model.lm_head._parameters["weight"].full_tensor().unique().tolist()
+            projection.weight.fill_(2.0)
+        return projection._parameters["weight"].full_tensor().unique().tolist()
 
     assert on_ranks(work) == [2.0]
 
 
 def test_new_data_is_refused():
     def work(world):
-        split(world).lm_head.weight.data = torch.zeros(16, 16)
+        split(world).layers[0].mlp.gate_proj.weight.data = torch.zeros(12, 16)
 
     with pytest.raises(PlanError, match=r"write into it, .*load_state_dict"):
         on_ranks(work)
@@ -88,15 +88,16 @@ def test_new_data_is_refused():
 
 def test_an_uneven_shard_and_shared_heads():
     def work(world):
-        model = zoo.build("llama", vocab_size=97, num_key_value_heads=2)
+        model = zoo.build("llama", intermediate_size=45, num_key_value_heads=2)
         apply_plan(model, world.mesh, loss_parallel=False)
-        projection = model.model.layers[0].self_attn.k_proj
-        for module in (model.lm_head, projection):
+        block = model.model.layers[0]
+        projections = block.mlp.up_proj, block.self_attn.k_proj
+        for module in projections:
             module.weight.requires_grad = False
             assert not module._parameters["weight"].requires_grad
-        return model.lm_head.weight.shape[0], projection.weight.shape[0]
+        return tuple(module.weight.shape[0] for module in projections)
 
-    assert on_ranks(work, 4) == (25, 16)
+    assert on_ranks(work, 4) == (12, 16)
 
 
 def test_a_compiled_function_takes_it():

@@ -21,7 +21,7 @@ from titanplans.tensor_parallel.generation import let_generate
 from titanplans.tensor_parallel.inputs import Forwards, guard_forwards
 from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
-from titanplans.tensor_parallel.stream import Border
+from titanplans.tensor_parallel.stream import Border, keep_border
 from titanplans.tensor_parallel.styles import Style, mark
 from titanplans.tensor_parallel.vocab import VocabHead
 from titanplans.tensor_parallel.whole_methods import refuse_whole_methods
@@ -119,7 +119,8 @@ def apply_plan(
             setattr(model.get_submodule(name), attribute, value)
     border = Border(tp_mesh, source.stream)
     _guard(model, border, checked, loss_parallel)
-    let_generate(model, border)
+    keep_border(model, border)
+    let_generate(model)
     refuse_whole_methods(model)
     check_first_forward(model, model.get_submodule(checked.decoder.base), tp_mesh)
     return AppliedPlan(source, checked.styles, layouts, checked.crossings, checked.decoder, tp_mesh)

@@ -15,14 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.tensor_parallel.local_parameters import subclass
-from titanplans.tensor_parallel.stream import Border
+from titanplans.tensor_parallel.stream import border_of_model
 
 
-def let_generate(model: nn.Module, border: Border) -> None:
-    """Let `generate` of `model`, if it has one, give the same tokens on every rank of the mesh of `border`, its stream's."""
+def let_generate(model: nn.Module) -> None:
+    """Let `generate` of the split `model`, if it has one, give the same tokens on every rank."""
     if callable(getattr(model, "generate", None)):
         model.__class__ = _generating(type(model))
-        model.__dict__["_tp_border"] = border
 
 
 @functools.cache
@@ -31,7 +30,8 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(theirs)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        border: Border = self._tp_border
+        border = border_of_model(self)
+        assert border is not None
         before, border.stream.whole_logits = border.stream.whole_logits, True
         try:
             with _draws_of_the_first_rank(border.mesh):

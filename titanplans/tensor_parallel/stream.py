@@ -23,10 +23,13 @@ sequence is, so the stream does (`Stream.length`), and remembers it of past forw
 """
 
 import copy
+import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -133,19 +136,39 @@ class Stream:
         number = number_of_node(running_node())
         return next((f for f in reversed(self._forwards) if f.first <= number < f.last), None)
 
-    def _length_then(self, shard: int, ranks: int) -> int:
+    def _length_then(self, shard: int | None = None, ranks: int = 1) -> int:
+        """Return the length of the forward that a backward computes again; its ranks held shards of `shard` tokens."""
+
+        def fits(forward: Forward) -> bool:
+            return shard is None or shard_size(forward.length, ranks) == shard
+
         then = self._forward_then()
         # In a reentrant checkpoint within another the inner one's nodes are made in the backward, and tell nothing.
-        if then is not None and shard_size(then.length, ranks) == shard and torch.is_grad_enabled():
+        if then is not None and fits(then) and torch.is_grad_enabled():
             return then.length
-        lengths = {forward.length for forward in self._forwards if shard_size(forward.length, ranks) == shard}
+        lengths = {forward.length for forward in self._forwards if fits(forward)}
         if len(lengths) == 1:
             return lengths.pop()
         raise PlanError(
-            f"a backward computes a forward again whose ranks held shards of {shard} tokens, and forwards of "
+            "a backward computes a forward again, and which one is not known: forwards of "
             f"{either(sorted(lengths)) if lengths else 'no length that is remembered'} tokens may be meant: with sequence "
             "parallelism checkpoint blocks with use_reentrant=False, and not within another checkpoint"
         )
+
+    def for_graphs(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled `call`, for which `length` is right also in a backward: a graph can't look."""
+
+        @functools.wraps(call)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not self.ended or torch.compiler.is_compiling() or not in_backward():
+                return call(*args, **kwargs)
+            newest, self.length = self.length, self._length_then()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.length = newest
+
+        return called
 
     def __repr__(self) -> str:
         return repr(self.placement)
@@ -212,3 +235,16 @@ class Border:
         """Return the length of the sequence of which `x` is this rank's shard."""
         assert self.stream.dim is not None
         return self.stream.length_of(x.shape[self.stream.dim], self.group[1])
+
+
+_NAME = "_tp_border"
+
+
+def keep_border(model: nn.Module, border: Border) -> None:
+    """Let `model` know the `border` of its residual stream."""
+    model.__dict__[_NAME] = border
+
+
+def border_of_model(model: nn.Module) -> Border | None:
+    """Return the border of the residual stream of `model`; None if it is not split."""
+    return model.__dict__.get(_NAME)

@@ -19,11 +19,13 @@ from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
 from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.stream import border_of_model
 from titanplans.torch_private import (
     ActivationWrapper,
     backend_function,
     check_inductor_options,
     checkpointed,
+    compiled_call,
     dynamo_config,
     functorch_config,
     inductor_option_names,
@@ -76,6 +78,7 @@ def apply_compile(
     budget = next(filter(None, (memory_budget(block) for _, block in blocks)), None)
     within_budget = backend if budget is None else _budgeted(backend, budget)
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
+    border = border_of_model(model)
     for name, block in blocks:
         one_graph = not holds_fla(block) if fullgraph is None else fullgraph
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
@@ -84,6 +87,8 @@ def apply_compile(
             end_graphs_at_kernels(block)
         chosen = backend if memory_budget(block) is None else within_budget
         _compile_module(inside, name, limit, backend=chosen, fullgraph=one_graph, **options)
+        if border is not None and (call := compiled_call(inside)) is not None:
+            set_compiled_call(inside, border.stream.for_graphs(call))
 
 
 def compile_loss(fn: F, compile_config: Compile) -> F:
