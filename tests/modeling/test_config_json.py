@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from titanplans import modeling
@@ -116,6 +117,24 @@ def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, va
 def test_what_only_the_constructor_finds_is_one_line_too(tmp_path, values, words):
     install("cpu")
     assert words in refusal(tmp_path / "config.json", values)
+
+
+def test_a_model_with_experts_trains_from_its_config(tmp_path):
+    """Every expert and the router get a gradient."""
+    path = tmp_path / "config.json"
+    experts = {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+    }
+    path.write_text(json.dumps(DENSE | experts), encoding="utf-8")
+    model = modeling.build(modeling.load_config_file(path))
+    model.to_empty(device="cpu")
+    modeling.initialize(model, seed=0)
+    tokens = torch.arange(96).reshape(2, 48)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
 def test_what_a_class_has_by_itself_is_not_refused():
