@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from titanplans.cli.sweep.cells import make_cells, refusal
-from titanplans.cli.sweep.main import _select
+from titanplans.cli.sweep.main import _select, main
 from titanplans.cli.sweep.spec import read_spec
 from titanplans.config import ConfigError
 
@@ -258,3 +258,30 @@ def test_a_base_job_that_is_not_there_or_is_wrong(write, tmp_path):
         ConfigError, match=r"^missing.toml: no such sweep file; there are base.toml, sweep.toml$"
     ):
         read_spec("missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "expected a path, not nothing"),
+        ("$NOT_SET", "$NOT_SET is no variable of the environment"),
+        ("file/x", "can't be made (Not a directory)"),
+        ("x" * 300, "can't be made (File name too long)"),
+        ("/proc/x", "can't be made (No such file or directory)"),
+        ("loop/x", "can't be made (Too many levels of symbolic links)"),
+    ],
+)
+def test_a_folder_that_can_not_be_made(write, tmp_path, capsys, path, why):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    head = f'[sweep]\nbase = "base.toml"\ndump_folder = "{path}"\n'
+    assert main([write("[grid.optimizer]\nlr = [1e-3, 2e-3]\n", head)]) == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_the_base_job_is_a_path_like_others(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("JOBS", str(tmp_path))
+    cells = cells_of(write("[grid.optimizer]\nlr = [1e-3, 2e-3]\n", '[sweep]\nbase = "$JOBS/base.toml"\n'))
+    assert cells[0].arguments[0] == f"{tmp_path}/base.toml"

@@ -6,6 +6,7 @@ it has ended. What depends on the machine, the data and the model is refused whe
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -106,8 +107,8 @@ class Cell:
             ConfigError: the folder is there and is no cell's, or the record is not one of this release's.
         """
         path = self.folder / FILE_NAME
-        if not path.is_file():
-            if self.folder.is_dir() and any(self.folder.iterdir()):
+        if not os.path.isfile(path):  # which a name that is too long is not, either
+            if os.path.isdir(self.folder) and any(self.folder.iterdir()):
                 raise ConfigError(
                     f"{self.folder} holds files, but no {FILE_NAME}, so it is not a sweep's; move it away, or give "
                     "[sweep] another dump_folder"

@@ -36,7 +36,7 @@ class Header(Options):
 
     section = "sweep"
 
-    base: str = ""
+    base: FilePath = "."
     """The job that is varied: the path of its TOML, from the folder where the command is started. Required."""
 
     dump_folder: FilePath | None = None
@@ -116,7 +116,7 @@ def _header(table: dict[str, Any], path: str) -> Header:
         header = Header(**table)
     except OptionError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if not header.base:
+    if "base" not in table:
         raise ConfigError(
             f'{path}: sweep.base is missing: the job that is varied, as base = "configs/gla_debug.toml"'
         )
