@@ -78,6 +78,37 @@ def heads(model):
     return model.model(ids()).last_hidden_state.cos().mean()
 
 
+class Dict(Tiny):
+    """Returns a dict, and hidden states in a list, from the module that holds both blocks and head."""
+
+    def forward(self, input_ids):
+        states = [self.embed(input_ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return {"logits": self.lm_head(self.norm(states[-1])), "hidden_states": states}
+
+
+def test_hidden_states_in_other_forms():
+    def dicts(split, whole):
+        mine, theirs = (model(ids(7, vocabulary=32)) for model in (split, whole))
+        for a, b in zip(mine["hidden_states"], theirs["hidden_states"], strict=True):
+            same(a, b)
+        same(mine["logits"], theirs["logits"])
+
+    def tuples(split, whole):
+        mine, theirs = (
+            m(ids(), output_hidden_states=True, return_dict=False, use_cache=False) for m in (split, whole)
+        )
+        same(mine[0], theirs[0])
+        for a, b in zip(mine[-1], theirs[-1], strict=True):
+            same(a, b)
+
+    torch.manual_seed(0)
+    on_ranks(dicts, model=Dict())
+    on_ranks(tuples)
+    on_ranks(tuples, "gla")
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_base_called_by_itself_gives_whole_hidden_states(name, sequence_parallel):

@@ -136,7 +136,8 @@ def _after(known: Forwards, is_model: bool, is_base: bool, module: nn.Module, ar
     if output is None:  # the forward has failed
         stream.stop()
         return None
-    asked = getattr(output, "hidden_states", None) is not None
+    fields = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    asked = fields.get("hidden_states") is not None
     if not is_model and stream.head_follows and not asked and not isinstance(output, tuple):
         return None  # the head takes its shard
     stream.stop()
@@ -144,15 +145,16 @@ def _after(known: Forwards, is_model: bool, is_base: bool, module: nn.Module, ar
     if isinstance(output, torch.Tensor | tuple):
         return output if known.has_head and is_model else _whole(known.border, output, seen)
     for name in _HIDDEN_STATES:
-        if (states := getattr(output, name, None)) is not None:
-            setattr(output, name, _whole(known.border, states, seen))
+        if (states := fields.get(name)) is not None:
+            fields[name] = _whole(known.border, states, seen)
     return None
 
 
 def _whole(border: Border, states: Any, seen: dict[int, torch.Tensor]) -> Any:
     """Return `states`, a tensor or a tuple of them, with the shards in it made whole; one tensor stays one."""
-    if isinstance(states, tuple):
-        return tuple(_whole(border, each, seen) for each in states)
+    if isinstance(states, tuple | list):
+        made = [_whole(border, each, seen) for each in states]
+        return states._make(made) if hasattr(states, "_make") else type(states)(made)  # type: ignore[union-attr]
     if not isinstance(states, torch.Tensor) or not border.holds_shard(states):
         return states
     if id(states) not in seen:
