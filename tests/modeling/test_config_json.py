@@ -110,6 +110,11 @@ def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, va
             DENSE | {"model_type": ["llama"]},
             "model_type ['llama'] is in neither the installed transformers nor fla",
         ),
+        (DENSE | {"id2label": [1]}, "config.json': 'list' object has no attribute 'items'"),
+        (
+            GLA | {"model_type": "rwkv7", "value_dim": [64]},
+            "config.json': value_dim must have the same length",
+        ),
         ("[" * 100_000, "is not JSON"),
     ],
     ids=lambda value: str(value)[:30],

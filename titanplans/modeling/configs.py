@@ -21,9 +21,12 @@ from titanplans.errors import ModelError
 from titanplans.modeling.config_values import check_values
 from titanplans.modeling.families import Family, families
 
-# What a config class raises for a value it does not take: its own checks, and those of the typed
-# config dataclasses of transformers 5.
-_BAD_VALUE = (TypeError, ValueError, StrictDataclassError)
+# What a config class raises for a value it does not take: its own checks, those of the typed config dataclasses of
+# transformers 5, and what it comes upon where it computes one field from another.
+_BAD_VALUE = (
+    *(TypeError, ValueError, AssertionError, StrictDataclassError),
+    *(ArithmeticError, AttributeError, LookupError),
+)
 
 
 def available() -> dict[str, tuple[str, ...]]:
