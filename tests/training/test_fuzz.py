@@ -471,43 +471,43 @@ def test_the_job_that_is_damaged_is_right(folder):
     a_damaged_file(folder, ("text.txt", FILES["text.txt"]))
 
 
-@drawing(100)
+@drawing(80)
 @given(a_place)
 def test_a_path(folder, drawn):
     a_path(folder, drawn)
 
 
-@drawing(150)
+@drawing(120)
 @given(options())
 def test_a_job(folder, values):
     a_job(folder, values)
 
 
-@drawing(150)
+@drawing(120)
 @given(a_file_of_it)
 def test_a_damaged_file(folder, drawn):
     a_damaged_file(folder, drawn)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
-    ("check", "strategy"),
+    ("number", "check", "strategy"),
     [
-        (a_file, some_lines),
-        (a_command_line, st.lists(words(), max_size=3)),
-        (some_bytes, st.binary(max_size=40) | cut),
-        (an_environment, environments),
-        (a_path, a_place),
-        (a_job, options()),
-        (a_damaged_file, a_file_of_it),
+        (2000, a_file, some_lines),
+        (2000, a_command_line, st.lists(words(), max_size=3)),
+        (2000, some_bytes, st.binary(max_size=40) | cut),
+        (2000, an_environment, environments),
+        (300, a_path, a_place),
+        (300, a_job, options()),
+        (300, a_damaged_file, a_file_of_it),
     ],
 )
-def test_more_of_the_same(folder, check, strategy, seed):
+def test_more_of_the_same(folder, number, check, strategy, seed):
     from hypothesis import seed as seeded
 
     @seeded(seed)
-    @settings(drawing(1000), derandomize=False)
+    @settings(drawing(number), derandomize=False)
     @given(strategy)
     def more(drawn):
         check(folder, drawn)
