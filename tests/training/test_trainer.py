@@ -37,6 +37,8 @@ MODELS["llama"] = {
     "vocab_size": 4096,
     "tie_word_embeddings": True,
 }
+# Which a model that is split can't have.
+MODELS["dense"] = MODELS["llama"] | {"attention_dropout": 0.0}
 JOB = """
 [training]
 local_batch_size = 4

@@ -122,7 +122,7 @@ def on_two_ranks(rank: int) -> dict:
     results["graphs"] = counters["stats"]["unique_graphs"]
     results["and back under ddp"] = goes_on(folder, "fsdp2", *DDP)  # from step 6
 
-    results["float8"] = losses_of(folder, "llama", "float8", *STEPS, *FLOAT8)
+    results["float8"] = losses_of(folder, "dense", "float8", *STEPS, *FLOAT8)
     results["float8 report"] = json.loads((folder / "float8" / "parallelism.json").read_text())["float8"]
     return results
 
