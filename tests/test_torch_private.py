@@ -92,7 +92,7 @@ def check_is_erased():
     "number_of_node",
     "running_node",
     "in_backward",
-    without="collectives of the backward are booked on no module",
+    without="collectives of the backward are booked on no module, and a recomputation does not find its forward",
 )
 def check_autograd():
     seen = []

@@ -4,6 +4,7 @@ Ranks are threads of this process; the whole model runs beside them, on the same
 """
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -78,14 +79,20 @@ def heads(model):
     return model.model(ids()).last_hidden_state.cos().mean()
 
 
+class States(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+    third: torch.Tensor
+
+
 class Dict(Tiny):
-    """Returns a dict, and hidden states in a list, from the module that holds both blocks and head."""
+    """Returns a dict, and hidden states in a named tuple, from the module that holds both blocks and head."""
 
     def forward(self, input_ids):
         states = [self.embed(input_ids)]
         for layer in self.layers:
             states.append(layer(states[-1]))
-        return {"logits": self.lm_head(self.norm(states[-1])), "hidden_states": states}
+        return {"logits": self.lm_head(self.norm(states[-1])), "hidden_states": States(*states)}
 
 
 def test_hidden_states_in_other_forms():
@@ -93,6 +100,7 @@ def test_hidden_states_in_other_forms():
         mine, theirs = (model(ids(7, vocabulary=32)) for model in (split, whole))
         for a, b in zip(mine["hidden_states"], theirs["hidden_states"], strict=True):
             same(a, b)
+        assert isinstance(mine["hidden_states"], States)
         same(mine["logits"], theirs["logits"])
 
     def tuples(split, whole):

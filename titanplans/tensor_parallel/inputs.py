@@ -154,7 +154,8 @@ def _whole(border: Border, states: Any, seen: dict[int, torch.Tensor]) -> Any:
     """Return `states`, a tensor or a tuple of them, with the shards in it made whole; one tensor stays one."""
     if isinstance(states, tuple | list):
         made = [_whole(border, each, seen) for each in states]
-        return states._make(made) if hasattr(states, "_make") else type(states)(made)  # type: ignore[union-attr]
+        kind: Any = type(states)
+        return kind(made) if kind in (tuple, list) else kind(*made)  # a named tuple
     if not isinstance(states, torch.Tensor) or not border.holds_shard(states):
         return states
     if id(states) not in seen:
