@@ -78,7 +78,22 @@ def loading(rank):
         set_model_state_dict(model, dict(whole) if rank == 0 else {}, options=options)
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         wrong += [name for name, value in state.items() if not value.equal(whole[name])]
+        wrong += other_batches(model, rank)
     return wrong, saved
+
+
+def other_batches(model, rank):
+    """Ranks with other data each: right for those of the data-parallel mesh, and an error for those that split a model."""
+    mesh = model.lm_head._parameters["weight"].device_mesh
+    tp = mesh.get_local_rank("tp")
+    try:
+        with torch.no_grad():
+            model(TOKENS + rank)
+        return ["not noticed"]
+    except PlanError as error:
+        found = [] if "another input_ids on tensor-parallel rank 1 than" in str(error) else [str(error)]
+    model(TOKENS + rank - tp).logits.sum().backward()
+    return found
 
 
 def test_whole_state_dicts(tmp_path, monkeypatch):
