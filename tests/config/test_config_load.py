@@ -235,7 +235,7 @@ def test_a_file_that_is_no_text(tmp_path):
             "[training]\ndataloader = 3",
             "training.dataloader: is a section, not a key; write [training.dataloader]",
         ),
-        ("[training]\nsteps = {a = 1}", "training.steps = {'a': 1}: expected an integer"),
+        ("[training]\nsteps = {a = 1}", 'training.steps = {"a" = 1}: expected an integer'),
         ('[optimizer]\nname = "SGD"', 'optimizer.name = "SGD": expected one of "Adam", "AdamW"'),
         (
             "[checkpoint]\nkeep_latest_k = 1",
