@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
 import zoo
 from torch import nn
 
 from titanplans import TPPlan, registered_plans
 from titanplans.modeling import sample_inputs
+from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.reference import Reference
-from titanplans.proof.sample import moved, randomise, token_ids
+from titanplans.proof.sample import Sampler, randomise
 
 VOCABULARY, WIDTH, SEQUENCE = 51, 32, 7
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 47}
@@ -70,11 +70,11 @@ class Architecture:
         """Return the whole model after its step: once for all mutants of the architecture."""
         model = self.build()
         randomise(model, seed=0)
+        inputs = None
         if self.name == "gemma3":
             inputs = sample_inputs(model.config, batch_size=2, seq_len=SEQUENCE, seed=0)  # type: ignore[arg-type]
-        else:
-            inputs = token_ids(model, 2, SEQUENCE, 1, 0)
-        return Reference(model, moved(inputs, torch.device("cpu"), torch.float64), seed=0)
+        scenario = Scenario(((Batch(2, SEQUENCE),),))
+        return Reference(model, scenario, Sampler(model, inputs, 1, 0), recording=True)
 
 
 ARCHITECTURES = (

@@ -66,7 +66,7 @@ def right(verdict: Verdict) -> bool:
 
 def allowed(operator: str, key: str, reference: Reference) -> set[str]:
     """Return the modules of which a verdict has to name one."""
-    order = [name.partition(" ")[0] for name in reference.order]
+    order = [name.partition(" ")[0] for name in reference.orders["step 1, batch 1"]]
     runs = [i for i, name in enumerate(order) if _inside(name, key)]
     region = {name for name in order if _parent(name) == _parent(key)} if _in_region(key) else set()
     if not runs:

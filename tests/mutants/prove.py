@@ -10,6 +10,7 @@ from mutants.corpus import Mutant
 from titanplans import PlanError, check_plan
 from titanplans.proof import threads
 from titanplans.proof.case import prove_case
+from titanplans.proof.conditions import PLAIN
 from titanplans.proof.report import CaseResult
 from titanplans.proof.world import World
 
@@ -75,7 +76,7 @@ def _over_threads(degree: int, mutants: list[Mutant]) -> list[Verdict]:
 def _verdict(mutant: Mutant, world: World) -> Verdict:
     reference = mutant.architecture.reference()
     try:
-        case = prove_case(reference, mutant.plan, mutant.options, world)
+        case = prove_case(reference, mutant.plan, mutant.options, PLAIN, world)
     except PlanError as error:
         return Verdict(mutant, str(error), None)
     return Verdict(mutant, None, case)

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import zoo
+from plainly import verify
 
 from titanplans import registered_plans
 from titanplans.modeling import kernels
 from titanplans.modeling.samples import build_real, sample_inputs
-from titanplans.proof import verify
 
 
 @pytest.fixture(autouse=True, scope="module")

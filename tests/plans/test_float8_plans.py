@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import zoo
+from plainly import verify
 from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 
@@ -17,7 +18,6 @@ from titanplans import PlanError, apply_plan, check_plan, modeling, registered_p
 from titanplans.modeling import kernels
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.proof import verify
 from titanplans.proof.modes import exact_float8
 from titanplans.proof.simulate import ranks
 from titanplans.tensor_parallel.float8 import RECIPES, float8_linears, recipe_of

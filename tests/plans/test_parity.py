@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import zoo
+from plainly import verify
 from tiny import Tiny, TinyPlan
 from torch import nn
 
 from titanplans import TPPlan, modeling
 from titanplans.modeling import kernels
-from titanplans.proof import verify
 
 TRANSFORMER = {
     "plain": {},

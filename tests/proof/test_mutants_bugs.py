@@ -38,13 +38,13 @@ import torch
 from mutants import bugs, faults
 from mutants.architectures import ARCHITECTURES
 from mutants.place import named
+from plainly import verify
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from titanplans import PlanError, modeling
-from titanplans.proof import verify
 
 MODELS = {architecture.name: architecture for architecture in ARCHITECTURES}
 

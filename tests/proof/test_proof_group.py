@@ -1,12 +1,12 @@
 """`verify` over a real process group: two gloo processes, the same verdicts as simulated ranks."""
 
 import torch
+from plainly import verify
 from test_proof_wrong import Unsummed, attn
 from tiny import Tiny, TinyPlan
 from worlds import run
 
 from titanplans import PlanError
-from titanplans.proof import verify
 
 
 def prove(rank):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from plainly import verify
 from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titanplans.proof import verify
 from titanplans.tensor_parallel.local_parameters import Layout, local_parameter
 from titanplans.tensor_parallel.styles import (
     Colwise,

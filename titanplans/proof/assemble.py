@@ -3,12 +3,10 @@
 This only says where an error is, never whether there is one: a wrong tensor could by chance fit one of the ways.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-
-from titanplans.proof.tolerance import difference
 
 Candidate = tuple[str, list[torch.Tensor]]
 """How the ranks' tensors were put together, and the whole ones that this gives, which should all be equal."""
@@ -23,7 +21,13 @@ class Fit:
     values: list[torch.Tensor]
 
 
-def best_fit(held: list[torch.Tensor], expected: torch.Tensor, *, sums: bool) -> Fit | None:
+def best_fit(
+    held: list[torch.Tensor],
+    expected: torch.Tensor,
+    difference: Callable[[torch.Tensor, torch.Tensor], float],
+    *,
+    sums: bool,
+) -> Fit | None:
     """Return how `held` by the ranks, in rank order, come nearest to `expected`; None if no way has its shape.
 
     With `sums` they may also be parts of a sum over the ranks.

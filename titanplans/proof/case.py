@@ -1,65 +1,115 @@
-"""One case: the split model takes the step that the whole one took, is compared with it, and is searched where it fails.
+"""One case: the split model takes the training that the whole one took, and is compared with it.
 
-A step that raises fails the case.
+A training that raises fails the case.
 """
 
+import copy
 import time
+import zlib
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.proof import step
-from titanplans.proof.compare import compare
+from titanplans.proof.compare import Comparison
+from titanplans.proof.conditions import Scenario
 from titanplans.proof.localise import localise
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Check
-from titanplans.proof.split import SPLITTING, SplitStep
 from titanplans.proof.threads import Apart
+from titanplans.proof.training import FAILURES, Training, first_line, recompute
 from titanplans.proof.world import World, from_first
+from titanplans.tensor_parallel.apply import AppliedPlan, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
 from titanplans.tensor_parallel.plan import TPOptions
 
+SPLITTING = "while it is split"
+
 
 class _Broken(Exception):
-    """A step that raised: where, and what."""
+    """A training that raised: where, and what."""
 
 
-def prove_case(reference: Reference, plan: PlanSource, options: TPOptions, world: World) -> CaseResult:
+def prove_case(
+    reference: Reference, plan: PlanSource, options: TPOptions, scenario: Scenario, world: World
+) -> CaseResult:
     """Prove `plan` with `options`. Every rank of `world` calls this, and every rank gets the first one's result.
+
+    Where the `reference` was recorded, a failing case is searched for the module at which it goes wrong first.
 
     Raises:
         PlanError: strict application refuses the plan, or the model can't be simulated.
     """
     start = time.perf_counter()
-    split = SplitStep(reference)
+    applied: AppliedPlan | None = None
+    training: Training | None = None
+    comparison = Comparison(reference, world)
 
     def take() -> CaseResult:
+        nonlocal applied, training
         try:
-            split.split(plan, options, world)
-            split.run()
-            return compare(split, options, reference, world)
+            model = copy.deepcopy(reference.pristine)
+            if scenario.differing and world.ranked and not world.first:
+                _change(model, world.mesh.get_local_rank())
+            applied = split(model, plan, options, world)
+            if scenario.recomputed:
+                recompute(applied.decoder)
+            training = reference.training(model, ranked=world.ranked)
+            comparison.run(training)
         except PlanError:
             raise
-        except step.FAILURES as error:
-            raise _Broken(split.place, step.first_line(error)) from error
+        except FAILURES as error:
+            raise _Broken(_place(training), first_line(error)) from error
+        return comparison.result(options, scenario)
 
     try:
         result = world.together(take)
     except _Broken as broken:
-        result = _failed(options, *broken.args)
+        result = _failed(options, scenario, *broken.args)
     except Apart as apart:
-        result = _failed(options, split.place, step.first_line(apart))
+        result = _failed(options, scenario, _place(training), first_line(apart))
     result = from_first(world, result)
-    if not result.passed and result.checks[0].where != SPLITTING:
+    if not result.passed and reference.recording and training is not None and applied is not None:
+        styles, so_far, case = applied.styles, training, result
         try:
             with torch.no_grad():
-                result = world.together(lambda: localise(split, reference, world, result))
+                result = world.together(lambda: localise(so_far, styles, reference, world, case))
         except Apart:
-            pass  # as in the step itself: what that said stands
+            pass  # as in the training itself: what that said stands
     return replace(result, ranks=world.name, seconds=time.perf_counter() - start)
 
 
-def _failed(options: TPOptions, where: str, why: str) -> CaseResult:
+def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) -> AppliedPlan:
+    """Split `model` in place over the ranks of `world`.
+
+    Raises:
+        PlanError: strict application refuses the plan.
+    """
+    applied = apply_plan(
+        model,
+        world.mesh,
+        plan=plan,
+        loss_parallel=options.loss_parallel,
+        sequence_parallel=options.sequence_parallel,
+        sequence_dim=options.sequence_dim,
+    )
+    world.settle(model)
+    return applied
+
+
+def _change(model: nn.Module, rank: int) -> None:
+    """Give the parameters of this rank other values."""
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(rank + zlib.crc32(name.encode()))
+        with torch.no_grad():
+            param.add_(torch.randn(param.shape, generator=generator).to(param))
+
+
+def _place(training: Training | None) -> str:
+    return SPLITTING if training is None else training.place
+
+
+def _failed(options: TPOptions, scenario: Scenario, where: str, why: str) -> CaseResult:
     check = Check("runs", float("inf"), 0.0, where)
-    return CaseResult(options, (check,), notes=(f"does not run, {where}: {why}",))
+    return CaseResult(options, scenario, (check,), notes=(f"does not run, {where}: {why}",))

@@ -1,73 +1,93 @@
-"""One case: the split model's step beside the whole one's, quantity by quantity."""
+"""One case: the split model's training beside the whole one's, quantity by quantity."""
+
+from dataclasses import dataclass, field
 
 import torch
 
-from titanplans.proof import step
-from titanplans.proof.reference import Key, Reference
+from titanplans.proof.conditions import Scenario
+from titanplans.proof.reference import Point, Reference
 from titanplans.proof.report import CaseResult, Check
-from titanplans.proof.split import SplitStep
 from titanplans.proof.tolerance import difference, largest
+from titanplans.proof.training import Key, Training
 from titanplans.proof.world import World, wholes
 from titanplans.tensor_parallel.plan import TPOptions
 
 
-def compare(split: SplitStep, options: TPOptions, reference: Reference, world: World) -> CaseResult:
-    """Compare a step of the split model, which has run its backward, with the `reference`'s, and take AdamW's."""
-    model = split.model
-    worst: dict[str, tuple[float, str]] = {}  # the worst difference of each kind, in units, and where
+@dataclass
+class Comparison:
+    """Compares a split model's training with the `reference`'s as it goes.
 
-    def note(what: str, error: float, where: str) -> None:
-        if error > worst.get(what, (0.0, ""))[0]:
-            worst[what] = error, where
+    Attributes:
+        worst: of each kind of quantity the check that is nearest to its tolerance, or farthest beyond it.
+        missing: gradients that the whole model has and the split one has not.
+        unexpected: gradients that the split model has and the whole one has not.
+    """
 
-    def note_replicas(values: list[torch.Tensor], where: str) -> None:
+    reference: Reference
+    world: World
+    worst: dict[str, Check] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def run(self, training: Training) -> None:
+        """Compare at every point of `training`, until the end of the first step that is off."""
+        for point, found in training.points():
+            with torch.no_grad():
+                for key, tensor in found.items():
+                    self._compare(point, key, tensor)
+            if ("norm", "") in found:
+                self._compare_names(point, found)
+                # What follows would be off for that alone, but for the weights after a step that was the only one.
+                if len(training.script.steps) > 1 and not self.world.gather_objects(self.passed)[0]:
+                    break
+        self._compare_ties(training)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was compared is right."""
+        return all(check.passed for check in self.worst.values()) and not self.missing and not self.unexpected
+
+    def _note(self, what: str, error: float, tolerance: float, where: str, point: str) -> None:
+        check, before = Check(what, error, tolerance, where, point), self.worst.get(what)
+        if before is None or (
+            before.passed and (not check.passed or error / (tolerance or 1) > before.share)
+        ):
+            self.worst[what] = check
+
+    def _compare(self, point: str, key: Key, tensor: torch.Tensor) -> None:
+        values = wholes(tensor, self.world)
+        at: Point = (point, *key)
+        if not self.world.first or at not in self.reference.expected:
+            return
+        what, where = key
+        bound = self.reference.bound
+        error = max(bound.difference(value, self.reference.expected[at]) for value in values)
+        self._note(what, error / self.reference.units[at], bound.units(self.world.mesh.size()), where, point)
         first, *others = values
         unit = torch.finfo(first.dtype).eps * largest(first)
-        for value in others:
-            apart = difference(value, first)
-            note("replicas", apart / unit if unit else apart and float("inf"), where)
+        allowed = 0.0 if self.world.exact else bound.units(self.world.mesh.size())
+        apart = max((difference(value, first) for value in others), default=0.0)
+        self._note(
+            "replicas", apart / unit if unit else apart and float("inf"), allowed, where or what, point
+        )
 
-    def compare_one(key: Key, tensor: torch.Tensor) -> None:
-        values = wholes(tensor, world)
-        if world.first and key in reference.expected:
-            expected, unit, (what, where) = reference.expected[key], reference.units[key], key
-            note(what, max(in_units(value, expected, unit) for value in values), where)
-            note_replicas(values, where or what)
+    def _compare_names(self, point: str, found: dict[Key, torch.Tensor]) -> None:
+        wanted = [where for at, what, where in self.reference.expected if at == point and what == "gradients"]
+        got = [where for what, where in found if what == "gradients"]
+        self.missing += tuple(name for name in wanted if name not in (*got, *self.missing))
+        self.unexpected += tuple(name for name in got if name not in (*wanted, *self.unexpected))
 
-    found = reference.quantities(model, split.logits, split.loss, further_losses=world.ranked)
-    with torch.no_grad():
-        for key, tensor in found.items():
-            compare_one(key, tensor)
-        step.adamw_step(model)
-        for name, param in model.named_parameters():
-            compare_one(("AdamW", name), param.detach())
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for names in reference.tied:
-        if len({id(parameters.get(name)) for name in names}) > 1:
-            note("tied", float("inf"), " and ".join(names))
+    def _compare_ties(self, training: Training) -> None:
+        parameters = dict(training.model.named_parameters(remove_duplicate=False))
+        for names in self.reference.tied:
+            apart = len({id(parameters.get(name)) for name in names}) > 1
+            self._note("tied", float("inf") if apart else 0.0, 0.0, " and ".join(names) if apart else "", "")
 
-    # Simulated ranks can't tell further losses apart: these read off their process group which shard is theirs.
-    kinds = [what for what in dict.fromkeys(what for what, _ in found) if what != "norm"]
-    kinds += ["replicas", "norm", "AdamW", *(["tied"] if reference.tied else [])]
-    tolerances = {"replicas": 0.0 if world.exact else reference.tolerance, "tied": 0.0}
-    checks = []
-    for what in kinds:
-        error, where = worst.get(what, (0.0, ""))
-        checks.append(Check(what, error, tolerances.get(what, reference.tolerance), where))
-    wanted = [name for what, name in reference.expected if what == "gradients"]
-    got = [name for what, name in found if what == "gradients"]
-    return CaseResult(
-        options,
-        tuple(checks),
-        tuple(name for name in wanted if name not in got),
-        tuple(name for name in got if name not in wanted),
-    )
-
-
-def in_units(value: torch.Tensor, expected: torch.Tensor, unit: float | torch.Tensor) -> float:
-    """Return the largest difference of two plain tensors in units of `unit`, one number or one an element."""
-    if isinstance(unit, float):
-        return difference(value, expected) / unit
-    if value.shape != expected.shape:
-        return float("inf")
-    return difference((value - expected) / unit, torch.zeros_like(expected))
+    def result(self, options: TPOptions, scenario: Scenario) -> CaseResult:
+        """Return what was found, in the order of the training."""
+        kinds = [
+            what for what in dict.fromkeys(key[1] for key in self.reference.expected) if what != "outputs"
+        ]
+        order = [*(k for k in kinds if k not in ("norm", "AdamW")), "replicas", "norm", "AdamW", "tied"]
+        checks = tuple(self.worst[what] for what in order if what in self.worst)
+        return CaseResult(options, scenario, checks, self.missing, self.unexpected)

@@ -1,30 +1,33 @@
-"""`verify`: every degree and every choice of options of one plan and one model, proved one after the other."""
+"""`verify`: every degree and every choice of options of one plan and one model, in every pair of conditions."""
 
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanplans.errors import PlanError
-from titanplans.proof.case import prove_case
+from titanplans.errors import PlanError, either
+from titanplans.proof.cases import CONDITIONS, Proof
+from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.modes import exact_float8
-from titanplans.proof.reference import Reference
-from titanplans.proof.report import CaseResult, Refusal, Report, case_name
-from titanplans.proof.sample import moved, randomise, token_ids
-from titanplans.proof.step import Loss
+from titanplans.proof.report import Refusal, Report
+from titanplans.proof.sample import Inputs, Sampler, randomise
 from titanplans.proof.tolerance import check_dtype
-from titanplans.proof.world import RUNS, World, choose, group_degree
+from titanplans.proof.training import Loss
+from titanplans.proof.world import Worlds, group_degree
 from titanplans.tensor_parallel.apply import check_plan
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.plan import TPOptions
 
 DEGREES = (2, 4, 8)
 BOTH = (True, False)
+_BESIDE = ("float32", "bfloat16")
+"""Dtypes of a few cases beside the proof's own."""
+
+_LONGEST = 640
+"""Tokens of a long sequence at most: its attention is quadratic."""
 
 
 def verify(
@@ -35,21 +38,24 @@ def verify(
     loss_parallel: bool | None = None,
     sequence_parallel: bool | None = None,
     sequence_dim: int = 1,
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Inputs = None,
     seq_len: int = 16,
     batch_size: int = 2,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     losses: Mapping[str, Loss] | None = None,
     ranks: str | None = None,
+    conditions: str = "pairs",
     progress: Callable[[str], None] | None = None,
 ) -> Report:
-    """Prove that `plan` splits a model right: one training step, split and whole, quantity by quantity.
+    """Prove that `plan` splits a model right: a training, split and whole, quantity by quantity, in many conditions.
 
-    Compared are the loss, the logits, the gradient of every parameter (a missing one fails, and so
-    does one that the whole model does not have), the equality of all replicas on all ranks, the
-    gradient norm as a trainer computes it, the weights after one AdamW step, and that tied weights
-    are still one tensor. Tolerances are derived: see titanplans/proof/tolerance.py.
+    Compared are the loss and the logits of each micro batch, the gradient of every parameter after each step (a missing
+    one fails, and so does one that the whole model does not have), the gradient norm as a trainer computes it, the
+    weights after the last AdamW step, the equality of all replicas on all ranks, the logits of an evaluation and of a
+    forward with a cache, and that tied weights are still one tensor. Tolerances are derived: see
+    titanplans/proof/tolerance.py. The trainings, and which cases are proved, are those of titanplans/proof/conditions.py.
+    A case that fails is proved again with fewer conditions, until the report can name those that it needs.
 
     The model's parameters are given new values first (see titanplans/proof/sample.py), so that initial
     ones, of zeros or ones, can't hide a wrong path; it runs in training mode.
@@ -63,10 +69,11 @@ def verify(
         loss_parallel: True or False; None for both.
         sequence_parallel: likewise.
         sequence_dim: the dimension of the hidden states that is the sequence.
-        inputs: keyword arguments of the model's forward, tensors on any device; None for token ids.
-        seq_len: tokens in a sequence, if `inputs` is None.
-        batch_size: sequences, if `inputs` is None.
-        dtype: of weights and activations: float64 or float32.
+        inputs: of the model's forward: a function of batch size, sequence length and seed that returns keyword arguments,
+            tensors on any device; or these themselves, which every batch then is; None for token ids.
+        seq_len: tokens in a plain sequence; some are longer and some shorter.
+        batch_size: sequences in a plain batch; some have one more, some only one.
+        dtype: of weights and activations: float64 or float32. A few cases are in fewer bits.
         seed: of weights, tokens and labels.
         losses: further ones, by name, each a function of logits, labels and the number of labels. Ours
             (`titanplans.parallel.cross_entropy`) goes backward through the model; of these the value and the
@@ -74,6 +81,8 @@ def verify(
         ranks: "threads" or "simulated", all in this process; "process_group": one rank in each process
             of the default one, each of which calls this and gets the same report; None for threads or
             simulated ranks, whichever fits each degree (titanplans/proof/world.py says when).
+        conditions: "pairs": cases that cover every pair of them; "each": every one, at the smallest degree; "plain": one
+            step of one batch at every choice of options.
         progress: called with a few words before each step.
 
     Raises:
@@ -81,6 +90,8 @@ def verify(
             is accepted; the whole model does not run, or not in this dtype.
     """
     check_dtype(dtype)
+    if conditions not in CONDITIONS:
+        raise PlanError(f"conditions = {conditions!r}: {either(list(CONDITIONS))}")
     progress = progress or (lambda words: None)
     named = degrees is not None or ranks == "process_group"
     if ranks == "process_group":
@@ -93,9 +104,6 @@ def verify(
     model = model_fn().to(dtype).train()
     if any(param.is_meta for param in model.parameters()):
         raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
-    device = next(model.parameters()).device
-    if inputs is None:
-        inputs = token_ids(model, batch_size, seq_len, sequence_dim, seed)
     with exact_float8(model, dtype):
         # A plan is code: what it does to a module must not be done to the one that it is compared with.
         accepted, refused = accepted_cases(
@@ -104,24 +112,25 @@ def verify(
         randomise(model, seed)
         if ranks == "process_group":
             _share(model)
-        progress("the whole model")
-        reference = Reference(model, moved(inputs, device, dtype), seed, losses)
+        plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
+        plain = Scenario(((Batch(size=batch_size, length=seq_len),),), dtype=_name(dtype))
+        with Worlds(ranks, model) as worlds:
+            sampler = Sampler(model, inputs, sequence_dim, seed)
+            proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
+            cases, trained = proof.cases(accepted, plain, conditions)
+            results = proof.run(cases, plain)
+    return Report(
+        f"{type(model).__name__}, {plan_name}",
+        _name(dtype),
+        results,
+        tuple(refused),
+        trained,
+        tuple(dict.fromkeys(proof.unreached)),
+    )
 
-        def prove(group: Sequence[TPOptions], world: World) -> list[CaseResult]:
-            results = []
-            for options in group:
-                if world.first:
-                    progress(case_name(options))
-                results.append(prove_case(reference, plan, options, world))
-            return results
 
-        cases: list[CaseResult] = []
-        for degree, group in itertools.groupby(accepted, key=lambda options: options.degree):
-            run = RUNS[choose(ranks, degree, model)]
-            cases += run(degree, device, partial(prove, list(group)))
-    plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
-    subject = f"{type(model).__name__}, {plan_name}"
-    return Report(subject, str(dtype).removeprefix("torch."), tuple(cases), tuple(refused))
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def accepted_cases(

@@ -16,8 +16,8 @@ from titanplans.proof.assemble import best_fit
 from titanplans.proof.record import gradient_key, module_name
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Finding, Place, epsilons
-from titanplans.proof.split import SplitStep
 from titanplans.proof.tolerance import difference
+from titanplans.proof.training import Training
 from titanplans.proof.world import World, from_first, wholes
 from titanplans.tensor_parallel.styles import Style
 
@@ -40,16 +40,23 @@ class _Seen:
     unit: float
 
 
-def localise(split: SplitStep, reference: Reference, world: World, case: CaseResult) -> CaseResult:
+def localise(
+    training: Training,
+    styles: Mapping[str, ParallelStyle],
+    reference: Reference,
+    world: World,
+    case: CaseResult,
+) -> CaseResult:
     """Return `case` with where the split model differs first: forward or, if it does not there, backward.
 
     Args:
-        split: its step, compared, or as far as it came.
-        reference: the whole model.
+        training: the split model's, recorded and compared, or as far as it came.
+        styles: of its plan, by fully qualified name.
+        reference: the whole model's, recorded.
         world: the ranks.
         case: the result, which fails.
     """
-    search = _Search(split, reference, world)
+    search = _Search(training, styles, reference, world)
     finding = from_first(world, search.first_off("forward", search.outputs()))
     if finding is None and case.checks[0].what != "runs":
         finding = from_first(world, search.first_off("backward", search.gradients()))
@@ -76,52 +83,66 @@ def _notes(case: CaseResult) -> Iterator[str]:
 class _Search:
     """What the split model's modules gave beside the whole model's. Arguments as those of `localise`."""
 
-    def __init__(self, split: SplitStep, reference: Reference, world: World):
-        self.split, self.reference, self.world = split, reference, world
+    def __init__(
+        self, training: Training, styles: Mapping[str, ParallelStyle], reference: Reference, world: World
+    ):
+        self.training, self.styles, self.reference, self.world = training, styles, reference, world
         # Where a rank broke off, it has recorded less than the others.
-        self.common = set.intersection(*world.gather_objects(set(split.record.tensors)))
+        mine = {(point, key) for point, record in training.records.items() for key in record.tensors}
+        self.common = set.intersection(*world.gather_objects(mine))
 
     def outputs(self) -> list[_Seen]:
         """Return each module's output, in the order in which they finished."""
-        return [seen for key in self.reference.order if (seen := self._output(key, key)) is not None]
+        found = (
+            self._output(point, key, key) for point, order in self.reference.orders.items() for key in order
+        )
+        return [seen for seen in found if seen is not None]
 
     def gradients(self) -> list[_Seen]:
-        """Return, from the loss back, the gradient of each module's output and then of its own parameters."""
-        left = dict(self.split.gradients)
-        parameters = self.split.model.named_parameters()
+        """Return, from the loss back, the gradient of each module's output and then of its own parameters.
+
+        Those of the newest step: the first that is off ends a training. Parameters have one for all of its batches.
+        """
+        left = dict(self.training.raw)
+        parameters = self.training.model.named_parameters()
         aligned = {name: param.grad for name, param in parameters if param.grad is not None}
+        batches = [point for point in self.training.records if ", batch " in point]
+        step = batches[-1].partition(",")[0]
+        batches = [point for point in batches if point.startswith(f"{step},")]
         places: list[_Seen] = []
-        for key in reversed(self.reference.order):
-            if (seen := self._output(gradient_key(key), f"gradient of the output of {key}")) is not None:
-                places.append(seen)
-            for name in [n for n in left if n.rpartition(".")[0] == module_name(key)]:
-                gradient = left.pop(name)
-                if ("gradients", name) not in self.reference.expected:
+        for point in batches:
+            for key in reversed(self.reference.orders[point]):
+                seen = self._output(point, gradient_key(key), f"gradient of the output of {key}")
+                if seen is not None:
+                    places.append(seen)
+                if point != batches[-1]:
                     continue
-                sharded = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
-                held = None if sharded else self.world.gather(gradient)
-                values = wholes(aligned[name], self.world)
-                if self.world.first:
-                    expected, unit = self._whole("gradients", name)
-                    error = max(difference(value, expected) for value in values) / unit
-                    places.append(_Seen(Place(name, error), values, held, expected, unit))
+                for name in [n for n in left if n.rpartition(".")[0] == module_name(key)]:
+                    gradient, at = left.pop(name), (step, "gradients", name)
+                    if at not in self.reference.expected:
+                        continue
+                    sharded = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
+                    held = None if sharded else self.world.gather(gradient)
+                    values = wholes(aligned[name], self.world)
+                    if self.world.first:
+                        expected, unit = self.reference.expected[at], self.reference.units[at]
+                        error = max(self._apart(value, expected) for value in values) / unit
+                        places.append(_Seen(Place(name, error), values, held, expected, unit))
         return places
 
-    def _whole(self, what: str, name: str) -> tuple[torch.Tensor, float]:
-        """Return a quantity of the whole model, and its unit."""
-        unit = self.reference.units[what, name]
-        assert isinstance(unit, float)
-        return self.reference.expected[what, name], unit
+    def _apart(self, value: torch.Tensor, expected: torch.Tensor) -> float:
+        return self.reference.bound.difference(value, expected)
 
-    def _output(self, key: str, label: str) -> _Seen | None:
+    def _output(self, point: str, key: str, label: str) -> _Seen | None:
         """Return the place of a recorded tensor; None if it was not recorded, or can't be put together."""
-        if key not in self.common or ("outputs", key) not in self.reference.expected:
+        at = (point, "outputs", key)
+        if (point, key) not in self.common or at not in self.reference.expected:
             return None
-        held = wholes(self.split.record.tensors[key], self.world)
+        held = wholes(self.training.records[point].tensors[key], self.world)
         if not self.world.first:
             return None
-        expected, unit = self._whole("outputs", key)
-        fit = best_fit(held, expected, sums=_may_be_partial(module_name(key), self.split.styles))
+        expected, unit = self.reference.expected[at], self.reference.units[at]
+        fit = best_fit(held, expected, self._apart, sums=_may_be_partial(module_name(key), self.styles))
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None
@@ -129,7 +150,7 @@ class _Search:
 
     def first_off(self, direction: str, seen: list[_Seen]) -> Finding | None:
         """Return the first place that is off, and right ones beside it: before it, or in the same module after it."""
-        tolerance = self.reference.tolerance
+        tolerance = self.reference.bound.units(self.world.mesh.size())
         right = [one.place.error <= tolerance for one in seen]
         if all(right):
             return None

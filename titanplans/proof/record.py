@@ -40,8 +40,23 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Record no more forwards; gradients still come."""
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def place(self) -> str:
+        """Where the newest step is, or broke off, in words."""
+        if self.running:
+            last = self.running[-1]
+            inside = bool(self.order) and (not last or self.order[-1].startswith(f"{last}."))
+            after = f" after {self.order[-1]}" if inside else ""
+            return f"in {last or 'the model'}{after}"
+        came_back = [key for key in self.order if gradient_key(key) in self.tensors]
+        return f"in the backward of {came_back[0]}" if came_back else "in the loss"
 
     def _finished(self, name: str, output: Any) -> None:
         self.running.pop()

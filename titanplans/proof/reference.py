@@ -1,41 +1,44 @@
-"""The whole model's step, run once: the quantities that a split model is compared by, and the unit of each."""
+"""The whole model's training, run once: the quantities that a split model is compared by, and the unit of each."""
 
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.proof import step, tolerance
-from titanplans.proof.record import Recorder
-from titanplans.proof.sample import labels_for
-from titanplans.proof.tolerance import difference, largest
+from titanplans.proof import tolerance
+from titanplans.proof.conditions import Scenario
+from titanplans.proof.sample import Sampler, freeze
+from titanplans.proof.tolerance import Bound
+from titanplans.proof.training import FAILURES, Loss, Training, call, first_line, logits_of, write_script
 from titanplans.tensor_parallel.checks import tied_parameters
-from titanplans.tensor_parallel.gradients import align_gradients, total_norm
 
-Key = tuple[str, str]
-"""A quantity's kind ("loss", "gradients", …) and which one of its kind: a parameter, or "" for the only one."""
+Point = tuple[str, str, str]
+"""The name of a point of the training (titanplans/proof/training.py), and a quantity there."""
 
 
 class Reference:
-    """The whole model after one step.
+    """The whole model after a training.
 
     Args:
-        pristine: the model, on its device, in its dtype, randomised, that has never run and never will.
-        inputs: keyword arguments of its forward.
-        seed: of labels and perturbations.
+        pristine: the model, on its device, randomised, that has never run and never will.
+        scenario: what it goes through.
+        sampler: of its batches.
+        seed: of perturbations.
         losses: further ones than ours, by name; compared where they leave the model, at its logits.
+        recording: keep the outputs of its modules and their gradients, too.
+        beside: the dtype is not the proof's own, so what its rounding hides is told and not refused.
 
     Attributes:
-        expected: each quantity, of kind loss, "<name> loss", logits, gradients, norm, AdamW (weights after the step),
-            and outputs, which are those of the modules and their gradients under the keys of a `Recorder`.
-        units: of each quantity; one number, or one for each element of a weight after the step.
-        order: keys of the modules' outputs as they finished.
-        tolerance: how many units a right plan may be off.
+        pristine: the model in the scenario's dtype, some of it frozen where the scenario says so.
+        expected: each quantity at each point.
+        units: of each quantity.
+        orders: keys of the modules' outputs as they finished, by point, if recording.
+        bound: how many units a right plan may be off.
         tied: names of parameters that are one, group by group.
+        undecided: gradients, or the logits, that this dtype's rounding hides.
 
     Raises:
         PlanError: it does not run here, or its own rounding hides what a wrong plan would do.
@@ -44,105 +47,148 @@ class Reference:
     def __init__(
         self,
         pristine: nn.Module,
-        inputs: Mapping[str, Any],
-        seed: int,
-        losses: Mapping[str, step.Loss] | None = None,
+        scenario: Scenario,
+        sampler: Sampler,
+        seed: int = 0,
+        losses: Mapping[str, Loss] | None = None,
+        *,
+        recording: bool = False,
+        beside: bool = False,
     ):
-        self.pristine, self.inputs, self.seed, self.losses = pristine, inputs, seed, losses or {}
-        model = copy.deepcopy(pristine)
-        start = {name: param.detach().clone() for name, param in model.named_parameters()}
-        self.tied = tied_parameters(model)
-        record = Recorder(model)
+        self.beside = beside
+        self.scenario, self.losses, self.recording = scenario.whole, losses or {}, recording
+        self.seed, dtype = seed, getattr(torch, scenario.dtype)
+        self.pristine = pristine
+        if scenario.frozen or dtype != next(pristine.parameters()).dtype:
+            self.pristine = copy.deepcopy(pristine).to(dtype)
+        if scenario.frozen:
+            freeze(self.pristine)
+        self.tied = tied_parameters(self.pristine)
+        self.expected: dict[Point, torch.Tensor] = {}
+        self.units: dict[Point, float] = {}
         try:
-            with record:
-                logits = step.forward(model, inputs)
-                self.labels = labels_for(logits, seed)
-                loss = step.backward(logits, self.labels)
-        except step.FAILURES as error:
-            device = next(model.parameters()).device.type
+            self._run(sampler)
+        except PlanError:
+            raise
+        except FAILURES as error:
+            device = next(pristine.parameters()).device.type
             raise PlanError(
-                f"{type(model).__name__}, unsplit, does not run on {device}: {step.first_line(error)}; if its kernels need "
+                f"{type(pristine).__name__}, unsplit, does not run on {device}: {first_line(error)}; if its kernels need "
                 "a GPU, prove it there under torchrun (ranks='process_group', or --process-group)"
             ) from error
-        self.order = record.order
-        self.tolerance = tolerance.depth(model, logits)
-        self.expected = self.quantities(model, logits.detach(), loss) | _outputs(record)
-        optimizer = step.adamw_step(model)
-        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-        units = self._measured(model, start)
-        self._refuse_undecidable(units)
-        self.units: dict[Key, float | torch.Tensor] = {**units}
-        for name, weight in weights.items():
-            gradient, unit = self.expected.get(("gradients", name)), units.get(("gradients", name), 0.0)
-            self.expected["AdamW", name] = weight
-            self.units["AdamW", name] = tolerance.step_unit(weight, gradient, unit, self.tolerance, optimizer)
 
-    def run_step(self, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a step of `model`, this one or a split one, to the end of its backward; return logits and loss."""
-        logits = step.forward(model, self.inputs)
-        return logits.detach(), step.backward(logits, self.labels)
+    def _run(self, sampler: Sampler) -> None:
+        device = next(self.pristine.parameters()).device
+        shape = None
+        if sampler.fixed:
+            with torch.no_grad():
+                inputs = sampler.tokens(self.scenario.steps[0][0], 0)
+                shape = logits_of(call(copy.deepcopy(self.pristine), inputs)).shape
+        self.script = write_script(self.scenario, sampler, device, shape)
+        training = self._training()
+        self._keep(training)
+        self.orders = {point: record.order for point, record in training.records.items()}
+        logits = [tensor for (_, what, _), tensor in self.expected.items() if what == "logits"]
+        self.bound = Bound(training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps))
+        self.units = self._measured()
+        self.undecided = self._refuse_undecidable(self.units)
 
-    def quantities(
-        self, model: nn.Module, logits: torch.Tensor, loss: torch.Tensor, *, further_losses: bool = True
-    ) -> dict[Key, torch.Tensor]:
-        """Return what a step is compared by after its backward, of this model or a split one, laid out as it is there.
+    def training(self, model: nn.Module, *, ranked: bool = True) -> Training:
+        """Return the training of `model`, this one or a split one, that has not begun.
 
-        Gradients that are still Partial are summed first, in `.grad`.
+        Args:
+            model: as `pristine`, or split.
+            ranked: its code may ask which rank it is, as further losses do, to find which shard is theirs.
         """
-        found = {("loss", ""): loss}
-        for name, other in self.losses.items() if further_losses else ():
-            value, gradient = step.at_logits(logits, self.labels, other)
-            found |= {(f"{name} loss", ""): value, (f"{name} loss", "its gradient"): gradient}
-        align_gradients(model.parameters())
-        found["logits", ""] = logits
-        found |= {("gradients", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found["norm", ""] = total_norm(model.parameters())
-        return found
+        return Training(model, self.script, self.losses if ranked else None, recording=self.recording)
 
-    def _measured(self, model: nn.Module, start: dict[str, torch.Tensor]) -> dict[Key, float]:
-        """Return the unit of each quantity of one step; `start` is the weights' values before it."""
-        eps = torch.finfo(self.expected["loss", ""].dtype).eps
-        units = {key: eps * largest(tensor) for key, tensor in self.expected.items()}
+    def _training(self, draw: int | None = None) -> Training:
+        model = copy.deepcopy(self.pristine)
+        if draw is not None:
+            tolerance.perturb(model, self.seed + draw)
+        return self.training(model)
+
+    def _keep(self, training: Training) -> None:
+        for point, found in training.points():
+            self.expected |= {(point, *key): tensor for key, tensor in found.items()}
+        self.expected |= outputs(training)
+
+    def _measured(self) -> dict[Point, float]:
+        """Return the unit of each quantity."""
+        measured = {key: self.bound.rounding(tensor) for key, tensor in self.expected.items()}
+
+        def note(key: Point, tensor: torch.Tensor) -> None:
+            if key in measured:
+                measured[key] = max(measured[key], self.bound.difference(tensor, self.expected[key]))
+
         for draw in range(tolerance.DRAWS):
-            tolerance.perturb(model, start, self.seed + draw)
-            model.zero_grad()
-            with Recorder(model) as record:
-                logits, loss = self.run_step(model)
-            moved = self.quantities(model, logits, loss) | _outputs(record)
-            for key in units.keys() & moved.keys():
-                units[key] = max(units[key], difference(moved[key], self.expected[key]))
+            training = self._training(draw)
+            for point, found in training.points():
+                for key, tensor in found.items():
+                    note((point, *key), tensor)
+            for key, tensor in outputs(training).items():
+                note(key, tensor)
         # A gradient that is exactly zero has no scale of its own; its siblings' is taken.
-        scale = eps * max(map(largest, self._gradients().values()), default=1.0)
-        return {key: unit or (scale if key[0] == "gradients" else eps) for key, unit in units.items()}
+        sizes = [
+            self.bound.rounding(tensor) for key, tensor in self.expected.items() if key[1] == "gradients"
+        ]
+        scale = max(sizes, default=0.0) or self.bound.eps
+        measured = {
+            key: unit or (scale if key[1] == "gradients" else self.bound.eps)
+            for key, unit in measured.items()
+        }
+        if self.bound.exact:
+            steps = len(self.script.steps)
+            for key in [key for key in measured if key[1] == "AdamW"]:
+                gradients = [
+                    measured.get((f"step {n}", "gradients", key[2]), 0.0) for n in range(1, steps + 1)
+                ]
+                measured[key] = tolerance.weight_unit(
+                    self.expected[key], max(gradients), steps, training.optimizer
+                )
+        return measured
 
-    def _gradients(self) -> dict[Key, torch.Tensor]:
-        return {key: tensor for key, tensor in self.expected.items() if key[0] == "gradients"}
-
-    def _refuse_undecidable(self, units: Mapping[Key, float]) -> None:
-        """Refuse a model of which a tolerance would accept a wrong gradient."""
-        name, gradients = type(self.pristine).__name__, self._gradients()
-        dtype = self.expected["loss", ""].dtype
+    def _refuse_undecidable(self, units: Mapping[Point, float]) -> tuple[str, ...]:
+        """Refuse a model of which a tolerance would accept a wrong gradient; return the gradients of which it would."""
+        name, first = type(self.pristine).__name__, "step 1, batch 1"
+        gradients = {
+            key: t for key, t in self.expected.items() if key[1] == "gradients" and key[0] == "step 1"
+        }
         if not gradients:
             raise PlanError(
                 f"{name}: no parameter gets a gradient, so there is nothing to prove: unfreeze some"
             )
-        worst = max(gradients, key=units.__getitem__)
-        sizes = {
-            "loss": (units["loss", ""], largest(self.expected["loss", ""])),
-            "logits": (units["logits", ""], largest(self.expected["logits", ""])),
-            f"gradient of {worst[1]}": (units[worst], max(map(largest, gradients.values()))),
+        sizes = {key: self.bound.size(tensor) for key, tensor in gradients.items()}
+        checked = {
+            "loss": (units[first, "loss", ""], self.bound.size(self.expected[first, "loss", ""])),
+            "logits": (units[first, "logits", ""], self.bound.size(self.expected[first, "logits", ""])),
         }
-        for what, (unit, size) in sizes.items():
+        if self.bound.exact:
+            worst = max(gradients, key=units.__getitem__)
+            checked[f"gradient of {worst[2]}"] = units[worst], max(sizes.values())
+        dtype, allowed = self.scenario.dtype, self.bound.units(2)
+        for what, (unit, size) in checked.items():
             if not math.isfinite(unit) or not math.isfinite(size):
                 raise PlanError(f"{name}, unsplit, in {dtype}: the {what} is not finite: try another seed")
-            if self.tolerance * unit > tolerance.DECIDABLE * size:
+            if not self.beside and allowed * unit > self.bound.decidable * size:
                 share = unit / size if size else math.inf
                 raise PlanError(
                     f"{name} in {dtype}: one rounding of every weight moves the {what} by {share:.1e} of its "
-                    f"size, and {self.tolerance:.0f} such roundings could hide a wrong plan: use float64, set dropout and "
+                    f"size, and {allowed:.0f} such roundings could hide a wrong plan: use float64, set dropout and "
                     "other randomness to 0, or prove a smaller model"
                 )
+        sizes[first, "logits", ""] = checked["logits"][1]
+        return tuple(
+            f"{what} {where}".strip()
+            for (point, what, where), size in sizes.items()
+            if allowed * units[point, what, where] > tolerance.VISIBLE * size
+        )
 
 
-def _outputs(record: Recorder) -> dict[Key, torch.Tensor]:
-    return {("outputs", key): tensor for key, tensor in record.tensors.items()}
+def outputs(training: Training) -> dict[Point, torch.Tensor]:
+    """Return what the modules gave, at each point that was recorded, under the keys of a `Recorder`."""
+    return {
+        (point, "outputs", key): tensor
+        for point, record in training.records.items()
+        for key, tensor in record.tensors.items()
+    }

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titanplans.proof.conditions import Scenario
 from titanplans.tensor_parallel.plan import TPOptions
 
 
@@ -23,10 +24,18 @@ class Check:
     where: str = ""
     """The parameter with the worst difference; empty for what is one for the whole model."""
 
+    point: str = ""
+    """When in the training: "step 2, batch 1"."""
+
     @property
     def passed(self) -> bool:
         """Whether the difference is one of rounding. A difference that is not a number is not."""
         return self.error <= self.tolerance
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of the tolerance."""
+        return self.error / self.tolerance if self.tolerance else self.error
 
     @property
     def name(self) -> str:
@@ -72,9 +81,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One degree with one choice of options."""
+    """One training at one degree with one choice of options."""
 
     options: TPOptions
+    scenario: Scenario
     checks: tuple[Check, ...]
     missing: tuple[str, ...] = ()
     """Parameters with a gradient in the whole model and none in the split one."""
@@ -87,6 +97,9 @@ class CaseResult:
 
     notes: tuple[str, ...] = ()
     """What of a failing case is not a matter of place: an exception, a missing gradient, weights no longer tied."""
+
+    conditions: tuple[str, ...] = ()
+    """What a failing case needs to be wrong: without any one of these it is right. Empty: it is wrong plainly."""
 
     seconds: float = 0.0
     ranks: str = ""
@@ -108,7 +121,7 @@ class CaseResult:
 
     @property
     def name(self) -> str:
-        """The case in words."""
+        """Its options in words."""
         return case_name(self.options)
 
 
@@ -133,6 +146,11 @@ class Report:
     dtype: str
     cases: tuple[CaseResult, ...]
     refused: tuple[Refusal, ...] = ()
+    trainings: tuple[Scenario, ...] = ()
+    """The trainings of the cases, before some of it is frozen, recomputed, …; the table calls them A, B, C."""
+
+    unreached: tuple[str, ...] = ()
+    """What the cases don't show, in words: conditions of this model, quantities that rounding hides."""
 
     @property
     def ranks(self) -> str:

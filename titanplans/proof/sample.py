@@ -1,15 +1,156 @@
-"""What a proof runs on: weights far from their initial values, tokens and labels that reach every shard."""
+"""What a proof runs on: weights far from their initial values, and batches that reach every shard in every condition."""
 
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.proof.conditions import Batch
 from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.loss import IGNORED
+
+Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
+"""Keyword arguments of a forward; a function of batch size, sequence length and seed that makes them; or None for
+token ids."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A batch as tensors: keyword arguments of the forward, and labels."""
+
+    inputs: dict[str, Any]
+    labels: torch.Tensor
+
+
+class Sampler:
+    """Makes the batches of one model.
+
+    Args:
+        model: whole; read, not run, unless `inputs` are given.
+        inputs: what the forward is given.
+        sequence_dim: of token ids, 0 or 1.
+        seed: of tokens and labels.
+
+    Attributes:
+        unreached: conditions that this model or these inputs can't be brought into, each with the reason, in words.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, sequence_dim: int, seed: int):
+        self.inputs, self.sequence_dim, self.seed = inputs, sequence_dim, seed
+        self.fixed = isinstance(inputs, Mapping)
+        self.vocabulary = 0 if self.fixed else vocabulary_size(model)
+        self.padding_id = _padding(model, self.vocabulary)
+        parameters = inspect.signature(model.forward).parameters
+        self.ids_name = "input_ids" if "input_ids" in parameters else next(iter(parameters))
+        self.cached = "use_cache" in parameters and "past_key_values" in parameters and not self.fixed
+        batch_first = sequence_dim == 1 and not self.fixed
+        self.padded = batch_first and "attention_mask" in parameters
+        documents = (name for name in ("cu_seqlens", "position_ids") if batch_first and _takes(model, name))
+        self.documents = next(documents, None)
+
+    @property
+    def unreached(self) -> Iterator[str]:
+        if self.fixed:
+            yield "batches of other sizes and lengths, padding, documents, repeated tokens: the inputs were given"
+            return
+        name = "its forward takes no"
+        if not self.padded:
+            yield f"padding: {name} attention_mask, or the sequence comes first"
+        if self.documents is None:
+            yield f"documents in a sequence: {name} cu_seqlens or position_ids, or the sequence comes first"
+        if not self.cached:
+            yield f"a forward with a cache: {name} use_cache and past_key_values"
+
+    def tokens(self, batch: Batch, number: int) -> dict[str, Any]:
+        """Return the inputs of `batch` as keyword arguments, different for each `number`."""
+        seed = self.seed + 10 * number
+        if isinstance(self.inputs, Mapping):
+            return dict(self.inputs)
+        if self.inputs is not None and not batch.text:
+            inputs = dict(self.inputs(batch.size, batch.length, seed))
+        else:
+            inputs = {self.ids_name: self._ids(batch, seed)}
+        if batch.padding and self.padded:
+            inputs["attention_mask"] = _mask(batch)
+        if batch.documents and self.documents == "position_ids":
+            inputs["position_ids"] = torch.stack(
+                [torch.cat(list(map(torch.arange, row))) for row in _cuts(batch)]
+            )
+        elif batch.documents and self.documents == "cu_seqlens":
+            inputs = {n: v.reshape(1, -1, *v.shape[2:]) for n, v in inputs.items()}
+            ends = torch.tensor([0, *(length for row in _cuts(batch) for length in row)]).cumsum(0)
+            inputs["cu_seqlens"] = ends.to(torch.int32)
+        return inputs
+
+    def sample(self, batch: Batch, number: int, logits: torch.Size | None) -> Sample:
+        """Return `batch` as tensors, on the CPU.
+
+        Args:
+            batch: its conditions.
+            number: of the batch; each has tokens and labels of its own.
+            logits: their shape [..., vocabulary]; needed only where the inputs were given.
+        """
+        inputs = self.tokens(batch, number)
+        *shape, size = logits or (*inputs[self.ids_name].shape, self.vocabulary)
+        labels = _spread(tuple(shape), size, self.seed + 10 * number + 1)
+        if batch.padding and self.padded:
+            labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
+        if batch.ignored:
+            labels.view(-1)[1::3] = IGNORED
+        return Sample(inputs, labels)
+
+    def _ids(self, batch: Batch, seed: int) -> torch.Tensor:
+        shape = (batch.length, batch.size) if self.sequence_dim == 0 else (batch.size, batch.length)
+        ids = _spread(shape, self.vocabulary, seed)
+        if batch.repeated:
+            few = _spread((3,), self.vocabulary, seed)
+            return few[torch.arange(ids.numel()) % 3].view(shape)
+        if self.padding_id is not None and ids.numel() > 2 and not (ids == self.padding_id).any():
+            # Its row of the embedding gets no gradient, which shows only where it is read; the ends stay.
+            inner = ((ids != ids.min()) & (ids != ids.max())).flatten().nonzero()
+            ids.view(-1)[inner[0]] = self.padding_id
+        return ids
+
+
+def _mask(batch: Batch) -> torch.Tensor:
+    """Return an attention mask [batch, sequence], int64: 0 at the padding, of another length in each sequence."""
+    tokens = torch.arange(batch.length)
+    if batch.padding == "left":
+        tokens = tokens.flip(0)
+    padded = torch.tensor([(2 * row + 1) % max(batch.length - 1, 1) for row in range(batch.size)])
+    return (tokens < batch.length - padded[:, None]).long()
+
+
+def _cuts(batch: Batch) -> list[list[int]]:
+    """Return the lengths of two documents in each sequence, cut at another place in each."""
+    firsts = [1 + (batch.length // 3 + row) % max(batch.length - 1, 1) for row in range(batch.size)]
+    return [[first, batch.length - first] if first < batch.length else [first] for first in firsts]
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether `model` reads the keyword `name`: its forward names it, or hands all keywords on to one that does."""
+    parameters = inspect.signature(model.forward).parameters
+    if name in parameters:
+        return True
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return False
+    codes = [getattr(type(module).forward, "__code__", None) for module in model.modules()]
+    return any(code is not None and name in (*code.co_varnames, *code.co_consts) for code in codes)
+
+
+def longest_block(model: nn.Module) -> int:
+    """Return how many tokens at most are treated together: an attention window, or a chunk of a linear mixer.
+
+    No less than 128, the largest block of the kernels that PyTorch, FLA and transformers bring.
+    """
+    names = ("sliding_window", "window_size", "chunk_size", "block_size")
+    found = [getattr(module, name, None) for module in model.modules() for name in names]
+    return max([128, *(size for size in found if isinstance(size, int))])
 
 
 def randomise(model: nn.Module, seed: int) -> None:
@@ -31,33 +172,30 @@ def randomise(model: nn.Module, seed: int) -> None:
                 param.add_(0.3 * noise)
 
 
-def token_ids(
-    model: nn.Module, batch_size: int, seq_len: int, sequence_dim: int, seed: int
-) -> dict[str, Any]:
-    """Return token ids [batch, sequence], or [sequence, batch] if `sequence_dim` is 0, as the model's keyword."""
-    shape = (seq_len, batch_size) if sequence_dim == 0 else (batch_size, seq_len)
-    parameters = inspect.signature(model.forward).parameters
-    name = "input_ids" if "input_ids" in parameters else next(iter(parameters))
-    ids = _spread(shape, vocabulary_size(model), seed)
-    if (padding := _padding(model)) is not None and ids.numel() > 2 and not (ids == padding).any():
-        # Its row of the embedding gets no gradient, which shows only where it is read; the ends stay.
-        inner = ((ids != ids.min()) & (ids != ids.max())).flatten().nonzero()
-        ids.view(-1)[inner[0]] = padding
-    return {name: ids}
+def freeze(model: nn.Module) -> None:
+    """Freeze what stands before the blocks of `model`, its first block, and every second parameter of the others.
+
+    So a block gets no gradient of its input, and trained parameters stand beside frozen ones. One parameter stays.
+    """
+    decoder = find_decoder(model, required=False)
+    names = [name for name, _ in model.named_parameters()]
+    first = f"{decoder.blocks[0].name}." if len(decoder.blocks) > 1 else None
+    until = max((at for at, name in enumerate(names) if first and name.startswith(first)), default=-1)
+    parameters = list(model.parameters())
+    kept = [at > until and not at % 2 for at in range(len(names))]
+    for param, keep in zip(
+        parameters, kept if any(kept) else [at == 0 for at in range(len(names))], strict=True
+    ):
+        if not keep:
+            param.requires_grad_(False)
 
 
-def _padding(model: nn.Module) -> int | None:
-    """Return the token whose row of the embedding gets no gradient; None for no such token."""
-    size = vocabulary_size(model)
+def _padding(model: nn.Module, size: int) -> int | None:
+    """Return the token whose row of the embedding, which has `size` of them, gets no gradient; None for no such token."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings == size:
             return module.padding_idx
     return None
-
-
-def labels_for(logits: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return labels for `logits` [..., vocabulary], of shape [...]."""
-    return _spread(tuple(logits.shape[:-1]), logits.shape[-1], seed + 1).to(logits.device)
 
 
 def _spread(shape: tuple[int, ...], size: int, seed: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """A report as text: one row a case, and beneath what is wrong with the failing ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from titanplans.proof.conditions import PLAIN, Scenario
 from titanplans.proof.report import CaseResult, Report, epsilons
 from titanplans.text import columns
 
@@ -12,18 +14,29 @@ def table(report: Report) -> str:
     """Return `report` as text, its numbers in epsilons."""
     found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
     checks = (*CHECKS, *(what for what in found if what.endswith(" loss")))
-    head = ("tp", "loss", "sequence", *checks, "verdict", "worst")
-    rows = [head, *(_row(case, checks) for case in report.cases)]
+    letters = {training: chr(ord("A") + at) for at, training in enumerate(report.trainings)}
+    head = ("tp", "loss", "sequence", "training", *checks, "verdict", "worst")
+    rows = [head, *(_row(case, checks, _training(case, letters)) for case in report.cases)]
     lines = [
         f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
         "",
-        *columns(rows, right=(0, *range(3, len(head) - 2))),
+        *columns(rows, right=(0, *range(4, len(head) - 2))),
         "",
     ]
-    return "\n".join([*lines, *_failures(report), *map(str, report.refused), _legend(report)])
+    unreached = [f"not reached: {words}" for words in report.unreached]
+    return "\n".join([*lines, *_failures(report), *map(str, report.refused), *unreached, _legend(report)])
 
 
-def _row(case: CaseResult, checks: Sequence[str]) -> tuple[str, ...]:
+def _training(case: CaseResult, letters: Mapping[Scenario, str]) -> str:
+    """Return the letter of a case's training, and what is true throughout it."""
+    scenario = case.scenario
+    plain = replace(scenario, dtype=PLAIN.dtype, frozen=False, recomputed=False, differing=False)
+    words = [name for name in ("frozen", "recomputed", "differing") if getattr(scenario, name)]
+    dtype = [scenario.dtype] if scenario.dtype != PLAIN.dtype else []
+    return ", ".join([letters.get(plain, "own"), *words, *dtype])
+
+
+def _row(case: CaseResult, checks: Sequence[str], training: str) -> tuple[str, ...]:
     errors = {check.what: epsilons(check.error) for check in case.checks}
     if case.missing:
         errors["gradients"] = "missing"
@@ -31,6 +44,7 @@ def _row(case: CaseResult, checks: Sequence[str]) -> tuple[str, ...]:
         str(case.options.degree),
         "sharded" if case.options.loss_parallel else "whole",
         "sharded" if case.options.sequence_parallel else "whole",
+        training,
         *(errors.get(what, "-") for what in checks),
         "right" if case.passed else "WRONG",
         case.worst,
@@ -43,16 +57,23 @@ def _failures(report: Report) -> Iterator[str]:
     for case in report.cases:
         if not case.passed:
             place = (f.direction, f.first.name, f.reason) if (f := case.finding) else None
-            alike.setdefault((place, case.notes), []).append(case)
+            alike.setdefault((place, case.notes, case.conditions), []).append(case)
     for first, *others in alike.values():
-        yield f"wrong: {'; '.join(case.name for case in (first, *others))}"
+        names = dict.fromkeys(case.name for case in (first, *others))
+        needed = f": right, but for {' and '.join(first.conditions)}" if first.conditions else ""
+        yield f"wrong: {'; '.join(names)}{needed}"
         found = [*([str(first.finding)] if first.finding else []), *first.notes]
         yield from (f"  {line}" for line in found or [first.worst])
         yield ""
 
 
 def _legend(report: Report) -> str:
-    tolerances = {check.tolerance for case in report.cases for check in case.checks if check.what == "loss"}
+    tolerances = {
+        check.tolerance
+        for case in report.cases
+        for check in case.checks
+        if check.what == "loss" and case.scenario.dtype == report.dtype
+    }
     wrong = sum(not case.passed for case in report.cases)
     verdict = (
         f"{wrong} of {len(report.cases)} cases WRONG" if wrong else f"all {len(report.cases)} cases right"

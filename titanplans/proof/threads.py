@@ -8,6 +8,8 @@ of its own; what is one for the process, as the default random generator, is sha
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -202,54 +204,108 @@ class Thread:
         return self._meeting.together(self._rank, work)
 
 
+class Pool:
+    """Threads that are ranks, a world of them for each degree that was asked for, until the context ends.
+
+    A world is kept, since torch remembers by thread and by mesh how DTensors are sharded.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._worlds: dict[int, _Ranks] = {}
+        self._groups = groups_of_threads()
+
+    def __enter__(self) -> "Pool":
+        refuse_a_rank()
+        self._groups.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for ranks in self._worlds.values():
+            ranks.close()
+        self._groups.__exit__(None, None, None)
+
+    def run(self, degree: int, work: Callable[[Thread], T]) -> T:
+        """Run `work` on each of `degree` threads, and return what it returns on the first.
+
+        Raises:
+            Exception: what `work` raised on the first rank to fail; `Apart` where the ranks lost each other.
+        """
+        if degree not in self._worlds:
+            self._worlds[degree] = _Ranks(degree, self.device)
+        return self._worlds[degree].run(work)
+
+
+class _Ranks:
+    """The threads of one world, each of which waits for work."""
+
+    def __init__(self, degree: int, device: torch.device):
+        self.degree, self.device = degree, device
+        self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(degree)]
+        self._ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        store = dist.HashStore()
+        # Daemons: an interrupted process ends, whatever they wait for.
+        self._threads = [
+            threading.Thread(target=self._be, args=(rank, store), daemon=True) for rank in range(degree)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, work: Callable[[Thread], T]) -> T:
+        meeting = _ThreadGroup.meeting = Meeting(self.degree)
+        for queue in self._work:
+            queue.put((work, meeting))
+        try:
+            ended = [self._ended.get() for _ in range(self.degree)]
+        except BaseException:  # an interrupt: the ranks end before it goes on
+            meeting.stop()
+            self.close()
+            raise
+        errors = [error for _, _, error in ended if error is not None]
+        if errors:
+            raise errors[0]
+        return next(result for rank, result, _ in ended if rank == 0)
+
+    def close(self) -> None:
+        for queue in self._work:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _be(self, rank: int, store: dist.Store) -> None:
+        # A rank gets its group before its first turn: the store's barrier knows nothing of turns.
+        dist.init_process_group("titanplans_threads", rank=rank, world_size=self.degree, store=store)
+        mesh: DeviceMesh | None = None
+
+        def be(work: Callable[[Thread], Any], meeting: Meeting) -> Any:
+            nonlocal mesh
+            if mesh is None:
+                mesh = init_device_mesh(self.device.type, (self.degree,), mesh_dim_names=("tp",))
+                know_by_thread(mesh)
+            return work(Thread(mesh, rank, meeting))
+
+        while (job := self._work[rank].get()) is not None:
+            work, meeting = job
+            result, failure = None, None
+            try:
+                meeting.wait(rank)
+                with torch.autograd.set_multithreading_enabled(False):
+                    result = meeting.together(rank, partial(be, work, meeting))
+            except _Left:
+                pass
+            except BaseException as error:  # noqa: BLE001 -- raised again in the caller's thread
+                failure = error
+            meeting.hand_over(rank)
+            self._ended.put((rank, result, failure))
+        dist.destroy_process_group()
+
+
 def run(degree: int, device: torch.device, work: Callable[[Thread], T]) -> T:
-    """Run `work` on each of `degree` threads, and return what it returns on the first.
+    """Run `work` on each of `degree` threads, and return what it returns on the first: a `Pool` for one time.
 
     Raises:
         PlanError: this process is a rank already.
-        Exception: what `work` raised on the first rank to fail; `Apart` where the ranks lost each other.
+        Exception: as `Pool.run`.
     """
-    refuse_a_rank()
-    meeting = _ThreadGroup.meeting = Meeting(degree)
-    store = dist.HashStore()
-    results: list[Any] = [None] * degree
-    errors: list[BaseException] = []
-
-    def start(rank: int) -> T:
-        mesh = init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",))
-        know_by_thread(mesh)
-        return work(Thread(mesh, rank, meeting))
-
-    def be(rank: int) -> None:
-        try:
-            # A rank gets its group before its first turn: the store's barrier knows nothing of turns.
-            dist.init_process_group("titanplans_threads", rank=rank, world_size=degree, store=store)
-            meeting.wait(rank)
-            with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = meeting.together(rank, lambda: start(rank))
-        except _Left:
-            pass
-        except BaseException as error:  # noqa: BLE001 -- raised again below, in the caller's thread
-            errors.append(error)
-            if not dist.is_initialized():
-                meeting.stop()  # no rank, for whom the others would wait
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            meeting.hand_over(rank)
-
-    with groups_of_threads():
-        threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(degree)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException:  # an interrupt: the ranks end before it goes on
-            meeting.stop()
-            for thread in threads:
-                thread.join()
-            raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    with Pool(device) as pool:
+        return pool.run(degree, work)

@@ -1,24 +1,29 @@
 """How far a right plan may be from the whole model: the unit of a difference, and how many of them.
 
-A split model computes the same sums in another order. By the backward error of a sum (Higham,
-*Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2), n terms added in any order
-are the exact sum of terms moved by at most (n - 1) eps each, relatively; and what such a move of the
-data does to the result is the result's condition, which is a matter of the model, not of the plan.
-So a tolerance is a product of two things, neither of them guessed:
+A split model computes the same sums in another order. A tolerance is a product of two things, neither of them guessed.
 
-- The *unit* of a quantity t, its "epsilon", is measured on the whole model: the most that t changes
-  when every weight is moved by one rounding, w (1 + eps xi) with xi = -1 or 1 at random, in a few
-  such draws; and not less than eps max|t|, the rounding of t itself. A gradient that is zero but for
-  rounding (a key bias's, which softmax cancels) so gets the unit that its rounding has.
-- The *depth* is the number of roundings in which an order may differ along the longest path from the
-  weights to a gradient, counted from shapes: see `depth`.
+The *unit* of a quantity t, its "epsilon", is measured on the whole model: the most that t changes when every weight is
+moved by one rounding, w (1 + eps xi) with xi = -1 or 1 at random, in a few such draws of the whole training; and not
+less than the rounding of t itself. So it contains the model's condition, which is no matter of the plan. A gradient that
+is zero but for rounding (a key bias's, which softmax cancels) so gets the unit that its rounding has.
 
-Both are generous in their own way: a bound adds up all roundings at their worst, while they cancel
-in practice (a right plan shows about 1 epsilon, not the depth); a random draw may underrate the
-worst direction, by less than that. A wrong placement, in float64, was off by 10^13 epsilons and more.
+How many units are allowed is counted, in float64 in the worst case, in fewer bits in probability:
 
-An AdamW step is different: where a gradient is rounding only, it moves the weight by a full step in
-an arbitrary direction. How far is a formula of the gradient's own tolerance: see `step_unit`.
+- float64: by the backward error of a sum (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section
+  4.2), n terms added in any order are the exact sum of terms moved by at most (n - 1) eps each. The *depth* is the
+  number of roundings in which an order may differ along the longest path from the weights to a gradient, counted from
+  shapes, once for each step. Differences are max|a - b|. It is generous, since roundings cancel: a right plan shows
+  about 1. There it costs nothing: a wrong placement is off by 10^13.
+- float32 and bfloat16: there the depth would allow as much as a wrong plan does. Roundings are taken as independent
+  (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5), A2815), differences as root mean squares over a tensor. Two runs of
+  the whole model that are compared for a unit have the variance 2 s^2. Of split and whole, the split one rounds
+  what leaves a region once on each of R ranks, and as often in their sum, where the whole one rounds once: at most
+  (1 + 2 R) s^2 beside s^2. The ratio of the deviations is at most sqrt(1 + R), and of a tensor of few elements, or a
+  scalar, one draw may be several deviations from the largest of three: `CHANCE` of them.
+
+The weights after the training are different in float64: where a gradient is rounding only, AdamW divides it by its own
+size, and so moves the weight in an arbitrary direction. How far at most is a formula of the gradient's own unit: see
+`weight_unit`.
 """
 
 import torch
@@ -34,14 +39,66 @@ DECIDABLE = 0.1
 """The largest tolerance, relative to the quantity: the least error that a plan makes is a rank's share too
 much or too little, 1/8 at tp = 8."""
 
+VISIBLE = 0.5
+"""The same where a plan is proved in float64 already, and fewer bits are to show what it does in those alone."""
+
+CHANCE = 4.0
+"""|z| of one normal number is above 4 times the largest of three others once in 300 draws of a scalar; of a tensor, whose
+mean square varies less, practically never."""
+
+
+class Bound:
+    """How two tensors are compared in one dtype, and what is rounding.
+
+    Args:
+        model: whole.
+        logits: its largest, of which the shape counts.
+        steps: of the optimizer.
+
+    Attributes:
+        exact: bounded in the worst case, in float64; else in probability.
+        eps: of the dtype.
+        decidable: the largest tolerance, relative to a quantity, that decides.
+    """
+
+    def __init__(self, model: nn.Module, logits: torch.Tensor, steps: int):
+        self.eps = torch.finfo(logits.dtype).eps
+        self.exact = logits.dtype == torch.float64
+        self.decidable = DECIDABLE if self.exact else VISIBLE
+        self._depth = depth(model, logits) * steps
+
+    def units(self, ranks: int) -> float:
+        """Return how many units a right plan may be off over so many ranks."""
+        return self._depth if self.exact else CHANCE * (1 + ranks) ** 0.5
+
+    def difference(self, value: torch.Tensor, expected: torch.Tensor) -> float:
+        """Return how far `value` is from `expected`; infinite where shapes differ or something is not a number."""
+        if value.shape != expected.shape:
+            return float("inf")
+        if not value.numel():
+            return 0.0
+        if self.exact:
+            return difference(value, expected)
+        apart = self.size(value.double() - expected.double())
+        return apart if apart == apart else float("inf")
+
+    def size(self, tensor: torch.Tensor) -> float:
+        """Return how large `tensor` is: its largest magnitude, or its root mean square."""
+        if not tensor.numel():
+            return 0.0
+        return largest(tensor) if self.exact else tensor.double().square().mean().sqrt().item()
+
+    def rounding(self, tensor: torch.Tensor) -> float:
+        """Return the rounding of `tensor` itself."""
+        return self.eps * self.size(tensor)
+
 
 def check_dtype(dtype: torch.dtype) -> None:
     """Refuse a dtype in which a tolerance would accept a wrong gradient."""
     if dtype not in (torch.float64, torch.float32):
-        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 1
         raise PlanError(
-            f"dtype = {dtype}: a sum of {round(1 / eps)} terms may be wrong by as much as it is large, so a tolerance for "
-            "it would accept a wrong gradient: prove the plan in torch.float64 (or torch.float32)"
+            f"dtype = {dtype}: its rounding is as large as many mistakes, so it proves nothing by itself: prove the plan in "
+            "torch.float64 (or torch.float32), which is run in bfloat16 beside"
         )
 
 
@@ -60,13 +117,19 @@ def depth(model: nn.Module, logits: torch.Tensor) -> float:
     return float(contracted + count + max(tokens, default=1) * blocks + vocabulary)
 
 
-def perturb(model: nn.Module, weights: dict[str, torch.Tensor], seed: int) -> None:
-    """Set each parameter of `model` to its value in `weights`, moved by one rounding up or down."""
+def perturb(model: nn.Module, seed: int) -> None:
+    """Move each parameter of `model` by one rounding up or down; in fewer bits than float64 one in 8 elements.
+
+    There every rounding within the model falls another way for any small change, as it does in a split model, whose
+    weights are the same: the fewer of them move, the less is measured but that.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for name, param in model.named_parameters():
+    for param in model.parameters():
         sign = torch.randint(2, param.shape, generator=generator).to(param) * 2 - 1
+        if param.dtype != torch.float64:
+            sign *= torch.randint(8, param.shape, generator=generator).to(param) == 0
         with torch.no_grad():
-            param.copy_(weights[name] * (1 + torch.finfo(param.dtype).eps * sign))
+            param.mul_(1 + torch.finfo(param.dtype).eps * sign)
 
 
 def difference(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -84,30 +147,18 @@ def largest(tensor: torch.Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def step_unit(
-    weight: torch.Tensor,
-    gradient: torch.Tensor | None,
-    unit: float,
-    tolerance: float,
-    optimizer: torch.optim.AdamW,
-) -> torch.Tensor:
-    """Return the unit of each element of a weight after the first AdamW step.
+def weight_unit(weight: torch.Tensor, unit: float, steps: int, optimizer: torch.optim.AdamW) -> float:
+    """Return the unit of a float64 weight after some steps of AdamW.
 
-    The first step is lr g / (|g| + e). Between the ends of what the gradient may be, g - d and g + d
-    with d its tolerance, it changes by at most lr (f(|g| + d) - f(|g| - d)) with f(x) = x / (|x| + e),
-    which rises with x; a `tolerance`-th of that is the unit, beside the rounding of the weight.
+    A step is lr m / (sqrt(v) + e), m and v the corrected means of the gradients and of their squares. Let each gradient
+    be off by d. Then m is off by d at most, being a mean, and sqrt(v) too, being a norm of the gradients whose weights
+    sum to 1. With |m| about sqrt(v) at most, the step so changes by 2 lr d / e at most, e being far above d in float64.
 
     Args:
-        weight: before or after the step.
-        gradient: the whole model's; None if there is none.
-        unit: of the gradient.
-        tolerance: of every quantity, in units.
-        optimizer: the one that took the step, for lr and e.
+        weight: after the steps.
+        unit: the largest of its gradients.
+        steps: of the optimizer.
+        optimizer: for lr and e.
     """
-    own = torch.full_like(weight, torch.finfo(weight.dtype).eps * largest(weight))
-    if gradient is None:
-        return own
     lr, e = optimizer.defaults["lr"], optimizer.defaults["eps"]
-    d = tolerance * unit
-    high, low = gradient.abs() + d, gradient.abs() - d
-    return own + lr * (high / (high.abs() + e) - low / (low.abs() + e)) / tolerance
+    return torch.finfo(weight.dtype).eps * largest(weight) + 2 * steps * lr * unit / e

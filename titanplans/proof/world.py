@@ -24,6 +24,7 @@ from titanplans.proof import simulate, threads
 
 T = TypeVar("T")
 
+RANKS = ("threads", "simulated", "process_group")
 MOST_THREADS = 16
 MOST_COPIES = 2**30
 """Bytes of parameters that all threads together begin with."""
@@ -107,12 +108,45 @@ def run_group(degree: int, device: torch.device, work: Callable[[World], T]) -> 
     return from_first(world, work(world))
 
 
-RUNS: dict[str, Callable[[int, torch.device, Callable[[Any], Any]], Any]] = {
-    "threads": threads.run,
-    "simulated": simulate.run,
-    "process_group": run_group,
-}
-"""What runs a function on every rank, by the name of the ranks."""
+class Worlds:
+    """The ranks of a proof at every degree, until the context ends: those that are asked for, or else what fits.
+
+    Args:
+        ranks: threads, simulated, process_group or None.
+        model: the whole one.
+    """
+
+    def __init__(self, ranks: str | None, model: nn.Module):
+        self.ranks, self.model = ranks, model
+        self.device = next(model.parameters()).device
+        self._pool: threads.Pool | None = None
+
+    def __enter__(self) -> "Worlds":
+        # Ranks that are threads take turns, and their tensors are small: cores that help each of them cost more than
+        # they bring, several times as much on a machine that has other work.
+        self._intra_op = torch.get_num_threads()
+        if choose(self.ranks, 2, self.model) == "threads":
+            torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        torch.set_num_threads(self._intra_op)
+
+    def run(self, degree: int, work: Callable[[Any], T]) -> T:
+        """Run `work` on every rank, and return what it returns on the first."""
+        ranks = choose(self.ranks, degree, self.model)
+        if ranks == "threads":
+            if self._pool is None:
+                self._pool = threads.Pool(self.device).__enter__()
+            return self._pool.run(degree, work)
+        self._close()
+        return (run_group if ranks == "process_group" else simulate.run)(degree, self.device, work)
+
+    def _close(self) -> None:
+        if self._pool is not None:
+            self._pool.__exit__()
+            self._pool = None
 
 
 def from_first(world: World, value: T) -> T:
@@ -136,8 +170,8 @@ def choose(ranks: str | None, degree: int, model: nn.Module) -> str:
         PlanError: there are no such ranks, or threads can't prove this.
     """
     device = next(model.parameters()).device
-    if ranks not in (None, *RUNS):
-        raise PlanError(f"ranks = {ranks!r}: {either(list(RUNS))}, or None for what fits")
+    if ranks not in (None, *RANKS):
+        raise PlanError(f"ranks = {ranks!r}: {either(list(RANKS))}, or None for what fits")
     if ranks == "threads" and device.type != "cpu":
         raise PlanError(
             f"ranks = 'threads' on {device}: threads meet on a CPU; take simulated ranks, or a process group"

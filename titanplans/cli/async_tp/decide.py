@@ -97,7 +97,7 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
             f"async-tp {request.subject}: {type(model).__name__} has no list of blocks to compile"
         )
     alike = _alike(decoder)
-    inputs = prepared.inputs()
+    inputs = prepared.inputs(prepared.batch_size, prepared.seq_len, 0)
     with fake_ranks(degree) as mesh:
         apply_plan(model, mesh, plan=subject.plan, loss_parallel=False)
         _give_values(model)

@@ -7,11 +7,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
+from titanplans.cli.verify.alike import first_that_hold_all, kinds, plans
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
-from titanplans.tensor_parallel.decoder import find_decoder
-
-_OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # under these names a block knows its place
 
 
 def cut(
@@ -21,9 +19,10 @@ def cut(
 
     Args:
         source: the whole model, which has a config.
-        layers: None takes as few as hold every kind of block (by classes, shapes and settings), but two, since the
+        layers: None takes as few as hold every kind of block (by classes, shapes, settings and plan), but two, since the
             stream begins at the first. A tower of another modality is cut to the same number if it has more.
-        vocab_size: tokens in the vocabulary; None leaves them.
+        vocab_size: tokens in the vocabulary; None takes as few as are split like the whole one, or, where tokens of
+            images are among them, all.
 
     Raises:
         ModelError: the model can't be built.
@@ -31,60 +30,34 @@ def cut(
     """
     assert source.config is not None
     config, model, notes = source.config, modeling.build(source.config), []
-    kinds = _kinds(model)
-    if layers is not None and layers > len(kinds):
+    blocks = kinds(model)
+    if layers is not None and layers > len(blocks):
         raise VerifyError(
-            f"--layers {layers}: {source.words} has {len(kinds)} blocks; take fewer, or leave it out"
+            f"--layers {layers}: {source.words} has {len(blocks)} blocks; take fewer, or leave it out"
         )
-    number = layers or _smallest(kinds)
-    if number < len(kinds):
+    number = layers or first_that_hold_all(blocks, plans(model, source))
+    if number < len(blocks):
         config = _with_layers(config, number)
-        why = "" if layers else ", as few as hold every kind of block (--layers)"
-        notes.append(f"the first {number} of {len(kinds)} blocks{why}")
+        why = ": the others are of the same classes, shapes and settings, and have the same plan (--layers)"
+        notes.append(f"the first {number} of {len(blocks)} blocks{'' if layers else why}")
     tokens = config.get_text_config().vocab_size
     if vocab_size is not None and vocab_size > tokens:
         raise VerifyError(
             f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens; take fewer, or leave it out"
         )
+    if vocab_size is None and config.get_text_config() is config:
+        vocab_size = _smaller(tokens)
     if vocab_size is not None and vocab_size < tokens:
         config = _with_vocabulary(config, vocab_size)
-        notes.append(f"a vocabulary of {vocab_size:,} instead of {tokens:,}")
+        notes.append(f"a vocabulary of {vocab_size:,} instead of {tokens:,} (--vocab-size)")
     if notes:
         model = modeling.build(config)
-    if _kinds(model) != kinds[:number]:
+    if kinds(model) != blocks[:number]:
         raise VerifyError(
             f"--layers {number}: the config of {source.words} gives {number} blocks that are not the first {number} of its "
-            f"{len(kinds)}; give --layers {len(kinds)}, or a config.json of its own"
+            f"{len(blocks)}; give --layers {len(blocks)}, or a config.json of its own"
         )
     return config, model, notes
-
-
-def _kinds(model: nn.Module) -> list[Any]:
-    """Return the kind of each block."""
-    return [kind(block.module) for block in find_decoder(model, required=False).blocks]
-
-
-def kind(block: nn.Module) -> Any:
-    """Return the classes, shapes and settings of a block, without its number: equal for blocks of one kind."""
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple((key, p.shape) for key, p in module._parameters.items() if p is not None),
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | str | None) and key not in _OWN_NUMBER
-            ),
-        )
-        for name, module in block.named_modules()
-    )
-
-
-def _smallest(kinds: list[Any]) -> int:
-    """Return how many of the first blocks hold every kind; at least two, if there are two."""
-    every = next(n for n in range(len(kinds) + 1) if all(kind in kinds[:n] for kind in kinds))
-    return min(max(every, 2), len(kinds))
 
 
 def _parts(
@@ -115,6 +88,11 @@ def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
             values[name] = value[:after]
         elif isinstance(value, dict) and isinstance(value.get("layers"), list):
             values[name] = value | {"layers": [layer for layer in value["layers"] if layer < after]}
+
+
+def _smaller(tokens: int) -> int:
+    """Return a vocabulary that leaves the remainder of `tokens` at every degree up to 6, and at 8, 10, 12, 15 and 16."""
+    return tokens if tokens <= 720 else 480 + tokens % 240
 
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:

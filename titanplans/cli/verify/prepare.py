@@ -19,7 +19,8 @@ from titanplans.errors import OptionError, VerifyError
 from titanplans.parallel import Float8
 from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.memory import memory
-from titanplans.proof.sample import token_ids
+from titanplans.proof.conditions import Batch
+from titanplans.proof.sample import Sampler
 from titanplans.tensor_parallel.user_code import as_user_error
 
 _TOKENS = 16
@@ -47,14 +48,12 @@ class Prepared:
     notes: tuple[str, ...]
     """What was chosen, and what the proof does not see."""
 
-    def inputs(self) -> dict[str, Any]:
-        """Return keyword arguments of the forward: tokens, and images for a model that takes them."""
-        if _has_images(self.config):
+    def inputs(self, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
+        """Return keyword arguments of the forward: tokens, and images for a model that takes them, where they fit."""
+        if _has_images(self.config) and seq_len >= _image_tokens(self.config) + 2:
             assert self.config is not None
-            return modeling.sample_inputs(
-                self.config, batch_size=self.batch_size, seq_len=self.seq_len, seed=0
-            )
-        return token_ids(self.model, self.batch_size, self.seq_len, 1, 0)
+            return modeling.sample_inputs(self.config, batch_size=batch_size, seq_len=seq_len, seed=seed)
+        return Sampler(self.model, None, 1, seed).tokens(Batch(batch_size, seq_len), 0)
 
 
 def prepare(
@@ -84,7 +83,6 @@ def prepare(
     if float8.recipe_name is not None:
         notes.append(_converted(model, float8, device))
     seq_len = request.seq_len or _sequence(config)
-    notes += _unseen(config, seq_len)
     return Prepared(model, make, config, dtype, request.batch_size, seq_len, tuple(notes))
 
 
@@ -146,23 +144,13 @@ def _has_images(config: PretrainedConfig | None) -> bool:
     return config is not None and config.get_text_config() is not config
 
 
+def _image_tokens(config: PretrainedConfig | None) -> int:
+    return getattr(config, "mm_tokens_per_image", 0) if _has_images(config) else 0
+
+
 def _sequence(config: PretrainedConfig | None) -> int:
     """Tokens in a sequence: an image with text on both sides has to fit."""
-    image = getattr(config, "mm_tokens_per_image", 0) if _has_images(config) else 0
-    return max(_TOKENS, -(-(image + 2) // _TOKENS) * _TOKENS)
-
-
-def _unseen(config: PretrainedConfig | None, seq_len: int) -> list[str]:
-    """Say what sequences of this length can't test: an attention window that holds all of them."""
-    text = None if config is None else config.get_text_config()
-    window = getattr(text, "sliding_window", None) or getattr(text, "window_size", None)
-    types = getattr(text, "layer_types", None)
-    slides = isinstance(window, int) and (types is None or "sliding_attention" in types)
-    if not slides or window < seq_len:
-        return []
-    return [
-        f"{seq_len} tokens are within the attention window of {window}, which so hides nothing (--seq-len {window + 16})"
-    ]
+    return max(_TOKENS, -(-(_image_tokens(config) + 2) // _TOKENS) * _TOKENS)
 
 
 def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -18,11 +18,12 @@ from titanplans.cli.verify.prepare import check_memory, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.modeling.kernels import check_cpu
 from titanplans.observe.communication import Communication, count_communication
-from titanplans.proof import Report, step, verify
+from titanplans.proof import Report, verify
 from titanplans.proof.grid import DEGREES, accepted_cases
 from titanplans.proof.report import options_as_json
 from titanplans.proof.sample import moved
 from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.training import backward, call, logits_of
 from titanplans.proof.world import group_degree
 from titanplans.tensor_parallel import TPOptions, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
@@ -91,24 +92,29 @@ def prove(
     sizes |= {"batch_size": prepared.batch_size, "seq_len": prepared.seq_len}
     if prepared.make is not None:
         model = prepared.make()
-    inputs = moved(prepared.inputs(), device, prepared.dtype)
     report = verify(
         lambda: model,
         subject.plan,
         degrees=degrees,
         loss_parallel=subject.loss_parallel,
         sequence_parallel=subject.sequence_parallel,
-        inputs=inputs,
+        inputs=prepared.inputs,
+        seq_len=prepared.seq_len,
+        batch_size=prepared.batch_size,
         dtype=prepared.dtype,
         losses={"torchtitan": torchtitans_loss},
         ranks=request.ranks,
+        conditions="each" if request.quick else "pairs",
         progress=progress,
     )
-    progress("communication")
-    counts = _counts(model, subject.plan, report, inputs)
-    notes = prepared.notes
-    if report.passed and not counts:
-        notes += ("collectives are not counted: there is no list of blocks to hold them against",)
+    notes, counts = prepared.notes, []
+    if not request.quick:
+        progress("communication")
+        plain = prepared.inputs(prepared.batch_size, prepared.seq_len, 0)
+        inputs = moved(plain, device, prepared.dtype)
+        counts = _counts(model, subject.plan, report, inputs)
+        if report.passed and not counts:
+            notes += ("collectives are not counted: there is no list of blocks to hold them against",)
     ranks = f"ranks: {report.ranks}"
     if dist.is_initialized():
         ranks = f"{dist.get_world_size()} processes over {dist.get_backend()}, {device.type}"
@@ -152,8 +158,9 @@ def _count(
         )
 
         def run() -> None:
-            logits = step.forward(split, inputs)
-            step.backward(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device))
+            logits = logits_of(call(split, inputs))
+            labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+            backward(logits, labels, labels.numel())
 
         batch, sequence = next(v for v in inputs.values() if isinstance(v, torch.Tensor)).shape[:2]
         return count_communication(split, applied, run, options, batch=batch, sequence=sequence)

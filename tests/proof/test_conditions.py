@@ -1,0 +1,137 @@
+"""Which conditions a proof covers: every pair of a batch's, every pair of a case's; and simpler ones one by one."""
+
+import itertools
+from dataclasses import fields
+
+import pytest
+from tiny import Tiny, TinyPlan
+
+from titanplans import PlanError, TPOptions
+from titanplans.proof import verify
+from titanplans.proof.conditions import PLAIN, Batch, Scenario, cover, simpler, trainings, words
+from titanplans.proof.sample import Sampler
+
+TRAINED = trainings(Batch(), 130)
+GRID = [
+    TPOptions(degree, loss, sequence)
+    for degree in (2, 4, 8)
+    for loss in (True, False)
+    for sequence in (True, False)
+]
+
+
+def pairs(rows):
+    return {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+
+
+def test_the_batches_hold_every_pair_of_conditions():
+    batches = [batch for training in TRAINED for step in training.steps for batch in step]
+    rows = [
+        (b.size, b.length, b.padding or ("documents" if b.documents else ""), b.ignored, b.repeated, b.text)
+        for b in batches
+    ]
+    levels = [(1, 2, 3), (3, 15, 16, 130), ("", "left", "right", "documents"), *[(False, True)] * 3]
+    assert pairs(itertools.product(*levels)) == pairs(rows)
+
+
+def test_the_micro_batches_of_a_step_differ_in_length():
+    for training in TRAINED:
+        assert len(training.steps) == 3
+        for one, other in training.steps:
+            assert one.length != other.length
+
+
+def test_the_first_training_holds_each_condition():
+    """A quick proof takes it alone."""
+    batches = [batch for step in TRAINED[0].steps for batch in step]
+    for field in fields(Batch):
+        seen = {getattr(batch, field.name) for batch in batches}
+        assert seen == {
+            getattr(batch, field.name) for training in TRAINED for step in training.steps for batch in step
+        }
+
+
+def settings(case):
+    options, scenario = case
+    return (
+        options.degree, options.loss_parallel, options.sequence_parallel, scenario.steps, scenario.frozen,
+        scenario.recomputed, scenario.differing,
+    )  # fmt: skip
+
+
+def test_cases_hold_every_choice_of_options_and_every_pair():
+    cases = cover(GRID, TRAINED, ("float64", "float32", "bfloat16"))
+    own = [case for case in cases if case[1].dtype == "float64"]
+    assert {options for options, _ in own} == set(GRID)
+    levels = [(2, 4, 8), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
+    assert pairs(itertools.product(*levels)) == pairs(map(settings, own))
+    levels[0] = (2,)
+    for dtype in ("float32", "bfloat16"):
+        singles = {value for case in cases if case[1].dtype == dtype for value in enumerate(settings(case))}
+        assert singles == {(at, value) for at, level in enumerate(levels) for value in level}
+    assert len(cases) < 22
+
+
+def test_a_quick_cover_has_each_condition_once():
+    cases = cover(GRID, TRAINED[:1], ("float64",), quick=True)
+    assert len(cases) == 2
+    one, other = map(settings, cases)
+    assert one[0] == other[0] == 2
+    assert all(a != b for a, b in zip(one[1:3] + one[4:], other[1:3] + other[4:], strict=True))
+
+
+def test_every_condition_can_be_taken_away():
+    """And what is left at the end is the plain scenario, whatever was taken first."""
+    for training in TRAINED:
+        scenario = Scenario(training.steps, True, True, True, True, "bfloat16")
+        seen = 0
+        while scenario != PLAIN:
+            assert words(scenario, PLAIN)
+            scenario = next(simpler(scenario, PLAIN))
+            seen += 1
+        assert seen > 5
+        assert not words(PLAIN, PLAIN)
+
+
+def test_batches_are_what_they_say():
+    class Masked(Tiny):
+        def forward(self, input_ids, attention_mask=None, position_ids=None):
+            return super().forward(input_ids)
+
+    sampler = Sampler(Masked(), None, 1, seed=0)
+    assert list(sampler.unreached) == [
+        "a forward with a cache: its forward takes no use_cache and past_key_values"
+    ]
+    for padding, side in (("left", 0), ("right", -1)):
+        sample = sampler.sample(Batch(3, 15, padding=padding, ignored=True), 1, None)
+        mask = sample.inputs["attention_mask"]
+        assert mask.shape == sample.labels.shape == (3, 15)
+        assert (mask[:, side] == 0).all()
+        assert (mask[:, -1 - side] == 1).all()
+        assert len(mask.sum(1).unique()) > 1
+        assert (sample.labels[mask == 0] == -100).all()
+        assert (sample.labels[mask == 1] == -100).any()
+    ids = sampler.tokens(Batch(2, 16, documents=True), 2)["position_ids"]
+    assert all((row == 0).sum() == 2 and row.max() < 15 for row in ids)
+    assert len(sampler.tokens(Batch(repeated=True), 3)["input_ids"].unique()) <= 3
+
+    class Packed(Tiny):
+        def forward(self, input_ids, cu_seqlens=None):
+            return super().forward(input_ids)
+
+    inputs = Sampler(Packed(), None, 1, seed=0).tokens(Batch(3, 15, documents=True), 0)
+    assert inputs["input_ids"].shape == (1, 45)
+    ends = inputs["cu_seqlens"]
+    assert (ends[0], ends[-1], len(ends)) == (0, 45, 7)
+    assert (ends.diff() > 0).all()
+
+
+def test_inputs_of_the_callers_are_every_batch():
+    sampler = Sampler(Tiny(), {"input_ids": None}, 1, seed=0)
+    assert sampler.tokens(Batch(3, 15), 1) == sampler.tokens(Batch(), 0)
+    assert "the inputs were given" in next(iter(sampler.unreached))
+
+
+def test_conditions_that_are_not_there():
+    with pytest.raises(PlanError, match="conditions = 'all': pairs, each or plain"):
+        verify(Tiny, TinyPlan, conditions="all")

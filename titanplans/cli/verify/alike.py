@@ -1,0 +1,112 @@
+"""Which blocks of a model are alike, so that one stands for the others: in classes, shapes and settings, and in their plan."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.cli.verify.subject import Subject
+from titanplans.errors import PlanError
+from titanplans.proof.grid import DEGREES, accepted_cases
+from titanplans.tensor_parallel.apply import check_plan
+from titanplans.tensor_parallel.decoder import find_decoder
+
+_OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # under these names a block knows its place
+_PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
+
+
+def kinds(model: nn.Module) -> list[Any]:
+    """Return the kind of each block."""
+    return [kind(block.module) for block in find_decoder(model, required=False).blocks]
+
+
+def kind(block: nn.Module) -> Any:
+    """Return the classes, shapes and settings of a block, without its number: equal for blocks of one kind."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, p.shape) for key, p in module._parameters.items() if p is not None),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | str | None) and key not in _OWN_NUMBER
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def plans(model: nn.Module, subject: Subject) -> list[Any]:
+    """Return what the plan of `subject` does with each block, in every case that it accepts: equal where it does the same.
+
+    Two styles do the same if they are of one class and hold equal values. A style that asks a module for its number as
+    the model runs can't be told from others.
+    """
+    blocks = find_decoder(model, required=False).blocks
+    found: list[list[Any]] = [[] for _ in blocks]
+    try:
+        cases, _ = accepted_cases(
+            model,
+            subject.plan,
+            subject.degrees or DEGREES,
+            subject.loss_parallel,
+            subject.sequence_parallel,
+            named=False,
+        )
+    except PlanError:
+        return found  # which the proof says better
+    for options in cases:
+        styles = check_plan(
+            model,
+            options.degree,
+            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.sequence_parallel,
+            plan=subject.plan,
+        )
+        for block, described in zip(blocks, found, strict=True):
+            prefix = f"{block.name}."
+            described.append(
+                {
+                    key.removeprefix(prefix): description(style)
+                    for key, style in styles.items()
+                    if f"{key}.".startswith(prefix)
+                }
+            )
+    return found
+
+
+def description(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """Return what `value` is made of, down to plain values: equal for objects that were made in the same way."""
+    if isinstance(value, _PLAIN):
+        return value
+    if id(value) in within:
+        return within.index(id(value))
+    inner = partial(description, within=(*within, id(value)))
+    if isinstance(value, Mapping):
+        return type(value), [(key, inner(item)) for key, item in value.items()]
+    if isinstance(value, Sequence | set | frozenset):
+        return type(value), [inner(item) for item in value]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, inner([*cells, value.__defaults__, value.__kwdefaults__])
+    if isinstance(value, MethodType):
+        return inner([value.__func__, value.__self__])
+    if isinstance(value, partial):
+        return inner([value.func, value.args, value.keywords])
+    if isinstance(value, nn.Module | torch.Tensor) or not hasattr(value, "__dict__"):
+        return id(value)  # as good as its own: no two blocks share it
+    return type(value), inner(vars(value))
+
+
+def first_that_hold_all(*properties: Sequence[Any]) -> int:
+    """Return how many of the first blocks hold every combination of their properties; at least two, if there are two."""
+    rows = list(zip(*properties, strict=True))
+    every = next(
+        n for n in range(len(rows) + 1) if all(row in rows[:n] for row in itertools.islice(rows, n, None))
+    )
+    return min(max(every, 2), len(rows))

@@ -1,0 +1,118 @@
+"""The cases of one model and one plan: which there are, and proving them, those of one training together."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import nn
+
+from titanplans.proof.blame import Blame
+from titanplans.proof.case import prove_case
+from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
+from titanplans.proof.reference import Reference
+from titanplans.proof.report import CaseResult, case_name
+from titanplans.proof.sample import Sampler, longest_block
+from titanplans.proof.training import Loss
+from titanplans.proof.world import World, Worlds
+from titanplans.tensor_parallel.custom import PlanSource
+from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.float8 import float8_linears
+from titanplans.tensor_parallel.plan import TPOptions
+
+CONDITIONS = ("pairs", "each", "plain")
+
+Case = tuple[TPOptions, Scenario]
+
+_BESIDE = ("float32", "bfloat16")
+"""Dtypes of a few cases beside the proof's own."""
+
+_LONGEST = 640
+"""Tokens of a long sequence at most: its attention is quadratic."""
+
+
+class Proof:
+    """Proves cases of one model and one plan. Arguments as those of `verify`, `model` the whole one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PlanSource,
+        sampler: Sampler,
+        seed: int,
+        losses: Mapping[str, Loss] | None,
+        worlds: Worlds,
+        progress: Callable[[str], None],
+    ):
+        self.model, self.plan, self.sampler, self.seed = model, plan, sampler, seed
+        self.losses, self.worlds, self.progress = losses, worlds, progress
+        self.unreached = list(sampler.unreached)
+        """What no case shows, in words."""
+
+    def cases(
+        self, accepted: Sequence[TPOptions], plain: Scenario, conditions: str
+    ) -> tuple[list[Case], tuple[Scenario, ...]]:
+        """Return the cases that cover the `conditions` of this model, and their trainings."""
+        if conditions == "plain":
+            self.unreached = ["any condition: one plain step was asked for"]
+            return [(options, plain) for options in accepted], (plain,)
+        dtypes = [plain.dtype, *(name for name in _BESIDE if name != plain.dtype)]
+        if float8_linears(self.model):
+            self.unreached.append(f"{' and '.join(dtypes[1:])}: float8 is proved in {plain.dtype} only")
+            del dtypes[1:]
+        blocks = bool(find_decoder(self.model, required=False).blocks)
+        if not blocks:
+            self.unreached.append("recomputed blocks: no list of blocks was found")
+        if self.sampler.fixed:
+            trained = (replace(plain, steps=(plain.steps[0] * 2,) * STEPS, evaluated=True),)
+        else:
+            trained = trainings(plain.steps[0][0], self._longest())
+        if quick := conditions == "each":
+            self.unreached.append(
+                "pairs of conditions, other degrees and dtypes: each condition once was asked for"
+            )
+            trained, dtypes = trained[:1], dtypes[:1]
+        return cover(accepted, trained, dtypes, recompute=blocks, quick=quick), trained
+
+    def _longest(self) -> int:
+        block = longest_block(self.model)
+        if block > _LONGEST:
+            self.unreached.append(
+                f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, which so holds every sequence"
+            )
+        return min(block, _LONGEST) + 2
+
+    def run(self, cases: Sequence[Case], plain: Scenario) -> tuple[CaseResult, ...]:
+        """Prove `cases`, those that share a reference together, and explain those that fail."""
+        groups: dict[Scenario, list[int]] = {}
+        for at, (_, scenario) in enumerate(cases):
+            groups.setdefault(scenario.whole, []).append(at)
+        results: dict[int, CaseResult] = {}
+        hidden: dict[str, dict[str, None]] = {}
+        for whole, members in groups.items():
+            self.progress("the whole model")
+            reference = self._reference(whole, beside=whole.dtype != plain.dtype)
+            hidden.setdefault(whole.dtype, {}).update(dict.fromkeys(reference.undecided))
+            results |= {at: self._prove(reference, *cases[at]) for at in members}
+        for dtype, names in hidden.items():
+            if names:
+                self.unreached.append(
+                    f"{dtype}: rounding hides {len(names)} of its quantities, as the {next(iter(names))}"
+                )
+        # Of the plain scenario and the newest: what explained one failing case is tried on the next.
+        recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, beside=True))
+        blame = Blame(
+            lambda options, scenario: self._prove(recorded(scenario.whole), options, scenario), plain
+        )
+        ordered = [results[at] for at in range(len(cases))]
+        return tuple(one if one.passed else blame.explain(one) for one in ordered)
+
+    def _reference(self, scenario: Scenario, **settings: bool) -> Reference:
+        return Reference(self.model, scenario, self.sampler, self.seed, self.losses, **settings)
+
+    def _prove(self, reference: Reference, options: TPOptions, scenario: Scenario) -> CaseResult:
+        def prove(world: World) -> CaseResult:
+            if world.first:
+                self.progress(case_name(options))
+            return prove_case(reference, self.plan, options, scenario, world)
+
+        return self.worlds.run(options.degree, prove)

@@ -1,0 +1,245 @@
+"""The conditions of a proof: what its trainings run through, and which cases are proved so that every pair is covered.
+
+No tensors here: titanplans/proof/sample.py makes them, titanplans/proof/training.py runs them.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from titanplans.tensor_parallel.plan import TPOptions
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch. The defaults are those of a plain one."""
+
+    size: int = 2
+    """Sequences."""
+
+    length: int = 16
+    """Tokens of each."""
+
+    padding: str = ""
+    """"left" or "right": each sequence is filled up there, by an attention mask."""
+
+    documents: bool = False
+    """Each sequence is several documents, by `cu_seqlens` or `position_ids`."""
+
+    ignored: bool = False
+    """Some labels don't count. Those of padding never do."""
+
+    repeated: bool = False
+    """The same few tokens again and again."""
+
+    text: bool = False
+    """No images, where the model takes some."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training, and what is true throughout it. The defaults are those of a plain one: one step of one batch."""
+
+    steps: tuple[tuple[Batch, ...], ...] = ((Batch(),),)
+    """Of the optimizer, each of several micro batches."""
+
+    evaluated: bool = False
+    """After the first step the model is evaluated, and called with a cache."""
+
+    frozen: bool = False
+    """What stands before the blocks, the first block, and every second parameter of the others get no gradient."""
+
+    recomputed: bool = False
+    """Each block of the split model is run again in the backward."""
+
+    differing: bool = False
+    """Before the split each rank but the first holds values of its own."""
+
+    dtype: str = "float64"
+
+    @property
+    def whole(self) -> "Scenario":
+        """What of it the whole model sees: scenarios that are equal here have one reference."""
+        return replace(self, recomputed=False, differing=False)
+
+    def name(self, step: int, batch: int) -> str:
+        """Return the name of a micro batch, both numbers from 0: "step 1, batch 2"."""
+        return f"step {step + 1}, batch {batch + 1}"
+
+
+PLAIN = Scenario()
+
+# Every pair of two columns is in one of the rows; the two of a step differ in length. Columns: sequences, length,
+# padding or documents, ignored labels, repeated tokens, text alone. tests/proof/test_conditions.py counts the pairs.
+_ROWS = (
+    ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),
+    ((2, "long", "right", 1, 1, 0), (3, "short", "documents", 1, 1, 1)),
+    ((1, "even", "documents", 0, 1, 0), (3, "odd", "", 1, 1, 1)),
+    ((1, "odd", "right", 1, 1, 0), (3, "even", "right", 0, 0, 1)),
+    ((1, "long", "documents", 1, 1, 1), (2, "short", "left", 0, 1, 0)),
+    ((2, "even", "left", 1, 1, 1), (2, "odd", "documents", 0, 0, 1)),
+    ((3, "short", "right", 0, 0, 0), (3, "long", "", 1, 1, 1)),
+    ((1, "long", "left", 0, 0, 1), (1, "short", "", 0, 1, 0)),
+    ((1, "odd", "", 0, 0, 0), (2, "even", "", 0, 0, 0)),
+)
+STEPS = 3
+SHORT = 3
+"""Tokens: fewer than ranks at degrees 4 and 8, so that some hold none."""
+
+
+def trainings(batch: Batch, longest: int) -> tuple[Scenario, ...]:
+    """Return trainings of three steps of two micro batches, which together hold every pair of conditions of a batch.
+
+    Args:
+        batch: the plain one.
+        longest: tokens of a long sequence.
+    """
+    odd = batch.length - (1 if batch.length % 2 == 0 else 2)
+    lengths = {"even": batch.length, "odd": max(odd, 1), "short": SHORT, "long": longest}
+
+    def one(size: int, length: str, kind: str, ignored: int, repeated: int, text: int) -> Batch:
+        return Batch(
+            size=(1, batch.size, batch.size + 1)[size - 1],
+            length=lengths[length],
+            padding=kind if kind in ("left", "right") else "",
+            documents=kind == "documents",
+            ignored=bool(ignored),
+            repeated=bool(repeated),
+            text=bool(text),
+        )
+
+    steps = tuple(tuple(one(*row) for row in step) for step in _ROWS)  # type: ignore[arg-type]
+    return tuple(
+        Scenario(steps[first : first + STEPS], evaluated=True) for first in range(0, len(steps), STEPS)
+    )
+
+
+def cover(
+    grid: Sequence[TPOptions],
+    trained: Sequence[Scenario],
+    dtypes: Sequence[str],
+    *,
+    recompute: bool = True,
+    quick: bool = False,
+) -> list[tuple[TPOptions, Scenario]]:
+    """Return cases in which every choice of options of `grid` is proved, and every pair of conditions.
+
+    The conditions are the degree, loss and sequence parallelism, which training, part of it frozen, blocks that are
+    recomputed, values that differ between the ranks before the split, and the dtype; dtypes but the first are paired
+    at the smallest degree. Greedy, as in Cohen et al. 1997, "The AETG system": the next case is the one that covers most
+    of what is left.
+
+    Args:
+        grid: choices of options, each of which is proved in the first dtype.
+        trained: trainings, as `trainings` makes them.
+        dtypes: of weights and activations; the first is that of the proof.
+        recompute: the model has blocks.
+        quick: every condition once, not every pair, and the smallest degree alone.
+    """
+    blocks = (False, True) if recompute else (False,)
+    states = list(itertools.product(range(len(trained)), (False, True), blocks, (False, True)))
+    smallest = min(options.degree for options in grid)
+    cheap = [options for options in grid if options.degree == smallest]
+    parts = _single if quick else _pairs
+    rows = [(o, d) for o in cheap for d in dtypes]
+    if not quick:
+        rows += [(o, dtypes[0]) for o in grid if o.degree != smallest]
+    every = [(*row, *state) for row in rows for state in states]
+    covered: set[Any] = set()
+
+    def pick(candidates: list[tuple]) -> tuple:
+        best = max(candidates, key=lambda row: len(parts(row) - covered))
+        covered.update(parts(best))
+        return best
+
+    fixed = [] if quick else grid
+    chosen = [pick([(options, dtypes[0], *state) for state in states]) for options in fixed]
+    wanted = set().union(*map(parts, every))
+    while wanted - covered:
+        chosen.append(pick(every))
+    return [
+        (options, replace(trained[t], frozen=frozen, recomputed=again, differing=differing, dtype=dtype))
+        for options, dtype, t, frozen, again, differing in chosen
+    ]
+
+
+def _single(row: tuple) -> set[Any]:
+    options, *rest = row
+    return set(enumerate((options.degree, options.loss_parallel, options.sequence_parallel, *rest)))
+
+
+def _pairs(row: tuple) -> set[Any]:
+    return set(itertools.combinations(sorted(_single(row), key=lambda part: part[0]), 2))
+
+
+def simpler(scenario: Scenario, plain: Scenario) -> Iterator[Scenario]:
+    """Yield scenarios that have one condition less than `scenario`, those first that leave out most."""
+    steps = scenario.steps
+    # One batch alone, then fewer steps, then fewer batches in a step.
+    if sum(map(len, steps)) > 1:
+        for batch in dict.fromkeys(itertools.chain(*steps)):
+            yield replace(scenario, steps=((batch,),))
+    for at in range(len(steps)):
+        if len(steps) > 1:
+            yield replace(scenario, steps=steps[:at] + steps[at + 1 :])
+    for at, step in enumerate(steps):
+        if len(step) > 1:
+            for left in range(len(step)):
+                one = step[:left] + step[left + 1 :]
+                yield replace(scenario, steps=(*steps[:at], one, *steps[at + 1 :]))
+    for name, value in _settings(plain):
+        if name != "steps" and getattr(scenario, name) != value:
+            yield replace(scenario, **{name: value})  # type: ignore[arg-type]
+    for at, step in enumerate(steps):
+        for place, batch in enumerate(step):
+            for name, value in _settings(plain.steps[0][0]):
+                if getattr(batch, name) != value:
+                    other = (*step[:place], replace(batch, **{name: value}), *step[place + 1 :])
+                    yield replace(scenario, steps=(*steps[:at], other, *steps[at + 1 :]))
+
+
+def _settings(thing: Any) -> Iterator[tuple[str, Any]]:
+    return ((field.name, getattr(thing, field.name)) for field in fields(thing))
+
+
+def words(scenario: Scenario, plain: Scenario) -> tuple[str, ...]:
+    """Return in words what of `scenario` is not `plain`: each condition once."""
+    found = []
+    batches = list(itertools.chain(*scenario.steps))
+    for batch in batches:
+        found += _batch_words(batch, plain.steps[0][0])
+    if len(scenario.steps) > 1:
+        found.append(f"{len(scenario.steps)} steps")
+    if any(len(step) > 1 for step in scenario.steps):
+        found.append("several micro batches in a step")
+    found += [
+        text
+        for name, text in (
+            ("evaluated", "an evaluation"),
+            ("frozen", "frozen parameters"),
+            ("recomputed", "recomputed blocks"),
+            ("differing", "values that differ between the ranks before the split"),
+        )
+        if getattr(scenario, name)
+    ]
+    if scenario.dtype != plain.dtype:
+        found.append(scenario.dtype)
+    return tuple(dict.fromkeys(found))
+
+
+def _batch_words(batch: Batch, plain: Batch) -> Iterator[str]:
+    if batch.size != plain.size:
+        yield f"a batch of {batch.size}"
+    if batch.length != plain.length:
+        yield f"{batch.length} tokens"
+    if batch.padding:
+        yield f"{batch.padding} padding"
+    for name, text in (
+        ("documents", "documents in a sequence"),
+        ("ignored", "ignored labels"),
+        ("repeated", "repeated tokens"),
+        ("text", "text without images"),
+    ):
+        if getattr(batch, name):
+            yield text

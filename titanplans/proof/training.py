@@ -1,0 +1,240 @@
+"""A training of a whole model or of a split one, point by point: the same function for both.
+
+A point is a moment at which the two are compared: after a micro batch's backward (loss and logits), after all of a
+step (gradients and their norm), after the last step (weights), and after each forward without a backward (logits).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from titanplans.proof.conditions import Scenario
+from titanplans.proof.modes import Widen
+from titanplans.proof.record import Recorder
+from titanplans.proof.sample import Sample, Sampler, moved
+from titanplans.tensor_parallel.decoder import Decoder
+from titanplans.tensor_parallel.gradients import align_gradients, total_norm
+from titanplans.tensor_parallel.loss import IGNORED, cross_entropy
+
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What a model raises that does not run here, or is split wrongly: no driver, shapes that don't match, a parameter
+that is not there, ranks that differ."""
+
+Key = tuple[str, str]
+"""A quantity's kind ("loss", "gradients", …) and which one of its kind: a parameter, or "" for the only one."""
+
+Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Of logits [..., vocabulary], a DTensor where they are sharded, and labels [...]: the sum over tokens, divided by
+how many there are; a plain scalar."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """The tensors of a scenario, on the model's device."""
+
+    steps: tuple[tuple[Sample, ...], ...]
+    evaluated: dict[str, Any] | None
+    """The forward of an evaluation."""
+
+    cached: tuple[dict[str, Any], dict[str, Any]] | None
+    """A forward that fills a cache, and one of a further token of each sequence."""
+
+
+def write_script(
+    scenario: Scenario, sampler: Sampler, device: torch.device, logits: torch.Size | None
+) -> Script:
+    """Return the tensors of `scenario`, those of floating point in its dtype. `logits` as for `Sampler.sample`."""
+    dtype = getattr(torch, scenario.dtype)
+
+    def place(sample: Sample) -> Sample:
+        return Sample(moved(sample.inputs, device, dtype), sample.labels.to(device))
+
+    steps, number = [], 0
+    for step in scenario.steps:
+        steps.append([place(sampler.sample(b, n, logits)) for n, b in enumerate(step, number)])
+        number += len(step)
+    first = scenario.steps[0][0]
+    evaluated = cached = None
+    if scenario.evaluated:
+        evaluated = moved(sampler.tokens(first, number), device, dtype)
+    if scenario.evaluated and sampler.cached:
+        filled = sampler.tokens(first, number + 1)
+        ids = filled[sampler.ids_name]
+        last = ids.narrow(sampler.sequence_dim, ids.shape[sampler.sequence_dim] - 1, 1)
+        cached = moved(filled, device, dtype), {sampler.ids_name: last.to(device)}
+    return Script(tuple(map(tuple, steps)), evaluated, cached)
+
+
+class Training:
+    """One model's way through a script.
+
+    Args:
+        model: whole or split; what it is afterwards is of no use.
+        script: what it is given.
+        losses: further ones, compared where they leave the model, at its logits.
+        recording: keep what each module gives.
+
+    Attributes:
+        records: of each micro batch and each forward, by the name of its point, if they are recorded.
+        raw: gradients of the newest step by name, as the backward left them: Partial ones are not yet summed.
+        optimizer: AdamW, fused as torchtitan's, with torch's defaults.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        script: Script,
+        losses: Mapping[str, Loss] | None = None,
+        *,
+        recording: bool = False,
+    ):
+        self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
+        self._point = "the first step"
+        self.records: dict[str, Recorder] = {}
+        self.raw: dict[str, torch.Tensor] = {}
+        self.optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), fused=True)
+
+    def points(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
+        """Yield the name of each point and its quantities, laid out as they are in the model."""
+        for number, step in enumerate(self.script.steps, 1):
+            tokens = int(sum((sample.labels != IGNORED).sum() for sample in step))
+            self.optimizer.zero_grad()
+            for at, sample in enumerate(step, 1):
+                name = f"step {number}, batch {at}"
+                yield name, self._batch(name, sample, tokens)
+            name = f"step {number}"
+            self._point = f"{name}, after its backward"
+            named = dict(self.model.named_parameters())
+            self.raw = {n: p.grad for n, p in named.items() if p.grad is not None}
+            align_gradients(named.values())
+            found = {("gradients", n): p.grad for n, p in named.items() if p.grad is not None}
+            yield name, {**found, ("norm", ""): total_norm(named.values())}
+            self.optimizer.step()
+            if number == 1:
+                yield from self._evaluation()
+        weights = {("AdamW", name): param.detach() for name, param in self.model.named_parameters()}
+        yield "the end", weights
+
+    @property
+    def place(self) -> str:
+        """Where the training is, or broke off, in words."""
+        record = self.records.get(self._point)
+        if record is None:
+            return f"in {self._point}"
+        plain = sum(map(len, self.script.steps)) == 1 and self._point.startswith("step 1, batch")
+        return record.place if plain else f"in {self._point}, {record.place}"
+
+    def _batch(self, name: str, sample: Sample, tokens: int) -> dict[Key, torch.Tensor]:
+        with self._recorded(name) as record:
+            logits = logits_of(call(self.model, sample.inputs))
+            if record is not None:
+                record.close()  # a block that is recomputed runs again
+            loss = backward(logits, sample.labels, tokens)
+        logits = logits.detach()
+        found: dict[Key, torch.Tensor] = {("loss", ""): loss, ("logits", ""): logits}
+        # In the first step alone: they see nothing of the model.
+        for other, function in self.losses.items() if name.startswith("step 1,") else ():
+            value, gradient = at_logits(logits, sample.labels, tokens, function)
+            found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
+        return found
+
+    def _evaluation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
+        """Yield the logits of forwards without a backward, in evaluation mode."""
+        if self.script.evaluated is None:
+            return
+        self.model.eval()
+        with torch.no_grad():
+            name = "the evaluation after step 1"
+            with self._recorded(name):
+                output = call(self.model, self.script.evaluated)
+            yield name, {("logits", ""): logits_of(output)}
+            if self.script.cached is not None:
+                filled, token = self.script.cached
+                name = "the forward that fills a cache"
+                with self._recorded(name):
+                    output = call(self.model, filled | {"use_cache": True})
+                yield name, {("logits", ""): logits_of(output)}
+                name = "the forward with a cache"
+                with self._recorded(name):
+                    token |= {"past_key_values": output.past_key_values, "use_cache": True}
+                    output = call(self.model, token)
+                yield name, {("logits", ""): logits_of(output)}
+        self.model.train()
+
+    def _recorded(self, name: str) -> Any:
+        self._point = name
+        if not self.recording:
+            return nullcontext()
+        self.records[name] = Recorder(self.model)
+        return self.records[name]
+
+
+def recompute(decoder: Decoder) -> None:
+    """Let each block run again in the backward, by torch's checkpointing."""
+    for block in decoder.blocks:
+        dtype = next(block.module.parameters()).dtype
+        block.module.forward = partial(
+            checkpoint,
+            block.module.forward,
+            use_reentrant=False,
+            context_fn=partial(lambda again: (nullcontext(), again()), partial(_widened, dtype)),
+        )
+
+
+def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Return what the forward of `model` returns, without a cache but where `inputs` ask for one.
+
+    Where the code of a float64 model asks for float32, it is given float64.
+    """
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs = {"use_cache": False, **inputs}
+    with _widened(next(model.parameters()).dtype):
+        return model(**inputs)
+
+
+def _widened(dtype: torch.dtype) -> Any:
+    return Widen(dtype) if dtype == torch.float64 else nullcontext()
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits [..., vocabulary] of a model's output; a DTensor, `Shard(-1)`, under loss parallelism."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if hasattr(output, "logits"):
+        return output.logits
+    return output["logits"] if isinstance(output, Mapping) else output[0]
+
+
+def backward(
+    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
+) -> torch.Tensor:
+    """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar, after its backward.
+
+    Where the loss of float64 logits asks for float32, it is given float64.
+    """
+    with _widened(logits.dtype):
+        value = loss(logits, labels, tokens)
+    value.backward()
+    return value.detach()
+
+
+def at_logits(
+    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of `logits` and its gradient with respect to them, laid out as they are."""
+    leaf = logits.detach().requires_grad_()
+    value = backward(leaf, labels, tokens, loss)
+    assert leaf.grad is not None
+    return value, leaf.grad
+
+
+def first_line(error: Exception) -> str:
+    """Return an error as one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
