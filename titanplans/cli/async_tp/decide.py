@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
-from titanplans.cli.verify.cut import kind
+from titanplans.cli.verify.alike import kind
 from titanplans.cli.verify.prepare import Prepared, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError

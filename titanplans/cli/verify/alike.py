@@ -1,4 +1,4 @@
-"""Which blocks of a model are alike, so that one stands for the others: in classes, shapes and settings, and in their plan."""
+"""Which blocks of a model are alike, so that one stands for others: in classes, shapes and settings, and in their plan."""
 
 import itertools
 from collections.abc import Mapping, Sequence
