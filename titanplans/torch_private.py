@@ -26,7 +26,12 @@ from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.replicate import DDP, replicate
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_run_for_local_tensor
+from torch.distributed._local_tensor import (
+    LocalIntNode,
+    LocalTensor,
+    LocalTensorMode,
+    maybe_run_for_local_tensor,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
@@ -49,6 +54,7 @@ __all__ = [
     "ActivationWrapper",
     "DefaultAllGather",
     "FakeTensor",
+    "LocalIntNode",
     "LocalTensor",
     "LocalTensorMode",
     "OpOverload",

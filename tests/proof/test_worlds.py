@@ -104,7 +104,7 @@ class ByTheFirst(TinyPlan):
 
 
 def test_a_thread_knows_which_rank_it_is():
-    """Simulated ranks all take themselves for the first, and add the bias once each."""
+    """Simulated ranks would all take themselves for the first, and add the bias once each: refused."""
     options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
 
     class Another(ByTheFirst):
@@ -115,7 +115,22 @@ def test_a_thread_knows_which_rank_it_is():
 
     verdicts = [verify(Tiny, p, ranks="threads", **options).passed for p in (ByTheFirst, Another, Nobody)]
     assert verdicts == [True, True, False]
-    assert not verify(Tiny, ByTheFirst, ranks="simulated", **options).passed
+    with pytest.raises(PlanError, match=r"test_worlds asks which rank it is .*: take threads"):
+        verify(Tiny, ByTheFirst, ranks="simulated", **options)
+
+    class ByTheMesh(ByTheFirst):
+        def attn_plan(self, attn):
+            style = self.rowwise()
+
+            def leave(border, module, args, output):
+                return border.leave(output + local_parameter(module, "bias") * (1 if border.rank == 0 else 0))
+
+            style._leave = leave
+            return TinyPlan.attn_plan(self, attn) | {"o_proj": style}
+
+    assert verify(Tiny, ByTheMesh, ranks="threads", **options).passed
+    with pytest.raises(PlanError, match="test_worlds asks whether its rank"):
+        verify(Tiny, ByTheMesh, ranks="simulated", **options)
 
 
 def test_a_gradient_that_one_rank_does_not_have():
@@ -133,7 +148,7 @@ def test_a_gradient_that_one_rank_does_not_have():
             return super().attn_plan(attn) | {"o_proj": style}
 
     (case,) = verify(Tiny, OfTheFirst, degrees=[2], loss_parallel=True, sequence_parallel=True).cases
-    assert case.worst == "runs after the backward"
+    assert case.worst == "runs in step 1, after its backward"
     assert "the ranks called different collectives: rank 0 " in case.notes[0]
 
 

@@ -1,9 +1,11 @@
 """Simulated ranks: one thread that runs every operation once for each rank, and collectives on the tensors of all.
 
-By `torch.distributed._local_tensor.LocalTensorMode`, whose rough edges are kept inside this file. A plan can't ask
-which rank it is: `dist.get_rank()` is 0, and `mesh.get_local_rank()` equals no number.
+By `torch.distributed._local_tensor.LocalTensorMode`, whose rough edges are kept inside this file. A plan can't branch on
+its rank, since all ranks are one branch: `dist.get_rank()` would be 0 for each of them, and `mesh.get_local_rank()` equal to
+no number. Both are refused.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.errors import PlanError
 from titanplans.proof.modes import by_rank
 from titanplans.torch_private import (
+    LocalIntNode,
     LocalTensor,
     LocalTensorMode,
     clear_sharding_cache,
@@ -80,7 +83,7 @@ def ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     Raises:
         PlanError: this process is a rank already.
     """
-    with _fake_group(number), LocalTensorMode(number), by_rank(), _addresses_refused():
+    with _fake_group(number), LocalTensorMode(number), by_rank(), _addresses_refused(), _branches_refused():
         yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
 
 
@@ -99,6 +102,56 @@ def _addresses_refused() -> Iterator[None]:
         yield
     finally:
         del LocalTensor.data_ptr
+
+
+@contextmanager
+def _branches_refused() -> Iterator[None]:
+    """Refuse code that asks which rank it is, but that of torch and of this package, which knows of simulated ranks."""
+
+    def refuse(what: str) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_globals["__name__"] in _ASKED_THROUGH:
+            frame = frame.f_back
+        who = frame.f_globals["__name__"]
+        if who.partition(".")[0] != "torch" and not who.startswith(_KNOWING):
+            raise PlanError(
+                f"{who} asks {what}, and simulated ranks are all in one branch: take threads "
+                '(ranks="threads", --ranks threads), or one process a rank under torchrun (--process-group)'
+            )
+
+    def get_rank(group: Any = None) -> int:
+        refuse("which rank it is (torch.distributed.get_rank)")
+        return rank(group)
+
+    def compared(name: str) -> Callable[[Any, Any], Any]:
+        compare = getattr(LocalIntNode, name)
+
+        def by_rank(self: Any, other: Any) -> Any:
+            if len({_compare(name, mine, other) for mine in self._local_ints.values()}) > 1:
+                refuse("whether its rank, or a size that differs between the ranks, equals a number")
+            return compare(self, other)
+
+        return by_rank
+
+    rank, kept = dist.get_rank, {name: getattr(LocalIntNode, name) for name in ("eq", "ne")}
+    for name in kept:
+        setattr(LocalIntNode, name, compared(name))
+    dist.get_rank = get_rank
+    try:
+        yield
+    finally:
+        dist.get_rank = rank
+        for name, compare in kept.items():
+            setattr(LocalIntNode, name, compare)
+
+
+def _compare(name: str, mine: int, other: Any) -> bool:
+    plain = other if isinstance(other, int) else other.maybe_as_int()
+    return plain is not None and (mine == plain) == (name == "eq")
+
+
+_ASKED_THROUGH = ("torch", "torch.fx.experimental.sym_node", "torch.distributed._local_tensor", __name__)
+_KNOWING = ("titanplans.tensor_parallel", "titanplans.proof", "titanplans.observe", "titanplans.parallel")
 
 
 @contextmanager
