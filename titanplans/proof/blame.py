@@ -1,12 +1,9 @@
-"""Which conditions a failing case needs to be wrong, and where it goes wrong under those alone.
-
-By delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input"): one condition after
-the other is taken from the case, and stays away if the case is still wrong without it.
-"""
+"""Which conditions a failing case needs to be wrong, and where it goes wrong under those alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from titanplans.errors import PlanError
 from titanplans.proof.conditions import Scenario, simpler, words
 from titanplans.proof.report import CaseResult
 from titanplans.tensor_parallel.plan import TPOptions
@@ -25,26 +22,25 @@ class Blame:
 
     def __init__(self, prove: Prove, plain: Scenario):
         self.prove, self.plain = prove, plain
-        self.known: list[Scenario] = []
+        self.known: list[Scenario] = [plain]
 
     def explain(self, case: CaseResult) -> CaseResult:
         """Return the simplest case that fails as `case` does, under its name, with the conditions that it needs."""
-        for scenario in (self.plain, *self.known):
-            result = self.prove(case.options, scenario)
-            if not result.passed:
-                break
-        else:
-            result = self._simplest(case)
-            self.known.append(result.scenario)
-        return replace(result, scenario=case.scenario, conditions=words(result.scenario, self.plain))
+        found: dict[Scenario, CaseResult] = {}
 
-    def _simplest(self, case: CaseResult) -> CaseResult:
-        simplest = self.prove(case.options, case.scenario)
-        while True:
-            for scenario in simpler(simplest.scenario, self.plain):
+        def fails(scenario: Scenario) -> bool:
+            try:
                 result = self.prove(case.options, scenario)
-                if not result.passed:
-                    simplest = result
-                    break
-            else:
-                return simplest
+            except PlanError:
+                return False  # the whole model does not take these conditions without the others
+            if not result.passed:
+                found[scenario] = result
+            return not result.passed
+
+        simplest = next(filter(fails, self.known), None)
+        if simplest is None:
+            simplest = simpler(case.scenario, self.plain, fails)
+            self.known.append(simplest)
+        if simplest not in found and not fails(simplest):
+            return case  # nothing simpler fails, and it did not again: what it said first stands
+        return replace(found[simplest], scenario=case.scenario, conditions=words(simplest, self.plain))

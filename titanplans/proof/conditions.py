@@ -4,11 +4,13 @@ No tensors here: titanplans/proof/sample.py makes them, titanplans/proof/trainin
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from titanplans.tensor_parallel.plan import TPOptions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -173,30 +175,43 @@ def _pairs(row: tuple) -> set[Any]:
     return set(itertools.combinations(sorted(_single(row), key=lambda part: part[0]), 2))
 
 
-def simpler(scenario: Scenario, plain: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios that have one condition less than `scenario`, those first that leave out most."""
-    steps = scenario.steps
-    # One batch alone, then fewer steps, then fewer batches in a step.
-    if sum(map(len, steps)) > 1:
-        for batch in dict.fromkeys(itertools.chain(*steps)):
-            yield replace(scenario, steps=((batch,),))
-    for at in range(len(steps)):
-        if len(steps) > 1:
-            yield replace(scenario, steps=steps[:at] + steps[at + 1 :])
-    for at, step in enumerate(steps):
-        if len(step) > 1:
-            for left in range(len(step)):
-                one = step[:left] + step[left + 1 :]
-                yield replace(scenario, steps=(*steps[:at], one, *steps[at + 1 :]))
+def simpler(scenario: Scenario, plain: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """Return a scenario that fails as `scenario` does, with as few conditions as one pass over them finds.
+
+    By delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input"): one condition
+    after the other is taken away, and stays away if what is left still fails; those first that leave out most.
+    """
+
+    def take(candidate: Scenario) -> bool:
+        nonlocal scenario
+        if candidate == scenario or not fails(candidate):
+            return False
+        scenario = candidate
+        return True
+
+    batches = dict.fromkeys(itertools.chain(*scenario.steps))
+    if sum(map(len, scenario.steps)) > 1 and not any(
+        take(replace(scenario, steps=((batch,),))) for batch in batches
+    ):
+        for at in reversed(range(len(scenario.steps))):
+            if len(scenario.steps) > 1:
+                take(replace(scenario, steps=_without(scenario.steps, at)))
+        for at, step in enumerate(scenario.steps):
+            for left in reversed(range(len(step))):
+                if len(one := scenario.steps[at]) > 1:
+                    steps = (*scenario.steps[:at], _without(one, left), *scenario.steps[at + 1 :])
+                    take(replace(scenario, steps=steps))
     for name, value in _settings(plain):
-        if name != "steps" and getattr(scenario, name) != value:
-            yield replace(scenario, **{name: value})  # type: ignore[arg-type]
-    for at, step in enumerate(steps):
-        for place, batch in enumerate(step):
-            for name, value in _settings(plain.steps[0][0]):
-                if getattr(batch, name) != value:
-                    other = (*step[:place], replace(batch, **{name: value}), *step[place + 1 :])
-                    yield replace(scenario, steps=(*steps[:at], other, *steps[at + 1 :]))
+        if name != "steps":
+            take(replace(scenario, **{name: value}))  # type: ignore[arg-type]
+    for name, value in _settings(plain.steps[0][0]):
+        reset = (tuple(replace(batch, **{name: value}) for batch in step) for step in scenario.steps)
+        take(replace(scenario, steps=tuple(reset)))
+    return scenario
+
+
+def _without(items: tuple[T, ...], at: int) -> tuple[T, ...]:
+    return items[:at] + items[at + 1 :]
 
 
 def _settings(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from titanplans.proof.conditions import Scenario
+from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.modes import Widen
 from titanplans.proof.record import Recorder
 from titanplans.proof.sample import Sample, Sampler, moved
@@ -60,7 +60,8 @@ def write_script(
     for step in scenario.steps:
         steps.append([place(sampler.sample(b, n, logits)) for n, b in enumerate(step, number)])
         number += len(step)
-    first = scenario.steps[0][0]
+    # Of the first batch the sizes: a cache goes with neither documents nor the mask of fewer tokens.
+    first = Batch(scenario.steps[0][0].size, scenario.steps[0][0].length)
     evaluated = cached = None
     if scenario.evaluated:
         evaluated = moved(sampler.tokens(first, number), device, dtype)
