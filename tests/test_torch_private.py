@@ -200,6 +200,7 @@ def check_local_tensor():
 
 
 @needs(
+    "LocalIntNode",
     "LocalTensor",
     "LocalTensorMode",
     "simulated_ranks",
@@ -211,6 +212,8 @@ def check_local_tensor_mode():
         tensor = private.LocalTensor({0: torch.zeros(1), 1: torch.ones(1)}) + 1
     assert {rank: t.item() for rank, t in private.simulated_ranks(tensor).items()} == {0: 1.0, 1: 2.0}
     assert callable(private.maybe_run_for_local_tensor(torch.add))
+    rank = private.LocalIntNode({0: 0, 1: 1})
+    assert not rank.eq(1).guard_bool("", 0)  # neither one nor another: which the proof refuses
 
 
 @needs(

@@ -44,7 +44,7 @@ def run(folder: Path, *command: str, **environment: str) -> tuple[int, str, str]
 
 def test_a_wrong_plan_of_the_users_own_exits_1_and_is_named(tmp_path):
     (tmp_path / "my_plans.py").write_text(BROKEN)
-    options = ("--model", "qwen3", "--layers", "2", *ONE_CASE)
+    options = ("--model", "qwen3", "--layers", "2", "--quick", *ONE_CASE)
     status, out, err = run(tmp_path, "titanplans", "verify", "my_plans:MyPlan", *options)
     assert (status, err) == (1, "")  # no library's warnings either
     assert "the first 2 of 4 blocks" in out
@@ -52,7 +52,7 @@ def test_a_wrong_plan_of_the_users_own_exits_1_and_is_named(tmp_path):
     assert first in out
     assert "each rank has its own share: not summed over the ranks" in out
     assert out.splitlines()[-1].startswith(
-        "WRONG: 1 of 1 case, the first at tp 2, loss sharded, sequence sharded: "
+        "WRONG: 2 of 2 cases, the first at tp 2, loss sharded, sequence sharded: "
         "backward, model.layers.1.self_attn.q_norm.weight; "
     )
 
@@ -61,7 +61,7 @@ def on_a_rank(rank, port, folder):
     """`titanplans verify` in a process that torchrun might have started."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-    options = ("--layers", "1", "--sequence-parallel", "--process-group", "--json")
+    options = ("--layers", "1", "--sequence-parallel", "--process-group", "--json", "--quick")
     with open(folder / f"stdout.{rank}", "w") as out, redirect_stdout(out):
         assert main(["verify", "gla", *options]) == 0
 
@@ -76,8 +76,7 @@ def test_a_process_group_proves_its_degree_and_json_is_all_of_stdout(tmp_path):
     found = json.loads((tmp_path / "stdout.0").read_text())
     assert (found["verdict"], found["ranks"]) == ("proved", "2 processes over gloo, cpu")
     cases = found["report"]["cases"]
-    assert [(c["degree"], c["loss_parallel"], c["sequence_parallel"]) for c in cases] == [
+    assert {(c["degree"], c["loss_parallel"], c["sequence_parallel"]) for c in cases} == {
         (2, True, True),
         (2, False, True),
-    ]
-    assert all(c["minimal"] for c in found["communication"])
+    }

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from plainly import verify as plain
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -18,7 +19,7 @@ from titanplans.proof.simulate import ranks
 
 def one_case(model_fn=Tiny, plan=TinyPlan, **arguments):
     arguments = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True} | arguments
-    return verify(model_fn, plan, **arguments)
+    return plain(model_fn, plan, **arguments)
 
 
 def test_the_whole_grid():
@@ -26,9 +27,10 @@ def test_the_whole_grid():
     lines = []
     report = verify(Tiny, TinyPlan, progress=lines.append)
     assert report.passed
-    assert [case.options for case in report.cases] == [
+    assert [case.options for case in report.cases if case.scenario.dtype == "float64"][:8] == [
         TPOptions(d, loss, sequence) for d in (2, 4) for loss in (True, False) for sequence in (True, False)
     ]
+    assert {case.scenario.dtype for case in report.cases} == {"float64", "float32", "bfloat16"}
     for case in report.cases:
         assert [check.what for check in case.checks] == [
             "loss", "logits", "gradients", "replicas", "norm", "AdamW",
@@ -37,13 +39,14 @@ def test_the_whole_grid():
         assert case.finding is None
         assert not case.notes
         # A right plan stays in the order of one epsilon: the tolerance (688 here) is a bound.
-        assert all(check.error < 0.01 * check.tolerance for check in case.checks if check.tolerance)
+        share = 0.01 if case.scenario.dtype == "float64" else 0.7
+        assert all(check.error < share * check.tolerance for check in case.checks if check.tolerance)
         assert next(check for check in case.checks if check.what == "replicas").error == 0
     (refusal,) = report.refused
     assert str(refusal).startswith("not proved: tp 8: ")
     assert "num_heads = 4" in refusal.reason
     assert lines[0] == "the whole model"
-    assert len(lines) == 9
+    assert len(lines) == lines.count("the whole model") + len(report.cases)
     assert report.subject == "Tiny, TinyPlan"
 
 
@@ -59,7 +62,7 @@ def test_the_sequence_first_and_in_pieces_of_unequal_length():
             return super().forward(input_ids.T).logits.transpose(0, 1)  # a bare tensor is an output too
 
     assert one_case(seq_len=13, degrees=[4]).passed
-    assert verify(SequenceFirst, TinyPlan, degrees=[2], sequence_parallel=False, sequence_dim=0).passed
+    assert plain(SequenceFirst, TinyPlan, degrees=[2], sequence_parallel=False, sequence_dim=0).passed
 
 
 def test_styles_of_torch_are_proved_too():
@@ -145,7 +148,7 @@ def refused(match, model_fn=Tiny, plan=TinyPlan, **arguments):
 
 
 def test_what_is_refused():
-    refused("a sum of 128 terms", dtype=torch.bfloat16)
+    refused("it proves nothing by itself", dtype=torch.bfloat16)
     refused("num_heads = 4", degrees=[8])
     refused("degrees = \\[\\]", degrees=[])
     refused("2 or more", degrees=[1, 2])

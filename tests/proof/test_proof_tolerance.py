@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from plainly import verify
 from test_proof_wrong import Unsummed, attn
 from tiny import Block, Tiny, TinyPlan
 from torch import nn
 
-from titanplans.proof import verify
+from titanplans.proof.conditions import PLAIN
 from titanplans.proof.reference import Reference
-from titanplans.proof.sample import randomise, token_ids
-from titanplans.proof.tolerance import depth, perturb, step_unit
+from titanplans.proof.sample import Sampler, randomise
+from titanplans.proof.tolerance import Bound, depth, perturb, weight_unit
 
 
 def deep(blocks):
@@ -37,18 +38,27 @@ def test_the_margin_on_both_sides(blocks):
     assert gradients.error > 1e8 * gradients.tolerance
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_perturbation_is_one_rounding_of_every_weight(dtype):
+def reference_of(model):
+    return Reference(model, PLAIN, Sampler(model, None, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.float64, 1.0), (torch.float32, 1 / 8), (torch.bfloat16, 1 / 8)]
+)
+def test_a_perturbation_is_one_rounding_of_weights(dtype, share):
     model = Tiny().to(dtype)
     randomise(model, 0)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    perturb(model, before, seed=0)
+    perturb(model, seed=0)
     eps = torch.finfo(dtype).eps
+    moved = []
     for name, param in model.named_parameters():
         relative = ((param - before[name]) / before[name]).abs() / eps
+        moved.append(relative[relative > 0])
         # w (1 + eps) is rounded to a multiple of w's own spacing, between eps/2 and eps of it.
-        assert (relative > 0.4).all()
-        assert (relative < 2.1).all()
+        assert (moved[-1] > 0.4).all()
+        assert (moved[-1] < 2.1).all()
+    assert sum(map(len, moved)) / sum(p.numel() for p in model.parameters()) == pytest.approx(share, rel=0.1)
 
 
 def test_the_unit_follows_the_condition_of_a_quantity():
@@ -59,8 +69,8 @@ def test_the_unit_follows_the_condition_of_a_quantity():
         randomise(model, 0)
         with torch.no_grad():
             model.lm_head.weight *= scale
-        reference = Reference(model, token_ids(model, 2, 16, 1, 0), 0)
-        return reference.units["loss", ""], reference.expected["loss", ""].item()
+        reference, loss = reference_of(model), ("step 1, batch 1", "loss", "")
+        return reference.units[loss], reference.expected[loss].item()
 
     flat, loss = unit(1e-6)
     assert flat < 4e-16 * loss, (
@@ -75,13 +85,13 @@ def test_a_gradient_that_is_nothing_but_rounding_has_a_unit_of_its_own():
     model.layers[0].attn.k_proj = nn.Linear(16, 16)
     model.double()
     randomise(model, 0)
-    reference = Reference(model, token_ids(model, 2, 16, 1, 0), 0)
-    bias, weight = (("gradients", f"layers.0.attn.k_proj.{name}") for name in ("bias", "weight"))
+    reference = reference_of(model)
+    bias, weight = (("step 1", "gradients", f"layers.0.attn.k_proj.{name}") for name in ("bias", "weight"))
     noise, neighbour = (reference.expected[key].abs().max() for key in (bias, weight))
     assert noise < 1e-15 < neighbour
     assert reference.units[bias] > 0.1 * noise
     # And yet a gradient of the size that its neighbour has would be far outside.
-    assert reference.tolerance * reference.units[bias] < 1e-8 * neighbour
+    assert reference.bound.units(2) * reference.units[bias] < 1e-8 * neighbour
 
 
 def test_depth_counts_the_sums_of_a_model():
@@ -90,22 +100,32 @@ def test_depth_counts_the_sums_of_a_model():
     assert depth(deep(1)(), torch.empty(2, 10, 32)) == matrices + 20 + 10 + 32
 
 
-def test_the_step_of_a_gradient_within_its_tolerance_is_allowed_for():
-    """AdamW's first step is lr g / (|g| + e): a sign that rounding decides is worth two steps, a firm one nothing."""
-    weight = torch.zeros(4, dtype=torch.float64)
-    gradient = torch.tensor([1.0, -1.0, 1e-20, 1e-8], dtype=torch.float64)
-    parameter = nn.Parameter(weight.clone())
-    optimizer = torch.optim.AdamW([parameter])
-    unit, tolerance = 1e-10, 1000.0
-    allowed = tolerance * step_unit(weight, gradient, unit, tolerance, optimizer)
-    lr = optimizer.defaults["lr"]
-    assert (allowed[:2] < 1e-7 * lr).all()
-    assert allowed[2] > 1.7 * lr
-    for sign in (1, -1):  # what the optimizer does with a gradient at either end
-        steps = []
-        for moved in (gradient, gradient + sign * tolerance * unit):
-            p = nn.Parameter(weight.clone())
-            p.grad = moved
-            torch.optim.AdamW([p]).step()
-            steps.append(p.detach())
-        assert ((steps[0] - steps[1]).abs() <= allowed).all()
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_rounding_of_gradients_does_to_weights_is_allowed_for(steps):
+    """AdamW divides a gradient by its own size: near nothing each rounding is a large part of a step."""
+    torch.manual_seed(0)
+    weight = torch.zeros(1000, dtype=torch.float64)
+    sizes = 10.0 ** torch.linspace(-12, 0, 1000, dtype=torch.float64)
+    gradients = [sizes * torch.randn(1000, dtype=torch.float64) for _ in range(steps)]
+
+    def trained(moved):
+        parameter = nn.Parameter(weight.clone())
+        optimizer = torch.optim.AdamW([parameter])
+        for gradient in gradients:
+            parameter.grad = gradient + moved * torch.randn(1000, dtype=torch.float64).sign()
+            optimizer.step()
+        return parameter.detach(), optimizer
+
+    expected, optimizer = trained(0.0)
+    allowed = weight_unit(expected, 1e-13, steps, optimizer)
+    apart = max((trained(1e-13)[0] - expected).abs().max().item() for _ in range(20))
+    assert 0.05 * allowed < apart < allowed
+    # A gradient of another sign would be far outside, also after a thousand roundings in a row.
+    assert 1000 * allowed < optimizer.defaults["lr"]
+
+
+def test_in_fewer_bits_the_bound_grows_with_the_ranks_alone():
+    for dtype in (torch.float32, torch.bfloat16):
+        bounds = [Bound(deep(n)(), torch.empty(2, 10, 32, dtype=dtype), steps=3) for n in (1, 8)]
+        assert bounds[0].units(2) == bounds[1].units(2) < bounds[0].units(8) < 13
+        assert bounds[0].difference(torch.tensor([3.0, 4.0]), torch.zeros(2)) == pytest.approx(12.5**0.5)

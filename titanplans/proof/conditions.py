@@ -73,7 +73,7 @@ class Scenario:
 PLAIN = Scenario()
 
 # Every pair of two columns is in one of the rows; the two of a step differ in length. Columns: sequences, length,
-# padding or documents, ignored labels, repeated tokens, text alone. tests/proof/test_conditions.py counts the pairs.
+# padding or documents, ignored labels, repeated tokens, text alone. tests/proof/test_proof_conditions.py counts the pairs.
 _ROWS = (
     ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),
     ((2, "long", "right", 1, 1, 0), (3, "short", "documents", 1, 1, 1)),

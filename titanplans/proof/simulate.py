@@ -5,7 +5,7 @@ its rank, since all ranks are one branch: `dist.get_rank()` would be 0 for each 
 no number. Both are refused.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -109,7 +109,8 @@ def _branches_refused() -> Iterator[None]:
     """Refuse code that asks which rank it is, but that of torch and of this package, which knows of simulated ranks."""
 
     def refuse(what: str) -> None:
-        frame = sys._getframe(2)
+        frame = inspect.currentframe()
+        assert frame is not None
         while frame.f_back is not None and frame.f_globals["__name__"] in _ASKED_THROUGH:
             frame = frame.f_back
         who = frame.f_globals["__name__"]

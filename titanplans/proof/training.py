@@ -85,7 +85,7 @@ class Training:
     Attributes:
         records: of each micro batch and each forward, by the name of its point, if they are recorded.
         raw: gradients of the newest step by name, as the backward left them: Partial ones are not yet summed.
-        optimizer: AdamW, fused as torchtitan's, with torch's defaults.
+        optimizer: AdamW, fused as torchtitan's; in float64 with torch's defaults.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Training:
         self._point = "the first step"
         self.records: dict[str, Recorder] = {}
         self.raw: dict[str, torch.Tensor] = {}
-        self.optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), fused=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, fused=True, **_settings(next(model.parameters()).dtype))
 
     def points(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield the name of each point and its quantities, laid out as they are in the model."""
@@ -175,6 +176,15 @@ class Training:
             return nullcontext()
         self.records[name] = Recorder(self.model)
         return self.records[name]
+
+
+def _settings(dtype: torch.dtype) -> dict[str, float]:
+    """Return what differs from AdamW's defaults.
+
+    AdamW divides a gradient by its own size, but for eps = 1e-8, which in float64 is far above rounding. In fewer bits it
+    is not: a gradient that is rounding would be a full step. An eps of 1 makes steps that rounding changes by rounding.
+    """
+    return {} if dtype == torch.float64 else {"lr": 0.1, "eps": 1.0}
 
 
 def recompute(decoder: Decoder) -> None:

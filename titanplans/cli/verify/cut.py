@@ -91,8 +91,8 @@ def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
 
 
 def _smaller(tokens: int) -> int:
-    """Return a vocabulary that leaves the remainder of `tokens` at every degree up to 6, and at 8, 10, 12, 15 and 16."""
-    return tokens if tokens <= 720 else 480 + tokens % 240
+    """Return a vocabulary that every degree up to 4, 6, 8, 12 and 16 divides as it does `tokens`, also in blocks of 16."""
+    return tokens if tokens < 768 else 384 + tokens % 384
 
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
