@@ -178,7 +178,7 @@ class Training:
         return self.records[name]
 
 
-def _settings(dtype: torch.dtype) -> dict[str, float]:
+def _settings(dtype: torch.dtype) -> dict[str, Any]:
     """Return what differs from AdamW's defaults.
 
     AdamW divides a gradient by its own size, but for eps = 1e-8, which in float64 is far above rounding. In fewer bits it
