@@ -90,7 +90,7 @@ class Reference:
         self.orders = {point: record.order for point, record in training.records.items()}
         logits = [tensor for (_, what, _), tensor in self.expected.items() if what == "logits"]
         self.bound = Bound(training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps))
-        self.units = self._measured()
+        self.units = self._measured(training.optimizer)
         self.undecided = self._refuse_undecidable(self.units)
 
     def training(self, model: nn.Module, *, ranked: bool = True) -> Training:
@@ -113,7 +113,7 @@ class Reference:
             self.expected |= {(point, *key): tensor for key, tensor in found.items()}
         self.expected |= outputs(training)
 
-    def _measured(self) -> dict[Point, float]:
+    def _measured(self, optimizer: torch.optim.AdamW) -> dict[Point, float]:
         """Return the unit of each quantity."""
         measured = {key: self.bound.rounding(tensor) for key, tensor in self.expected.items()}
 
@@ -143,9 +143,7 @@ class Reference:
                 gradients = [
                     measured.get((f"step {n}", "gradients", key[2]), 0.0) for n in range(1, steps + 1)
                 ]
-                measured[key] = tolerance.weight_unit(
-                    self.expected[key], max(gradients), steps, training.optimizer
-                )
+                measured[key] = tolerance.weight_unit(self.expected[key], max(gradients), steps, optimizer)
         return measured
 
     def _refuse_undecidable(self, units: Mapping[Point, float]) -> tuple[str, ...]:
