@@ -371,7 +371,7 @@ REFUSED = {
     ),
     "memory": (
         ("verify", "llama", "--flavor", "3.1-70B", "--layers", "80", "--vocab-size", "128256"),
-        "a proof of 70,553,706,496 parameters in float64 needs more than 5,644.3 GB",
+        "a proof of 70,553,706,496 parameters in float64 needs more than 6,773.2 GB",
     ),
     "two kinds of ranks": (
         ("verify", "gla", "--ranks", "threads", "--process-group"),

