@@ -104,6 +104,10 @@ class Proof:
                 self.unreached.append(
                     f"{dtype}: rounding hides {len(names)} quantities, as the {next(iter(names))}"
                 )
+        if any(one.ranks == "simulated" and one.scenario.differing for one in results.values()):
+            self.unreached.append(
+                "values that differ before the split: simulated ranks share the whole model"
+            )
         # Of the plain scenario and the newest: what explained one failing case is tried on the next.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, beside=True))
         blame = Blame(

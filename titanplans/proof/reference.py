@@ -179,6 +179,8 @@ class Reference:
                     f"size, and {allowed:.0f} such roundings could hide a wrong plan: use float64, set dropout and "
                     "other randomness to 0, or prove a smaller model"
                 )
+        if self.bound.exact:
+            return ()
         sizes[first, "logits", ""] = checked["logits"][1]
         return tuple(
             f"{what} {where}".strip()

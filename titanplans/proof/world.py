@@ -5,7 +5,7 @@
     process_group    here: one rank in each process of the default process group, over gloo or NCCL
 
 Where nothing is said, threads are taken for a degree up to 16 of a model on a CPU whose copies, one a rank, take up
-to 1 GiB together, and simulated ranks otherwise. Threads are several times as fast for small models, where simulated
+to 4 GiB together, and simulated ranks otherwise. Threads are several times as fast for small models, where simulated
 ranks spend their time on dispatch, and they are real: a plan may ask which rank it is. Each thread begins with a
 whole model, though, which simulated ranks share, and there the arithmetic of large ones costs the same.
 """
@@ -26,7 +26,10 @@ T = TypeVar("T")
 
 RANKS = ("threads", "simulated", "process_group")
 MOST_THREADS = 16
-MOST_COPIES = 2**30
+SMALL = 2**27
+"""Bytes of a model whose arithmetic does not fill two cores."""
+
+MOST_COPIES = 2**32
 """Bytes of parameters that all threads together begin with."""
 
 
@@ -125,7 +128,8 @@ class Worlds:
         # Ranks that are threads take turns, and their tensors are small: cores that help each of them cost more than
         # they bring, several times as much on a machine that has other work.
         self._intra_op = torch.get_num_threads()
-        if choose(self.ranks, 2, self.model) == "threads":
+        bytes_of_weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        if choose(self.ranks, 2, self.model) == "threads" and bytes_of_weights <= SMALL:
             torch.set_num_threads(1)
         return self
 
