@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     if command in COMMANDS:
         from titanplans.cli.verify.main import main as verify
 
-        return verify(argv)
+        return verify(argv, alone=True)
     meant = nearest(command, COMMANDS)
     remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
     print(as_line(f"error: {command}: no such command; {remedy}"), file=sys.stderr)

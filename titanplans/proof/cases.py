@@ -81,8 +81,13 @@ class Proof:
             )
         return min(block, _LONGEST) + 2
 
-    def run(self, cases: Sequence[Case], plain: Scenario) -> tuple[CaseResult, ...]:
-        """Prove `cases`, those that share a reference together, and explain those that fail."""
+    def run(self, cases: Sequence[Case], plain: Scenario) -> tuple[list[CaseResult], list[str]]:
+        """Prove `cases`, those that share a reference together, and explain those that fail.
+
+        Returns:
+            The results, and what they don't show.
+        """
+        unreached: list[str] = []
         groups: dict[Scenario, list[int]] = {}
         for at, (_, scenario) in enumerate(cases):
             groups.setdefault(scenario.whole, []).append(at)
@@ -92,7 +97,7 @@ class Proof:
             self.progress("the whole model")
             reference = self._reference(whole, beside=whole.dtype != plain.dtype)
             if reference.hidden:
-                self.unreached.append(
+                unreached.append(
                     f"{whole.dtype}, some trainings: rounding hides most gradients, so first "
                     "forwards alone are compared, and replicas"
                 )
@@ -101,20 +106,18 @@ class Proof:
             results |= {at: self._prove(reference, *cases[at]) for at in members}
         for dtype, names in hidden.items():
             if names:
-                self.unreached.append(
+                unreached.append(
                     f"{dtype}: rounding hides {len(names)} quantities, as the {next(iter(names))}"
                 )
         if any(one.ranks == "simulated" and one.scenario.differing for one in results.values()):
-            self.unreached.append(
-                "values that differ before the split: simulated ranks share the whole model"
-            )
+            unreached.append("values that differ before the split: simulated ranks share the whole model")
         # Of the plain scenario and the newest: what explained one failing case is tried on the next.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, beside=True))
         blame = Blame(
             lambda options, scenario: self._prove(recorded(scenario.whole), options, scenario), plain
         )
         ordered = [results[at] for at in range(len(cases))]
-        return tuple(one if one.passed else blame.explain(one) for one in ordered)
+        return [one if one.passed else blame.explain(one) for one in ordered], unreached
 
     def _reference(self, scenario: Scenario, **settings: bool) -> Reference:
         return Reference(self.model, scenario, self.sampler, self.seed, self.losses, **settings)
@@ -126,3 +129,18 @@ class Proof:
             return prove_case(reference, self.plan, options, scenario, world)
 
         return self.worlds.run(options.degree, prove)
+
+
+def shares(cases: Sequence[Case], processes: int) -> list[list[int]]:
+    """Divide the numbers of `cases` among processes, by degree and dtype, so that each process has about as many ranks."""
+    units: dict[object, list[int]] = {}
+    for at, (options, scenario) in enumerate(cases):
+        units.setdefault((options.degree, scenario.dtype), []).append(at)
+
+    def cost(part: list[int]) -> int:
+        return sum(cases[at][0].degree for at in part)
+
+    parts: list[list[int]] = [[] for _ in range(min(processes, len(units)))]
+    for unit in sorted(units.values(), key=cost, reverse=True):
+        min(parts, key=cost).extend(unit)
+    return parts

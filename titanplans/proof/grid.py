@@ -3,16 +3,18 @@
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import PlanError, either
-from titanplans.proof.cases import CONDITIONS, Proof
+from titanplans.proof.cases import CONDITIONS, Proof, shares
 from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.modes import exact_float8
-from titanplans.proof.report import Refusal, Report
+from titanplans.proof.processes import side_by_side
+from titanplans.proof.report import CaseResult, Refusal, Report
 from titanplans.proof.sample import Inputs, Sampler, randomise
 from titanplans.proof.tolerance import check_dtype
 from titanplans.proof.training import Loss
@@ -46,6 +48,7 @@ def verify(
     losses: Mapping[str, Loss] | None = None,
     ranks: str | None = None,
     conditions: str = "pairs",
+    processes: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Prove that `plan` splits a model right: a training, split and whole, quantity by quantity, in many conditions.
@@ -83,6 +86,7 @@ def verify(
             simulated ranks, whichever fits each degree (titanplans/proof/world.py says when).
         conditions: "pairs": cases that cover every pair of them; "each": every one, at the smallest degree; "plain": one
             step of one batch at every choice of options.
+        processes: in which the cases are proved, forked if there are several: see titanplans/proof/processes.py.
         progress: called with a few words before each step.
 
     Raises:
@@ -118,11 +122,16 @@ def verify(
             sampler = Sampler(model, inputs, sequence_dim, seed)
             proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
             cases, trained = proof.cases(accepted, plain, conditions)
-            results = proof.run(cases, plain)
+            parts = shares(cases, processes)
+            results: dict[int, CaseResult] = {}
+            found = side_by_side([partial(proof.run, [cases[at] for at in part], plain) for part in parts])
+            for part, (proved, unreached) in zip(parts, found, strict=True):
+                results |= zip(part, proved, strict=True)
+                proof.unreached += unreached
     return Report(
         f"{type(model).__name__}, {plan_name}",
         _name(dtype),
-        results,
+        tuple(results[at] for at in range(len(cases))),
         tuple(refused),
         trained,
         tuple(dict.fromkeys(proof.unreached)),

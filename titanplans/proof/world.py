@@ -128,8 +128,8 @@ class Worlds:
         # Ranks that are threads take turns, and their tensors are small: cores that help each of them cost more than
         # they bring, several times as much on a machine that has other work.
         self._intra_op = torch.get_num_threads()
-        bytes_of_weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        if choose(self.ranks, 2, self.model) == "threads" and bytes_of_weights <= SMALL:
+        dtype = next(self.model.parameters()).dtype
+        if choose(self.ranks, 2, self.model) == "threads" and is_small(self.model, dtype):
             torch.set_num_threads(1)
         return self
 
@@ -185,6 +185,11 @@ def choose(ranks: str | None, degree: int, model: nn.Module) -> str:
     copies = degree * sum(p.numel() * p.element_size() for p in model.parameters())
     fits = device.type == "cpu" and degree <= MOST_THREADS and copies <= MOST_COPIES
     return "threads" if fits else "simulated"
+
+
+def is_small(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether the arithmetic of `model` in `dtype` keeps no more than one core busy."""
+    return sum(p.numel() for p in model.parameters()) * dtype.itemsize <= SMALL
 
 
 def group_degree(degrees: Sequence[int] | None) -> int:

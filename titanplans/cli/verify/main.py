@@ -22,8 +22,13 @@ from titanplans.training.logs import init_logging
 from titanplans.training.signals import Stopped, stop_on_signals
 
 
-def main(argv: list[str]) -> int:
-    """Do what `argv` says (see `titanplans.cli.verify.arguments`); return the exit status."""
+def main(argv: list[str], *, alone: bool = False) -> int:
+    """Do what `argv` says (see `titanplans.cli.verify.arguments`); return the exit status.
+
+    Args:
+        argv: without the program's name.
+        alone: this process does nothing else before or after, so that it may fork others.
+    """
     rank = int(os.environ.get("RANK", "0"))
     try:
         with stop_on_signals():
@@ -35,7 +40,7 @@ def main(argv: list[str]) -> int:
                 from titanplans.cli.async_tp.main import main as async_tp
 
                 return async_tp(request)
-            return _verify(request, rank)
+            return _verify(request, rank, alone)
     except UserError as error:
         return refuse(error, rank)
     except Stopped as stopped:
@@ -45,7 +50,7 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _verify(request: Namespace, rank: int) -> int:
+def _verify(request: Namespace, rank: int, alone: bool) -> int:
     # Whatever libraries log belongs on stderr: stdout is the result's.
     with redirect_stdout(sys.stderr):
         init_logging(rank)
@@ -64,7 +69,7 @@ def _verify(request: Namespace, rank: int) -> int:
         for name in every_model() if request.all else [request.subject or ""]:
             with redirect_stdout(sys.stderr), progress(name, shown=rank == 0) as show:
                 subject = find_subject(name, request)
-                outcomes.append(prove(subject, request, device, show))
+                outcomes.append(prove(subject, request, device, show, fork=alone and not request.all))
             if rank == 0 and not request.json:
                 print(text(outcomes[-1]), end="\n\n" if request.all else "\n", flush=True)
     right = all(outcome.report.passed for outcome in outcomes)

@@ -18,13 +18,14 @@ from titanplans.cli.verify.prepare import check_memory, prepare
 from titanplans.cli.verify.subject import Subject
 from titanplans.modeling.kernels import check_cpu
 from titanplans.observe.communication import Communication, count_communication
+from titanplans.parallel.process_group import available_cores
 from titanplans.proof import Report, verify
 from titanplans.proof.grid import DEGREES, accepted_cases
 from titanplans.proof.report import options_as_json
 from titanplans.proof.sample import moved
 from titanplans.proof.simulate import fake_ranks
 from titanplans.proof.training import backward, call, logits_of
-from titanplans.proof.world import group_degree
+from titanplans.proof.world import group_degree, is_small
 from titanplans.tensor_parallel import TPOptions, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -62,9 +63,16 @@ class Outcome:
 
 
 def prove(
-    subject: Subject, request: Namespace, device: torch.device, progress: Callable[[str], None]
+    subject: Subject,
+    request: Namespace,
+    device: torch.device,
+    progress: Callable[[str], None],
+    *,
+    fork: bool = False,
 ) -> Outcome:
     """Prove `subject` as `request` asks, on `device`; `progress` is called with a few words before each step.
+
+    With `fork` the cases of a small model are proved in as many processes as there are cores.
 
     Raises:
         UserError: it can't be asked: the model can't be built, or needs a GPU; the plan or the degree does not fit it;
@@ -72,6 +80,9 @@ def prove(
     """
     start = time.perf_counter()
     progress("the model")
+    threads, processes = torch.get_num_threads(), 1
+    if fork:
+        torch.set_num_threads(1)  # a pool of threads does not survive a fork
     dtype = None if request.dtype is None else getattr(torch, request.dtype)
     prepared = prepare(subject, request, device, dtype)
     model = prepared.model
@@ -88,6 +99,15 @@ def prove(
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
     check_memory(model, prepared.dtype, device)
+    if (
+        fork
+        and device.type == "cpu"
+        and request.ranks in (None, "threads")
+        and is_small(model, prepared.dtype)
+    ):
+        processes = available_cores()
+    else:
+        torch.set_num_threads(threads)
     sizes = _sizes(model, resolve_plan(subject.plan, model, accepted[0]))
     sizes |= {"batch_size": prepared.batch_size, "seq_len": prepared.seq_len}
     if prepared.make is not None:
@@ -105,6 +125,7 @@ def prove(
         losses={"torchtitan": torchtitans_loss},
         ranks=request.ranks,
         conditions="each" if request.quick else "pairs",
+        processes=processes,
         progress=progress,
     )
     notes, counts = prepared.notes, []
