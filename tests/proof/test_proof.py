@@ -152,6 +152,7 @@ def test_what_is_refused():
     refused("num_heads = 4", degrees=[8])
     refused("degrees = \\[\\]", degrees=[])
     refused("2 or more", degrees=[1, 2])
+    refused("processes = 0", processes=0)
     refused("on meta", lambda: Tiny().to("meta"))
     refused("no plan is registered for Tiny", plan=None)
     refused("no process group", ranks="process_group")

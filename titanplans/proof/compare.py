@@ -49,9 +49,7 @@ class Comparison:
 
     def _note(self, what: str, error: float, tolerance: float, where: str, point: str) -> None:
         check, before = Check(what, error, tolerance, where, point), self.worst.get(what)
-        if before is None or (
-            before.passed and (not check.passed or error / (tolerance or 1) > before.share)
-        ):
+        if before is None or (before.passed and (not check.passed or check.share > before.share)):
             self.worst[what] = check
 
     def _compare(self, point: str, key: Key, tensor: torch.Tensor) -> None:

@@ -65,10 +65,6 @@ class Scenario:
         """What of it the whole model sees: scenarios that are equal here have one reference."""
         return replace(self, recomputed=False, differing=False)
 
-    def name(self, step: int, batch: int) -> str:
-        """Return the name of a micro batch, both numbers from 0: "step 1, batch 2"."""
-        return f"step {step + 1}, batch {batch + 1}"
-
 
 PLAIN = Scenario()
 

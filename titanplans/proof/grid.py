@@ -25,11 +25,6 @@ from titanplans.tensor_parallel.plan import TPOptions
 
 DEGREES = (2, 4, 8)
 BOTH = (True, False)
-_BESIDE = ("float32", "bfloat16")
-"""Dtypes of a few cases beside the proof's own."""
-
-_LONGEST = 640
-"""Tokens of a long sequence at most: its attention is quadratic."""
 
 
 def verify(
@@ -96,6 +91,10 @@ def verify(
     check_dtype(dtype)
     if conditions not in CONDITIONS:
         raise PlanError(f"conditions = {conditions!r}: {either(list(CONDITIONS))}")
+    if processes < 1 or (processes > 1 and ranks == "process_group"):
+        raise PlanError(
+            f"processes = {processes}: 1 or more, and no more than 1 over a process group, each of whose ranks is one"
+        )
     progress = progress or (lambda words: None)
     named = degrees is not None or ranks == "process_group"
     if ranks == "process_group":

@@ -165,8 +165,8 @@ class Training:
                 yield name, {("logits", ""): logits_of(output)}
                 name = "the forward with a cache"
                 with self._recorded(name):
-                    token |= {"past_key_values": output.past_key_values, "use_cache": True}
-                    output = call(self.model, token)
+                    cache = {"past_key_values": output.past_key_values, "use_cache": True}
+                    output = call(self.model, token | cache)
                 yield name, {("logits", ""): logits_of(output)}
         self.model.train()
 
