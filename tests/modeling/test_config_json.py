@@ -32,11 +32,9 @@ WRONG = [
     (DENSE, {"vocab_size": -1}, f"vocab_size = -1: {SIZE}"),
     (DENSE, {"hidden_size": 0}, f"hidden_size = 0: {SIZE}"),
     (DENSE, {"hidden_size": "64"}, 'hidden_size = "64": expected an integer'),
-    (
-        DENSE,
-        {"intermediate_size": 10**18},
-        "intermediate_size = 1000000000000000000: expected a number, from 0 to 2147",
-    ),
+    (DENSE, {"intermediate_size": 10**18}, f"intermediate_size = 1000000000000000000: {SIZE}"),
+    (DENSE, {"intermediate_size": 0}, f"intermediate_size = 0: {SIZE}"),
+    (DENSE, {"initializer_range": -1}, "initializer_range = -1: expected a number, at least 0"),
     (DENSE, {"num_attention_heads": 0}, f"num_attention_heads = 0: {SIZE}"),
     (DENSE, {"num_key_value_heads": 0}, f"num_key_value_heads = 0: {SIZE}"),
     (DENSE, {"num_key_value_heads": [1]}, "num_key_value_heads = [1]: expected an integer or null"),
@@ -63,6 +61,7 @@ WRONG = [
     (GLA, {"vocab_size": None}, "vocab_size = null: expected an integer"),
     (GLA, {"num_heads": 0}, f"num_heads = 0: {SIZE}"),
     (GLA, {"num_heads": "x"}, 'num_heads = "x": expected an integer'),
+    (GLA, {"hidden_ratio": -1}, "hidden_ratio = -1: expected a number, above 0"),
     (GLA, {"expand_k": -1}, "expand_k = -1: expected a number, above 0"),
     (GLA, {"use_short_conv": "yes"}, 'use_short_conv = "yes": expected true or false'),
     (GLA, {"attn": {"layers": [0], "num_heads": 0}}, f"attn.num_heads = 0: {SIZE}"),
@@ -160,3 +159,22 @@ def test_what_a_class_has_by_itself_is_not_refused():
     ):
         values = json.loads(json.dumps(CONFIG_MAPPING[kind]().to_dict(), default=str))
         check_values(values, CONFIG_MAPPING[kind], kind)
+
+
+def test_a_key_that_no_field_has_is_told_once(tmp_path, caplog):
+    values = IMAGES | {"text_config": TEXT | {"rope_theta": 10.0, "head_dims": 16}, "image_sise_": 3}
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | {"_name_or_path": "x", "torch_dtype": "float32"})
+    )
+    with caplog.at_level("INFO", logger="titanplans"):
+        modeling.load_config_file(tmp_path)
+        modeling.load_config_file(tmp_path)
+        values = IMAGES | modeling.load_config("gemma3", "debug").to_dict()
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        modeling.load_config_file(tmp_path)
+    told = [record.message for record in caplog.records if record.name.startswith("titanplans")]
+    assert [note.partition(": ")[2] for note in told] == [
+        "head_dims is no field of Gemma3TextConfig, and does nothing unless the model's code asks for it; did you mean "
+        "'head_dim'?",
+        "image_sise_ is no field of Gemma3Config, and does nothing unless the model's code asks for it",
+    ]

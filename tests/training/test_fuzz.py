@@ -458,7 +458,7 @@ def a_job(folder, values):
         for section in path:
             table = table.setdefault(section, {})
         table[last] = value
-    Path("drawn.toml").write_text(tomli_w.dumps(tables))
+    Path("drawn.toml").write_bytes(tomli_w.dumps(tables).encode(errors="surrogateescape"))
     ends("drawn.toml")
 
 

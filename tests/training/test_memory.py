@@ -58,7 +58,7 @@ def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
         ),
         (
             ["--comm.trace_buf_size", str(2**31 - 1)],
-            "comm.trace_buf_size = 2147483647: the job needs at least 1,099.5 GB of memory in one process, ",
+            "comm.trace_buf_size = 2147483647: the job needs at least 1,099.6 GB of memory in one process, ",
             "1,099.5 GB of it for the events of the flight recorder",
         ),
         (
@@ -77,6 +77,14 @@ def test_what_no_memory_holds_is_refused_with_the_value_and_both_sizes(job, mode
     said = refusal(job(*words), model)
     assert said.startswith(begins)
     assert of_it in said
+
+
+def test_processes_that_no_memory_holds(job, model):
+    said = refusal(job("--training.dataloader.num_workers", "2147483648"), model)
+    assert said.startswith("training.dataloader.num_workers = 2147483648: the job needs at least 72,057,594.")
+    said = refusal(job("--parallelism.tensor_parallel_degree", "1000000"), model, 1_000_000)
+    assert said.startswith("parallelism.tensor_parallel_degree = 1000000: the job needs at least ")
+    assert said.endswith(": lower a degree")
 
 
 def test_a_buffer_that_torch_cannot_count_is_refused(job):

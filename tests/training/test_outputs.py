@@ -76,7 +76,7 @@ def test_a_path_that_can_not_be_written_to(folder, key, path, why):
 @pytest.mark.parametrize("name", ["parallelism.json", "metrics.jsonl", "config.json"])
 def test_a_folder_where_a_file_is_to_be_written(name):
     (Path("outputs") / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"outputs/{name}: is a folder, and a file is to be written there"):
+    with pytest.raises(ConfigError, match=f"outputs/{name} is a folder, and a file is to be written there"):
         check_outputs(build_job(SWITCHES | {"job.save_config_file": "config.json"}))
 
 

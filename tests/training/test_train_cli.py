@@ -240,6 +240,7 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
         ("exit()", "SystemExit: None"),
         ("class Mine(Exception): ...\nraise Mine('so')", "Mine: so"),
         ("raise StopIteration", "StopIteration: "),
+        ("class Mine(BaseException): ...\nraise Mine('so')", "Mine: so"),
     ],
 )
 @pytest.mark.parametrize("where", ["module", "plan"])

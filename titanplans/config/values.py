@@ -43,7 +43,6 @@ PositiveOrAuto = Annotated[int, Rule("at least 1, or -1", lambda value: value >=
 PositiveFloat = Annotated[float, Rule("above 0", lambda value: value > 0)]
 NaturalFloat = Annotated[float, Rule("at least 0", lambda value: value >= 0)]
 Fraction = Annotated[float, Rule("from 0 to 1", lambda value: 0 <= value <= 1)]
-FractionAboveZero = Annotated[float, Rule("above 0, at most 1", lambda value: 0 < value <= 1)]
 FractionBelowOne = Annotated[float, Rule("at least 0, below 1", lambda value: 0 <= value < 1)]
 
 

@@ -25,15 +25,17 @@ _LAYERS = 10_000
 
 _RULES = {
     r"num_hidden_layers|n_layers?": Rule(f"from 1 to {_LAYERS}", lambda value: 1 <= value <= _LAYERS),
-    r"vocab_size|hidden_size|d_model|n_embd|(num_attention|num_key_value|num_kv|num|n)_heads?|head_dim|"
+    r"vocab_size|hidden_size|intermediate_size|d_model|n_embd|(num_attention|num_key_value|num_kv|num|n)_heads?|head_dim|"
     r"(patch|image|conv)_size|mm_tokens_per_image|max_position_embeddings|n_positions": Rule(
         f"from 1 to {_MOST}", lambda value: 1 <= value <= _MOST
     ),
     r".*_(size|dim|heads|layers|rank|groups|experts)|(num|n)_.*": Rule(
         f"from 0 to {_MOST}", lambda value: 0 <= value <= _MOST
     ),
-    r"expand(_[kv])?|rope_theta|rope_local_base_freq": Rule("above 0", lambda value: value > 0),
-    r".*_eps|epsilon": Rule("at least 0", lambda value: value >= 0),
+    r"expand(_[kv])?|(hidden|mlp)_ratio|rope_theta|rope_local_base_freq": Rule(
+        "above 0", lambda value: value > 0
+    ),
+    r".*_eps|epsilon|initializer_range|.*_std": Rule("at least 0", lambda value: value >= 0),
     r".*(dropout|pdrop)": Rule("from 0 to 1", lambda value: 0 <= value <= 1),
 }
 """What numbers of a name have to be; the first that matches counts."""
@@ -99,6 +101,25 @@ def _check_value(key: str, value: Any, hint: Any, said: str) -> None:
     except Mismatch:
         also = " or null" if NoneType in typing.get_args(hint) else ""
         raise ModelError(f"{said}: expected {describe(hint)}{also}") from None
+
+
+def unread_keys(
+    values: Mapping[str, Any], config: PretrainedConfig
+) -> Iterator[tuple[str, PretrainedConfig]]:
+    """Yield the keys of a config.json that are no field of its class, such as misspelt ones, and what it makes of the rest.
+
+    transformers keeps them as attributes, which a model's own code may read; mostly nothing does.
+    """
+    known = {*inspect.signature(type(config)).parameters, *config.attribute_map, "auto_map"}
+    for key, value in values.items():
+        inner = getattr(config, key, None)
+        if isinstance(inner, PretrainedConfig):
+            yield from unread_keys(value, inner)
+        elif key not in known and not key.startswith("_") and not hasattr(type(config), key):
+            # What the class has made into other fields is no attribute any more, and some it asks for by name.
+            asks = re.search(rf"""['"]{re.escape(key)}['"]""", inspect.getsource(type(config)))
+            if key in vars(config) and not asks:
+                yield key, config
 
 
 def _is_number(hint: Any) -> bool:

@@ -9,7 +9,9 @@ import difflib
 import importlib
 import inspect
 import json
+import logging
 from collections.abc import Iterable, Mapping
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.errors import ModelError
-from titanplans.modeling.config_values import check_values
+from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.families import Family, families
 
 # What a config class raises for a value it does not take: its own checks, those of the typed config dataclasses of
@@ -111,9 +113,21 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
         )
     check_values(values, CONFIG_MAPPING[model_type], f"model config {str(path)!r}")
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
     except _BAD_VALUE as error:
         raise ModelError(f"model config {str(path)!r}: {_line(error)}") from error
+    for key, owner in unread_keys(values, config):
+        _tell(
+            f"model config {str(path)!r}: {key} is no field of {type(owner).__name__}, and does nothing unless the model's "
+            f"code asks for it{_nearest(key, _fields(owner))}"
+        )
+    return config
+
+
+@cache
+def _tell(note: str) -> None:
+    """Log `note`, once in a process and those that it forks."""
+    logging.getLogger(__name__).info(note)
 
 
 def _config_class(family: Family) -> type[PretrainedConfig]:

@@ -27,10 +27,9 @@ def as_user_error(what: str, error: type[UserError] = PlanError) -> Iterator[Non
     """
     try:
         yield
-    except (UserError, MemoryError):
+    except (UserError, MemoryError, KeyboardInterrupt):  # the last two are not theirs
         raise
-    except (Exception, SystemExit) as raised:
-        # Whatever their code raises; sys.exit(0) in it would end a job with success. An interrupt is not theirs.
+    except BaseException as raised:
         message = " ".join(str(raised).split())
         raise error(f"{what}: {type(raised).__name__}: {message}{_place(raised)}") from raised
 

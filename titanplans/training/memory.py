@@ -22,6 +22,9 @@ _TOKEN = 24
 _EVENT = 512
 """Bytes of an event in the flight recorder, at least: `Entry` in torch's FlightRecorder.hpp, without its stack."""
 
+_PROCESS = 2**25
+"""Bytes that a process has of its own, at least: what it writes of the pages that it was forked with, and its heap."""
+
 _LARGE = 0.5
 """The share of the memory from which on the log says what the job needs."""
 
@@ -54,7 +57,7 @@ def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device
         _logits(job, model),
         _batches(job, world_size),
     )
-    host, device = [batches, _events(job)], [logits]
+    host, device = [batches, _events(job), _workers(job), _process(job, processes)], [logits]
     (host if job.training.enable_cpu_offload else device).append(weights)
     if device_type == "cuda":
         _check(device, 1, "each GPU has", torch.device("cuda", 0))
@@ -132,6 +135,26 @@ def _events(job: JobConfig) -> Part:
     size = job.comm.trace_buf_size
     what = "the events of the flight recorder"
     return Part(size * _EVENT, f"comm.trace_buf_size = {size}", what, "lower it; 0 switches the recorder off")
+
+
+def _workers(job: JobConfig) -> Part:
+    loaders = {"training": job.training} | ({"validation": job.validation} if job.validation.enable else {})
+    counts = {
+        f"{name}.dataloader.num_workers": settings.dataloader.num_workers
+        for name, settings in loaders.items()
+    }
+    key = max(counts, key=lambda name: counts[name])
+    return Part(
+        sum(counts.values()) * _PROCESS, f"{key} = {counts[key]}", "the processes that read data", "lower it"
+    )
+
+
+def _process(job: JobConfig, processes: int) -> Part:
+    p = job.parallelism
+    degrees = ("tensor_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree")
+    said = [f"{degree} = {getattr(p, degree)}" for degree in degrees if getattr(p, degree) > 1]
+    what = "the processes themselves" if processes > 1 else "the process itself"
+    return Part(_PROCESS, f"parallelism.{', '.join(said)}" if said else "this job", what, "lower a degree")
 
 
 def _data(job: JobConfig) -> list[tuple[str, resolve.DataSettings]]:

@@ -56,20 +56,20 @@ def check_outputs(job: JobConfig) -> None:
         try:
             why = _try_file(path) if is_file else _try_folder(path)
         except OSError as error:
-            why = f"it can't be made ({error.strerror})"
+            why = f"{path} can't be made ({error.strerror})"
         if why is not None:
-            raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {path}: {why}; name another place")
+            raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another place")
     if job.metrics.enable_jsonl and (rows := Path(job.job.dump_folder) / FILE_NAME).exists():
         read_rows(rows)
 
 
 def _try_file(path: Path) -> str | None:
     if path.is_dir():
-        return "is a folder, and a file is to be written there"
+        return f"{path} is a folder, and a file is to be written there"
     if path.exists() and not path.is_file():
-        return "is no ordinary file, and one is to be written there"
+        return f"{path} is no ordinary file, and one is to be written there"
     if path.exists():
-        return None if os.access(path, os.W_OK) else "may not be written"
+        return None if os.access(path, os.W_OK) else f"{path} may not be written"
     return _try_folder(path.parent, path.name)
 
 

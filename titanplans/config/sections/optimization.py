@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 from titanplans.config.options import Options
 from titanplans.config.values import (
     Fraction,
-    FractionAboveZero,
     FractionBelowOne,
     NaturalFloat,
     NaturalInt,
@@ -52,8 +51,8 @@ class LRScheduler(Options):
     total_steps: PositiveInt | None = None
     """Length of the schedule where it is not that of the run (a run cut short keeps the curve); unset: training.steps."""
 
-    decay_ratio: FractionAboveZero | None = None
-    """Share of the schedule in which the learning rate decays, at its end; unset: all of it after the warm-up."""
+    decay_ratio: Fraction | None = None
+    """Share of the schedule in which the learning rate decays, at its end; 0: never; unset: all of it after the warm-up."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
