@@ -69,7 +69,7 @@ def test_it_computes_as_a_plain_tensor():
         weight = projection.weight
         assert type(weight) is LocalWeight
         assert weight.shape == (12, 16)
-        for result in (weight * 2, weight.detach(), weight.data, nn.functional.linear(weight, weight)):
+        for result in (weight * 2, weight.detach(), weight.data * 2, nn.functional.linear(weight, weight)):
             assert type(result) is torch.Tensor
         with torch.no_grad():
             projection.weight.fill_(2.0)
@@ -84,6 +84,35 @@ def test_new_data_is_refused():
 
     with pytest.raises(PlanError, match=r"write into it, .*load_state_dict"):
         on_ranks(work)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda weight: nn.init.normal_(weight, std=0.02),
+        nn.init.trunc_normal_,
+        nn.init.xavier_uniform_,
+        nn.init.kaiming_uniform_,
+        lambda weight: weight.data.normal_(std=0.02),
+    ],
+)
+def test_ranks_draw_no_weights_each_for_itself(draw):
+    def work(world):
+        draw(split(world).layers[0].mlp.gate_proj.weight)
+
+    with pytest.raises(PlanError, match=r"weight\.\w+\(\) on a split model .*initialize\(model, seed=0\)"):
+        on_ranks(work)
+    on_ranks(work, 1)
+
+
+def test_values_without_chance_are_written():
+    def work(world):
+        weight = split(world).layers[0].attn.q_norm.weight
+        nn.init.ones_(weight)
+        weight.data.mul_(3)
+        return weight.tolist()
+
+    assert on_ranks(work) == [3.0] * 4
 
 
 def test_an_uneven_shard_and_shared_heads():

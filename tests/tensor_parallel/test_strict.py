@@ -8,8 +8,8 @@ import torch
 from tiny import MLP, Attention, Tiny, TinyPlan
 from titanplans.plans.fla.transformer import TransformerPlan
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from titanplans import (
     PlanError,
@@ -382,6 +382,17 @@ def test_foreign_style_works_and_is_held_to_completeness():
             PlanError, match=r"'lm_head' \(Idle on Linear\): it left parameter 'lm_head.weight' a plain"
         ):
             apply_plan(Tiny(), mesh, plan=Broken)
+
+
+def test_an_embedding_with_a_style_of_torch():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"embed": RowwiseParallel(input_layouts=Replicate())}
+
+    assert "'embed' (RowwiseParallel on Embedding): with sequence parallelism it has to be known" in refused(
+        Plan
+    )
+    check_plan(Tiny(), 2, plan=Plan, sequence_parallel=False)
 
 
 def test_applied_twice():

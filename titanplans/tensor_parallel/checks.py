@@ -203,7 +203,15 @@ def mixer_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault
 
 
 def end_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault]:
-    """Yield what a plan keeps on the stream behind the blocks of a model without a head, where it has ended."""
+    """Yield an embedding of which nothing says where the stream begins, and what stays on it where it has ended."""
+    if source.options.sequence_parallel and any(style.opens for style in own_styles(plan).values()):
+        key = decoder.embedding
+        if key is not None and not isinstance(plan[key], Style):
+            yield (
+                key,
+                "with sequence parallelism it has to be known whether an embedding's output is whole or a shard, which only "
+                "styles of titanplans say: give it vocab_embedding(), or set sequence_parallel = False",
+            )
     if source.options.sequence_parallel and decoder.head is None and decoder.blocks:
         for key, style in own_styles(plan).items():
             if (

@@ -13,12 +13,38 @@ from titanplans.errors import PlanError
 from titanplans.torch_private import disabled_torch_function
 
 
-class LocalWeight(torch.Tensor):
-    """This rank's part of a parameter. It computes as a plain tensor, without the cost of a `__torch_function__`."""
+def _refusing(name: str) -> Any:
+    def draw(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.parameter.device_mesh.size() == 1:
+            return getattr(torch.Tensor, name)(self, *args, **kwargs)
+        raise PlanError(
+            f"weight.{name}() on a split model would draw this rank's part by itself, equal to or unlike the others': call "
+            "titanplans.modeling.initialize(model, seed=0), or draw before the split, or load whole tensors by "
+            "model.load_state_dict"
+        )
+
+    return draw
+
+
+class LocalPart(torch.Tensor):
+    """This rank's part of a parameter. It computes as a plain tensor, without the cost of a `__torch_function__`.
+
+    It takes no random numbers, as `torch.nn.init` would draw them: heads would be equal on all ranks where seeds are, and
+    what is replicated would differ where they are not.
+    """
 
     __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
     parameter: torch.Tensor
     """The DTensor."""
+
+    normal_, log_normal_, uniform_, random_ = map(
+        _refusing, ("normal_", "log_normal_", "uniform_", "random_")
+    )
+    bernoulli_, exponential_, geometric_ = map(_refusing, ("bernoulli_", "exponential_", "geometric_"))
+
+
+class LocalWeight(LocalPart):
+    """What `module.weight` is."""
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -42,7 +68,10 @@ class LocalWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        return self.detach()
+        part: Any = self.detach()
+        part.__class__ = LocalPart
+        part.parameter = self.parameter
+        return part
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
