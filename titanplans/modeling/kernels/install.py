@@ -30,14 +30,43 @@ def install(device_type: str) -> None:
     """
     if device_type != "cpu":
         return
-    for place, reference in REFERENCES.items():
-        module, _, path = place.partition(":")
-        *outer, name = path.split(".")
-        owner = functools.reduce(getattr, outer, importlib.import_module(module))
-        _replace(owner, name, reference)
+    places = [_find(place) for place in REFERENCES]
+    if all(hasattr(getattr(owner, name, None), MARK) for owner, name in places):
+        return
+    names = _names()
+    for (owner, name), reference in zip(places, REFERENCES.values(), strict=True):
+        _replace(owner, name, reference, names)
 
 
-def _replace(owner: Any, name: str, reference: Callable[..., Any] | str) -> None:
+Names = dict[Any, list[tuple[dict[str, Any], str]]]
+"""Of each value the tables that hold it, and under which name there."""
+
+
+def _find(place: str) -> tuple[Any, str]:
+    """Return the module, or the class in it, of a place in `REFERENCES`, and the name there."""
+    module, _, path = place.partition(":")
+    *outer, name = path.split(".")
+    return functools.reduce(getattr, outer, importlib.import_module(module)), name
+
+
+def _names() -> Names:
+    """Return what the loaded FLA modules hold, as globals and in their tables. Modules loaded later import replacements."""
+    found: Names = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] != "fla":
+            continue
+        for table in [vars(module), *(held for held in vars(module).values() if type(held) is dict)]:
+            for name, value in table.items():
+                found.setdefault(_key(value), []).append((table, name))
+    return found
+
+
+def _key(value: Any) -> Any:
+    """Return what is equal of one value, however it was got: `apply` is another object at each access, an equal one."""
+    return value if isinstance(value, MethodType) else id(value)
+
+
+def _replace(owner: Any, name: str, reference: Callable[..., Any] | str, names: Names) -> None:
     original: Any = getattr(owner, name, None)
     if hasattr(original, MARK):
         return
@@ -46,30 +75,20 @@ def _replace(owner: Any, name: str, reference: Callable[..., Any] | str) -> None
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
         # Out of every graph of torch.compile, as the kernels behind it are on a GPU.
         replacement = torch.compiler.disable(_on_cpu(reference, original.apply))
-        _rebind(original.apply, replacement)
+        _rebind(original.apply, replacement, names)
         original.apply = staticmethod(replacement)
         setattr(original, MARK, reference)
         return
     replacement = _on_cpu(reference, original)
     if original is not None:
-        _rebind(original, replacement)
+        _rebind(original, replacement, names)
     setattr(owner, name, replacement)
 
 
-def _rebind(original: Any, replacement: Any) -> None:
-    """Every global of a loaded FLA module, and every entry of its tables, that is `original` becomes `replacement`.
-
-    Modules loaded later import the replacement.
-    """
-    # `apply` is another object at each access; the objects are equal.
-    same = original.__eq__ if isinstance(original, MethodType) else lambda value: value is original
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] != "fla":
-            continue
-        for table in [vars(module), *(held for held in vars(module).values() if type(held) is dict)]:
-            for name, value in list(table.items()):
-                if type(value) is type(original) and same(value):
-                    table[name] = replacement
+def _rebind(original: Any, replacement: Any, names: Names) -> None:
+    """Every global of a loaded FLA module, and every entry of its tables, that is `original` becomes `replacement`."""
+    for table, name in names.get(_key(original), ()):
+        table[name] = replacement
 
 
 def _on_cpu(reference: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
