@@ -1,6 +1,7 @@
 """Strict application: what a plan refuses, before anything moves, in one line that says what would work."""
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -382,6 +383,15 @@ def test_foreign_style_works_and_is_held_to_completeness():
             PlanError, match=r"'lm_head' \(Idle on Linear\): it left parameter 'lm_head.weight' a plain"
         ):
             apply_plan(Tiny(), mesh, plan=Broken)
+
+
+@pytest.mark.parametrize("style", ["colwise", None, ColwiseParallel])
+def test_what_is_no_style(style):
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {"q_proj": style}
+
+    assert re.match(r"plan key 'layers.0.attn.q_proj' \(Plan\) has .*, which is no style: ", refused(Plan))
 
 
 def test_an_embedding_with_a_style_of_torch():

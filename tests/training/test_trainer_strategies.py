@@ -50,8 +50,8 @@ def counted(folder: Path, dump: str, *options: str):
     return recorder, count.gathers, count.scatters
 
 
-def poisoned(folder: Path, dump: str, *options: str):
-    """Make the logits of rank 1 NaN in step 3; return losses, which steps changed nothing, and the log."""
+def poisoned(folder: Path, dump: str, *options: str, gradient: bool = False):
+    """Make the logits of rank 1, or their gradient, NaN in step 3; return losses, steps that changed nothing, the log."""
     import torch
 
     states, log = [], []
@@ -62,9 +62,12 @@ def poisoned(folder: Path, dump: str, *options: str):
 
     def prepare(trainer):
         def poison(module, args, logits):
-            return (
-                logits * float("nan") if trainer.step == 3 and torch.distributed.get_rank() == 1 else logits
-            )
+            if trainer.step != 3 or torch.distributed.get_rank() != 1:
+                return logits
+            if not gradient:
+                return logits * float("nan")
+            logits.register_hook(lambda grad: grad * float("nan"))
+            return logits
 
         trainer.model_parts[0].lm.lm_head.register_forward_hook(poison)
         (optimizer,) = trainer.optimizers
@@ -114,8 +117,10 @@ def on_two_ranks(rank: int) -> dict:
         results[name, "gathers"] = gathers
     for name, options in {"fsdp2 skips": (), "ddp skips": DDP}.items():
         results[name] = poisoned(folder, name, *options, "--training.skip_nan_inf")
-    with pytest.raises(Diverged, match="the loss is not finite"):
+    with pytest.raises(Diverged, match="step 3: the loss is not finite"):
         poisoned(folder, "stops")
+    with pytest.raises(Diverged, match="step 3: the gradient's norm is not finite"):
+        poisoned(folder, "stops, too", "--training.steps=3", "--metrics.log_freq=10", gradient=True)
 
     counters.clear()
     results["on with a compiled optimizer"] = goes_on(folder, "fsdp2", *OPTIMIZER)  # from step 4

@@ -99,9 +99,14 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:
-    """Refuse a key that names no module, with the names that stand there."""
+    """Refuse a key that names no module, with the names that stand there, and a value that is no style."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for key in plan:
+    for key, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise PlanError(
+                f"plan key '{key}' ({plan_name}) has {style!r}, which is no style: a method of a plan returns what "
+                "self.colwise() and the like make, or an object of another torch ParallelStyle"
+            )
         if key in modules:
             continue
         parent = key

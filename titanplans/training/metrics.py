@@ -51,7 +51,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._last_step = 0  # that was logged
 
     def should_log(self, step: int) -> bool:
-        """The first step of this run, every `log_freq`-th, and the last. Asked once a step."""
+        """The first step of this run, every `log_freq`-th, and the last."""
         self._first_step = self._first_step or step
         return super().should_log(step) or step in (self._first_step, self.total_steps)
 

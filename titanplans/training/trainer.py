@@ -107,7 +107,7 @@ class Trainer(torchtitan.trainer.Trainer):
         """torchtitan's step, with this project's clipping and skipping of gradients that are not finite.
 
         Raises:
-            Diverged: the loss of a logged step is not finite.
+            Diverged: the loss of a logged step is not finite, or its gradient's norm.
             ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
                 compiled ran eagerly.
         """
@@ -129,11 +129,14 @@ class Trainer(torchtitan.trainer.Trainer):
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done = 0
         skips = self.config.skip_nan_inf
-        clip = (
-            (lambda parameters, norm: self.skipped.clip(parameters, norm, self.step))
-            if skips
-            else clip_gradients
-        )
+        norms = []
+
+        def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
+            norms.append(
+                self.skipped.clip(parameters, most, self.step) if skips else clip_gradients(parameters, most)
+            )
+            return norms[-1]
+
         try:
             with clipping(clip):
                 super().train_step(data_iterator)
@@ -142,10 +145,17 @@ class Trainer(torchtitan.trainer.Trainer):
             if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
                 raise
             if not self.skipped.last:  # else it was left out
-                raise Diverged(
-                    f"step {self.step}: the loss is not finite, so the weights are lost; lower optimizer.lr, lengthen "
-                    "lr_scheduler.warmup_steps, or set training.skip_nan_inf = true to leave such steps out"
-                ) from error
+                raise self._diverged("loss") from error
+        # No later loss says so of the last step. One that is not logged waits for nothing.
+        logged = self.metrics_processor.should_log(self.step)
+        if logged and not skips and not all(norm.isfinite() for norm in norms):
+            raise self._diverged("gradient's norm")
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"step {self.step}: the {what} is not finite, so the weights are lost; lower optimizer.lr, lengthen "
+            "lr_scheduler.warmup_steps, or set training.skip_nan_inf = true to leave such steps out"
+        )
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """torchtitan's, with gradients summed over ranks when the strategy says so."""
