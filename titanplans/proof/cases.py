@@ -12,6 +12,7 @@ from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, case_name
 from titanplans.proof.sample import Sampler, longest_block
+from titanplans.proof.tolerance import DRAWS
 from titanplans.proof.training import Loss
 from titanplans.proof.world import World, Worlds
 from titanplans.tensor_parallel.custom import PlanSource
@@ -88,12 +89,9 @@ class Proof:
             The results, and what they don't show.
         """
         unreached: list[str] = []
-        groups: dict[Scenario, list[int]] = {}
-        for at, (_, scenario) in enumerate(cases):
-            groups.setdefault(scenario.whole, []).append(at)
         results: dict[int, CaseResult] = {}
         hidden: dict[str, dict[str, None]] = {}
-        for whole, members in groups.items():
+        for whole, members in _by_reference(cases).items():
             self.progress("the whole model")
             reference = self._reference(whole, beside=whole.dtype != plain.dtype)
             if reference.hidden:
@@ -132,15 +130,22 @@ class Proof:
 
 
 def shares(cases: Sequence[Case], processes: int) -> list[list[int]]:
-    """Divide the numbers of `cases` among processes, by degree and dtype, so that each process has about as many ranks."""
-    units: dict[object, list[int]] = {}
-    for at, (options, scenario) in enumerate(cases):
-        units.setdefault((options.degree, scenario.dtype), []).append(at)
+    """Divide the numbers of `cases` among processes, each reference once, so that all have about as much work."""
+    groups = _by_reference(cases)
 
-    def cost(part: list[int]) -> int:
-        return sum(cases[at][0].degree for at in part)
+    def trainings(part: list[int]) -> int:
+        references = {cases[at][1].whole for at in part}
+        return (1 + DRAWS) * len(references) + sum(cases[at][0].degree for at in part)
 
-    parts: list[list[int]] = [[] for _ in range(min(processes, len(units)))]
-    for unit in sorted(units.values(), key=cost, reverse=True):
-        min(parts, key=cost).extend(unit)
+    parts: list[list[int]] = [[] for _ in range(min(processes, len(groups)))]
+    for group in sorted(groups.values(), key=trainings, reverse=True):
+        min(parts, key=trainings).extend(group)
     return parts
+
+
+def _by_reference(cases: Sequence[Case]) -> dict[Scenario, list[int]]:
+    """Return the numbers of the cases that share a reference, by what of them the whole model sees."""
+    groups: dict[Scenario, list[int]] = {}
+    for at, (_, scenario) in enumerate(cases):
+        groups.setdefault(scenario.whole, []).append(at)
+    return groups

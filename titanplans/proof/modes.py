@@ -38,11 +38,14 @@ class Widen(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
         if func is torch.Tensor.float:
             return args[0].to(self.dtype)
-        args = tuple(self.dtype if arg is torch.float32 else arg for arg in args)
-        return func(*args, **{k: self.dtype if v is torch.float32 else v for k, v in kwargs.items()})
+        if any(arg is torch.float32 for arg in args):
+            args = tuple(self.dtype if arg is torch.float32 else arg for arg in args)
+        if kwargs:
+            kwargs = {k: self.dtype if v is torch.float32 else v for k, v in kwargs.items()}
+            return func(*args, **kwargs)
+        return func(*args)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titanplans.proof.conditions import Batch, Scenario
@@ -100,14 +101,16 @@ class Training:
         self._point = "the first step"
         self.records: dict[str, Recorder] = {}
         self.raw: dict[str, torch.Tensor] = {}
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, fused=True, **_settings(next(model.parameters()).dtype))
+        # What AdamW does to DTensors, it does to their shards; finding that out takes torch longer than the step.
+        self._shards = {p: _shard(p.detach()).requires_grad_() for p in model.parameters() if p.requires_grad}
+        settings = _settings(next(model.parameters()).dtype)
+        self.optimizer = torch.optim.AdamW(self._shards.values(), fused=True, **settings)
 
     def points(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield the name of each point and its quantities, laid out as they are in the model."""
         for number, step in enumerate(self.script.steps, 1):
             tokens = int(sum((sample.labels != IGNORED).sum() for sample in step))
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             for at, sample in enumerate(step, 1):
                 name = f"step {number}, batch {at}"
                 yield name, self._batch(name, sample, tokens)
@@ -118,6 +121,8 @@ class Training:
             align_gradients(named.values())
             found = {("gradients", n): p.grad for n, p in named.items() if p.grad is not None}
             yield name, {**found, ("norm", ""): total_norm(named.values())}
+            for param, shard in self._shards.items():
+                shard.grad = None if param.grad is None else _shard(param.grad, param)
             self.optimizer.step()
             if number == 1:
                 yield from self._evaluation()
@@ -176,6 +181,13 @@ class Training:
             return nullcontext()
         self.records[name] = Recorder(self.model)
         return self.records[name]
+
+
+def _shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return this rank's part of `tensor`, laid out as `like` is, in the same memory if it is so already."""
+    if isinstance(tensor, DTensor) and isinstance(like, DTensor):
+        tensor = tensor.redistribute(placements=like.placements)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _settings(dtype: torch.dtype) -> dict[str, Any]:
