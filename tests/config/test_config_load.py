@@ -68,6 +68,19 @@ def test_flags(write, words, expected):
     assert load_job([*words, path]).metrics.enable_wandb is expected
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--compile.dynamic"], True),
+        (["--compile.no-dynamic"], False),
+        (["--compile.dynamic", "none"], None),
+        (["--compile.dynamic=true"], True),
+    ],
+)
+def test_flags_that_may_be_unset(write, words, expected):
+    assert load_job([*words, write("[compile]\nenable = true\n")]).compile.dynamic is expected
+
+
 def test_options_of_every_kind(write):
     job = load_job(
         [

@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str], takes_no_value: Callable[[str], bool]) -> A
             if negated:
                 value = "false"
             elif not equals and takes_no_value(key):
-                value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
+                value = words.pop(0) if words and words[0].lower() in ("true", "false", "none") else "true"
             elif not equals:
                 value = words.pop(0) if words and not words[0].startswith("--") else None
             if key == "job.config_file" and value is not None:

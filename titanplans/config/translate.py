@@ -157,7 +157,7 @@ def takes_no_value(key: str) -> bool:
     if key in REFUSED:
         return any(isinstance(value, bool) for value in REFUSED[key].off)
     today = RENAMED[key].to if key in RENAMED else key
-    return today in keys() and keys()[today].hint is bool
+    return today in keys() and keys()[today].hint in (bool, bool | None)
 
 
 def unknown(key: str) -> str:
