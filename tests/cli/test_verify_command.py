@@ -271,6 +271,7 @@ REFUSED = {
         ("verify", "qwen"),
         "verify qwen: no such model; did you mean qwen3? There are gemma3, gemma3_text, gla, ",
     ),
+    "a name that is no path": (("verify", "x" * 5000), "no such model. There are gemma3, gemma3_text, gla, "),
     "no command": ((), "the following arguments are required"),
     "no subject": (("verify",), "either a SUBJECT or --all"),
     "subject and all": (("verify", "gla", "--all"), "either a SUBJECT or --all"),

@@ -4,10 +4,10 @@
 """
 
 import difflib
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -116,12 +116,12 @@ def _model(words: str, flavor: str | None, option: str) -> Subject:
         )
     if ":" in words:
         return Subject(words, make=load_attribute(words, option))
-    if words.endswith(".json") or Path(words).is_dir() or "/" in words:
+    if words.endswith(".json") or os.path.isdir(words) or "/" in words:
         return Subject(words, modeling.load_config_file(words))
     names = list(modeling.available())
     close = difflib.get_close_matches(words, names, n=1)
     raise VerifyError(
-        f"{option} {words}: no such model{f'; did you mean {close[0]}?' if close else ''} "
+        f"{option} {words}: no such model{f'; did you mean {close[0]}?' if close else '.'} "
         f"There are {', '.join(names)}; or give "
         f"{'a config.json, or module:callable' if option.startswith('--') else _FORMS}"
     )
