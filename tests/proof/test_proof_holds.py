@@ -103,6 +103,20 @@ def positions_repeat(call: Call) -> bool:
     return len(cosines.unique(dim=0)) < len(cosines)
 
 
+def kept(call: Call, value: torch.Tensor, key: Any = None) -> bool:
+    """Whether the first such value of this module, which a plan may have kept, is another."""
+    first = call.module.__dict__.setdefault("kept", {}).setdefault(key, value.detach().clone())
+    return not torch.equal(first, value)
+
+
+def wrong_after_another(call: Call) -> Any:
+    """In the backward takes the length for that of the newest forward."""
+    length = call.module.__dict__["newest"] = call.shape[1]
+    if call.output.requires_grad:
+        call.output.register_hook(lambda grad: grad * (length / call.module.__dict__["newest"]))
+    return call.output
+
+
 @dataclass
 class Fault:
     """A plan that is wrong in one condition."""
@@ -167,6 +181,28 @@ FAULTS = {
     ),
     "a gradient that is there already": Fault(
         lambda c: c.weight.grad is not None, "several micro batches", effect=larger_gradient
+    ),
+    "a whole block": Fault(lambda c: c.shape[1] % 64 == 0, "128 tokens", options=PAIRS),
+    "a mask that was kept by its shape": Fault(
+        lambda c: mask(c) is not None and kept(c, mask(c), mask(c).shape), "padding", "qwen3", key=""
+    ),
+    "padding beside a cache": Fault(
+        lambda c: c.kwargs.get("past_key_values") is not None and padded(c, 0), "left padding", "qwen3", key=""
+    ),
+    "a weight that was kept for evaluations": Fault(
+        lambda c: not c.module.training and kept(c, c.module.weight), "2 steps", part="mlp_plan", key="up_proj",
+        model="qwen3",
+    ),
+    "a weight that was frozen": Fault(
+        lambda c: not c.module.__dict__.setdefault("trained", c.weight.requires_grad) and c.weight.requires_grad,
+        "frozen", effect=larger_gradient,
+    ),
+    "a frozen norm that a gradient passes": Fault(
+        lambda c: not c.weight.requires_grad and c.args[0].requires_grad, "frozen", key="q_norm",
+        effect=larger_gradient,
+    ),
+    "several forwards before a backward": Fault(
+        lambda c: c.module.training, "several micro batches", effect=wrong_after_another
     ),
     "the last rank, odd lengths": Fault(lambda c: c.rank == 1 and c.shape[1] % 2, "15 tokens", effect=larger_gradient),
 }  # fmt: skip

@@ -1,13 +1,16 @@
 """The tolerance of `verify`: what its unit measures, that right plans stay far below it and wrong ones far above."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import zoo
 from plainly import verify
 from test_proof_wrong import Unsummed, attn
 from tiny import Block, Tiny, TinyPlan
 from torch import nn
 
-from titanplans.proof.conditions import PLAIN
+from titanplans.proof.conditions import PLAIN, Batch, trainings
 from titanplans.proof.reference import Reference
 from titanplans.proof.sample import Sampler, randomise
 from titanplans.proof.tolerance import Bound, depth, perturb, weight_unit
@@ -36,6 +39,19 @@ def test_the_margin_on_both_sides(blocks):
     (case,) = verify(deep(blocks), attn(q_norm=lambda p: Unsummed()), **options).cases
     gradients = next(check for check in case.checks if check.what == "gradients")
     assert gradients.error > 1e8 * gradients.tolerance
+
+
+def test_what_comes_before_noise_is_shown():
+    """GLA in bfloat16: most gradients of its first step say something, none of those after it."""
+    (first, *_) = trainings(Batch(), 128)
+    model = zoo.build("gla").train()
+    randomise(model, 0)
+    sampler = Sampler(model, None, 1, 0)
+    reference = Reference(model, replace(first, dtype="bfloat16"), sampler, beside=True)
+    assert reference.hidden
+    assert reference.shown >= {"step 1, batch 1", "step 1, batch 2"}
+    assert reference.shown.isdisjoint({"step 3", "the end"})
+    assert not Reference(model, first, sampler).hidden
 
 
 def reference_of(model):

@@ -28,7 +28,7 @@ _BESIDE = ("float32", "bfloat16")
 """Dtypes of a few cases beside the proof's own."""
 
 _LONGEST = 640
-"""Tokens of a long sequence at most: its attention is quadratic."""
+"""Tokens of a block at most: attention over a long sequence is quadratic."""
 
 
 class Proof:
@@ -66,7 +66,7 @@ class Proof:
         if self.sampler.fixed:
             trained = (replace(plain, steps=(plain.steps[0] * 2,) * STEPS, evaluated=True),)
         else:
-            trained = trainings(plain.steps[0][0], self._longest())
+            trained = trainings(plain.steps[0][0], self._block())
         if quick := conditions == "each":
             self.unreached.append(
                 "pairs of conditions, other degrees and dtypes: each condition once was asked for"
@@ -74,13 +74,13 @@ class Proof:
             trained, dtypes = trained[:1], dtypes[:1]
         return cover(accepted, trained, dtypes, recompute=blocks, quick=quick), trained
 
-    def _longest(self) -> int:
+    def _block(self) -> int:
         block = longest_block(self.model)
         if block > _LONGEST:
             self.unreached.append(
                 f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, which so holds every sequence"
             )
-        return min(block, _LONGEST) + 2
+        return min(block, _LONGEST)
 
     def run(self, cases: Sequence[Case], plain: Scenario) -> tuple[list[CaseResult], list[str]]:
         """Prove `cases`, those that share a reference together, and explain those that fail.
@@ -96,10 +96,10 @@ class Proof:
             reference = self._reference(whole, beside=whole.dtype != plain.dtype)
             if reference.hidden:
                 unreached.append(
-                    f"{whole.dtype}, some trainings: rounding hides most gradients, so first "
-                    "forwards alone are compared, and replicas"
+                    f"{whole.dtype}, some trainings: from some step on rounding hides most gradients, so what comes "
+                    "before it is compared, and replicas"
                 )
-            else:
+            if "step 1" in reference.shown:
                 hidden.setdefault(whole.dtype, {}).update(dict.fromkeys(reference.undecided))
             results |= {at: self._prove(reference, *cases[at]) for at in members}
         for dtype, names in hidden.items():

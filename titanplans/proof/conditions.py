@@ -47,10 +47,11 @@ class Scenario:
     """Of the optimizer, each of several micro batches."""
 
     evaluated: bool = False
-    """After the first step the model is evaluated, and called with a cache."""
+    """After the first step the model is evaluated, and after the second called with a cache."""
 
     frozen: bool = False
-    """What stands before the blocks, the first block, and every second parameter of the others get no gradient."""
+    """What stands before the blocks, the first block, and every second parameter of the others get no gradient, until of
+    several steps the last: there all others get none."""
 
     recomputed: bool = False
     """Each block of the split model is run again in the backward."""
@@ -68,16 +69,17 @@ class Scenario:
 
 PLAIN = Scenario()
 
-# Every pair of two columns is in one of the rows; the two of a step differ in length. Columns: sequences, length,
-# padding or documents, ignored labels, repeated tokens, text alone. tests/proof/test_proof_conditions.py counts the pairs.
+# Every pair of two columns is in one of the rows, "block" being a long one; the two of a step differ in length. Columns:
+# sequences, length, padding or documents, ignored labels, repeated tokens, text alone.
+# tests/proof/test_proof_conditions.py counts the pairs.
 _ROWS = (
     ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),
     ((2, "long", "right", 1, 1, 0), (3, "short", "documents", 1, 1, 1)),
     ((1, "even", "documents", 0, 1, 0), (3, "odd", "", 1, 1, 1)),
+    ((2, "even", "left", 1, 1, 1), (2, "odd", "documents", 0, 0, 1)),
     ((1, "odd", "right", 1, 1, 0), (3, "even", "right", 0, 0, 1)),
     ((1, "long", "documents", 1, 1, 1), (2, "short", "left", 0, 1, 0)),
-    ((2, "even", "left", 1, 1, 1), (2, "odd", "documents", 0, 0, 1)),
-    ((3, "short", "right", 0, 0, 0), (3, "long", "", 1, 1, 1)),
+    ((3, "short", "right", 0, 0, 0), (3, "block", "", 1, 1, 1)),
     ((1, "long", "left", 0, 0, 1), (1, "short", "", 0, 1, 0)),
     ((1, "odd", "", 0, 0, 0), (2, "even", "", 0, 0, 0)),
 )
@@ -86,15 +88,15 @@ SHORT = 3
 """Tokens: fewer than ranks at degrees 4 and 8, so that some hold none."""
 
 
-def trainings(batch: Batch, longest: int) -> tuple[Scenario, ...]:
+def trainings(batch: Batch, block: int) -> tuple[Scenario, ...]:
     """Return trainings of three steps of two micro batches, which together hold every pair of conditions of a batch.
 
     Args:
         batch: the plain one.
-        longest: tokens of a long sequence.
+        block: the most tokens that are treated together: a window, or a chunk. A long sequence has two more, one as many.
     """
     odd = batch.length - (1 if batch.length % 2 == 0 else 2)
-    lengths = {"even": batch.length, "odd": max(odd, 1), "short": SHORT, "long": longest}
+    lengths = {"even": batch.length, "odd": max(odd, 1), "short": SHORT, "long": block + 2, "block": block}
 
     def one(size: int, length: str, kind: str, ignored: int, repeated: int, text: int) -> Batch:
         return Batch(

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -38,8 +38,10 @@ class Reference:
         orders: keys of the modules' outputs as they finished, by point, if recording.
         bound: how many units a right plan may be off.
         tied: names of parameters that are one, group by group.
-        undecided: gradients, or the logits, that this dtype's rounding hides.
-        hidden: so many are that nothing after the first forwards can be told from rounding, but replicas from each other.
+        undecided: gradients of the first step, or its logits, that this dtype's rounding hides.
+        shown: the points before the first step of which rounding hides so many gradients that nothing from there on can
+            be told from it, but replicas from each other.
+        hidden: there is such a step.
 
     Raises:
         PlanError: it does not run here, or its own rounding hides what a wrong plan would do.
@@ -94,8 +96,8 @@ class Reference:
         self.bound = Bound(training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps))
         self.units = self._measured(training.optimizer)
         self.undecided = self._refuse_undecidable(self.units)
-        gradients = sum(what == "gradients" for point, what, _ in self.expected if point == "step 1")
-        self.hidden = not self.bound.exact and len(self.undecided) > tolerance.CHAOTIC * gradients
+        self.shown = self._shown(list(dict.fromkeys(point for point, *_ in self.expected)))
+        self.hidden = len(self.shown) < len({point for point, *_ in self.expected})
 
     def training(self, model: nn.Module, *, ranked: bool = True) -> Training:
         """Return the training of `model`, this one or a split one, that has not begun.
@@ -182,11 +184,21 @@ class Reference:
         if self.bound.exact:
             return ()
         sizes[first, "logits", ""] = checked["logits"][1]
-        return tuple(
-            f"{what} {where}".strip()
-            for (point, what, where), size in sizes.items()
-            if allowed * units[point, what, where] > tolerance.VISIBLE * size
-        )
+        return tuple(f"{what} {where}".strip() for (_, what, where) in filter(self._is_hidden, sizes))
+
+    def _is_hidden(self, key: Point) -> bool:
+        """Whether rounding hides the quantity of that name."""
+        if self.bound.exact:
+            return False
+        return self.bound.units(2) * self.units[key] > tolerance.VISIBLE * self.bound.size(self.expected[key])
+
+    def _shown(self, points: Sequence[str]) -> frozenset[str]:
+        """Return those of `points`, in order, that come before most gradients are hidden."""
+        for at, point in enumerate(points):
+            hidden = [self._is_hidden(key) for key in self.expected if key[:2] == (point, "gradients")]
+            if sum(hidden) > tolerance.CHAOTIC * len(hidden):
+                return frozenset(points[:at])
+        return frozenset(points)
 
 
 def outputs(training: Training) -> dict[Point, torch.Tensor]:

@@ -76,14 +76,14 @@ class Sampler:
         else:
             inputs = {self.ids_name: self._ids(batch, seed)}
         if batch.padding and self.padded:
-            inputs["attention_mask"] = _mask(batch)
+            inputs["attention_mask"] = _mask(batch, number)
         if batch.documents and self.documents == "position_ids":
             inputs["position_ids"] = torch.stack(
-                [torch.cat(list(map(torch.arange, row))) for row in _cuts(batch)]
+                [torch.cat(list(map(torch.arange, row))) for row in _cuts(batch, number)]
             )
         elif batch.documents and self.documents == "cu_seqlens":
             inputs = {n: v.reshape(1, -1, *v.shape[2:]) for n, v in inputs.items()}
-            ends = torch.tensor([0, *(length for row in _cuts(batch) for length in row)]).cumsum(0)
+            ends = torch.tensor([0, *(length for row in _cuts(batch, number) for length in row)]).cumsum(0)
             inputs["cu_seqlens"] = ends.to(torch.int32)
         return inputs
 
@@ -117,18 +117,20 @@ class Sampler:
         return ids
 
 
-def _mask(batch: Batch) -> torch.Tensor:
-    """Return an attention mask [batch, sequence], int64: 0 at the padding, of another length in each sequence."""
+def _mask(batch: Batch, number: int) -> torch.Tensor:
+    """Return an attention mask [batch, sequence], int64: 0 at the padding, of another length in each sequence and batch."""
     tokens = torch.arange(batch.length)
     if batch.padding == "left":
         tokens = tokens.flip(0)
-    padded = torch.tensor([(2 * row + 1) % max(batch.length - 1, 1) for row in range(batch.size)])
-    return (tokens < batch.length - padded[:, None]).long()
+    rows = torch.arange(batch.size)[:, None]
+    padded = 1 + (2 * rows + number - 1) % max(batch.length - 1, 1)
+    return (tokens < batch.length - padded.clamp_max(batch.length - 1)).long()
 
 
-def _cuts(batch: Batch) -> list[list[int]]:
-    """Return the lengths of two documents in each sequence, cut at another place in each."""
-    firsts = [1 + (batch.length // 3 + row) % max(batch.length - 1, 1) for row in range(batch.size)]
+def _cuts(batch: Batch, number: int) -> list[list[int]]:
+    """Return the lengths of two documents in each sequence, cut at another place in each sequence and batch."""
+    places = [batch.length // 3 + row + number for row in range(batch.size)]
+    firsts = [1 + place % max(batch.length - 1, 1) for place in places]
     return [[first, batch.length - first] if first < batch.length else [first] for first in firsts]
 
 

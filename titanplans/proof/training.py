@@ -2,6 +2,8 @@
 
 A point is a moment at which the two are compared: after a micro batch's backward (loss and logits), after all of a
 step (gradients and their norm), after the last step (weights), and after each forward without a backward (logits).
+
+In the last step all forwards run before one backward of all losses, and what was frozen and what was trained change places.
 """
 
 import inspect
@@ -42,10 +44,13 @@ class Script:
 
     steps: tuple[tuple[Sample, ...], ...]
     evaluated: dict[str, Any] | None
-    """The forward of an evaluation."""
+    """The forward of an evaluation after the first step."""
 
     cached: tuple[dict[str, Any], dict[str, Any]] | None
-    """A forward that fills a cache, and one of a further token of each sequence."""
+    """After the second, a forward that fills a cache, and one of a further token of each sequence."""
+
+    thaws: bool
+    """In the last step what was frozen is trained, and what was trained is frozen."""
 
 
 def write_script(
@@ -61,17 +66,24 @@ def write_script(
     for step in scenario.steps:
         steps.append([place(sampler.sample(b, n, logits)) for n, b in enumerate(step, number)])
         number += len(step)
-    # Of the first batch the sizes: a cache goes with neither documents nor the mask of fewer tokens.
-    first = Batch(scenario.steps[0][0].size, scenario.steps[0][0].length)
+    first = scenario.steps[0]
     evaluated = cached = None
     if scenario.evaluated:
-        evaluated = moved(sampler.tokens(first, number), device, dtype)
+        # A batch like one before, padded or packed in another way: a mask that is kept by its shape is another's.
+        again = next((batch for batch in reversed(first) if batch.padding or batch.documents), first[0])
+        evaluated = moved(sampler.tokens(again, number + 1), device, dtype)
     if scenario.evaluated and sampler.cached:
-        filled = sampler.tokens(first, number + 1)
+        # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
+        padding = "left" if any(batch.padding for batch in first) else ""
+        filled = sampler.tokens(Batch(first[0].size, first[0].length, padding), number + 2)
         ids = filled[sampler.ids_name]
-        last = ids.narrow(sampler.sequence_dim, ids.shape[sampler.sequence_dim] - 1, 1)
-        cached = moved(filled, device, dtype), {sampler.ids_name: last.to(device)}
-    return Script(tuple(map(tuple, steps)), evaluated, cached)
+        token = {sampler.ids_name: ids.narrow(sampler.sequence_dim, ids.shape[sampler.sequence_dim] - 1, 1)}
+        if "attention_mask" in filled:
+            mask = filled["attention_mask"]
+            token["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        cached = moved(filled, device, dtype), moved(token, device, dtype)
+    thaws = scenario.frozen and len(scenario.steps) > 1
+    return Script(tuple(map(tuple, steps)), evaluated, cached, thaws)
 
 
 class Training:
@@ -108,13 +120,20 @@ class Training:
 
     def points(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield the name of each point and its quantities, laid out as they are in the model."""
+        last = len(self.script.steps)
         for number, step in enumerate(self.script.steps, 1):
-            tokens = int(sum((sample.labels != IGNORED).sum() for sample in step))
             self.model.zero_grad()
-            for at, sample in enumerate(step, 1):
-                name = f"step {number}, batch {at}"
-                yield name, self._batch(name, sample, tokens)
+            if number == last and self.script.thaws:
+                for param in filter(torch.is_floating_point, self.model.parameters()):
+                    param.requires_grad_(not param.requires_grad)
             name = f"step {number}"
+            batches = {f"{name}, batch {at}": sample for at, sample in enumerate(step, 1)}
+            tokens = int(sum((sample.labels != IGNORED).sum() for sample in step))
+            if number == last:
+                yield from self._batches(batches, tokens)
+            else:
+                for batch in batches.items():
+                    yield from self._batches(dict([batch]), tokens)
             self._point = f"{name}, after its backward"
             named = dict(self.model.named_parameters())
             self.raw = {n: p.grad for n, p in named.items() if p.grad is not None}
@@ -126,6 +145,8 @@ class Training:
             self.optimizer.step()
             if number == 1:
                 yield from self._evaluation()
+            if number == min(2, last):
+                yield from self._continuation()
         weights = {("AdamW", name): param.detach() for name, param in self.model.named_parameters()}
         yield "the end", weights
 
@@ -138,42 +159,48 @@ class Training:
         plain = sum(map(len, self.script.steps)) == 1 and self._point.startswith("step 1, batch")
         return record.place if plain else f"in {self._point}, {record.place}"
 
-    def _batch(self, name: str, sample: Sample, tokens: int) -> dict[Key, torch.Tensor]:
-        with self._recorded(name) as record:
-            logits = logits_of(call(self.model, sample.inputs))
-            if record is not None:
-                record.close()  # a block that is recomputed runs again
-            loss = backward(logits, sample.labels, tokens)
-        logits = logits.detach()
-        found: dict[Key, torch.Tensor] = {("loss", ""): loss, ("logits", ""): logits}
-        # In the first step alone: they see nothing of the model.
-        for other, function in self.losses.items() if name.startswith("step 1,") else ():
-            value, gradient = at_logits(logits, sample.labels, tokens, function)
-            found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
-        return found
+    def _batches(
+        self, batches: Mapping[str, Sample], tokens: int
+    ) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
+        """Yield loss and logits of micro batches, by the names of their points, after one backward of all of them."""
+        logits, losses = {}, {}
+        for name, sample in batches.items():
+            with self._recorded(name):  # forwards alone: a block that is recomputed runs again
+                logits[name] = logits_of(call(self.model, sample.inputs))
+            losses[name] = loss_of(logits[name], sample.labels, tokens)
+        torch.stack(list(losses.values())).sum().backward()
+        for name, sample in batches.items():
+            left = logits[name].detach()
+            found: dict[Key, torch.Tensor] = {("loss", ""): losses[name].detach(), ("logits", ""): left}
+            # In the first step alone: they see nothing of the model.
+            for other, function in self.losses.items() if name.startswith("step 1,") else ():
+                value, gradient = at_logits(left, sample.labels, tokens, function)
+                found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
+            yield name, found
 
     def _evaluation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
-        """Yield the logits of forwards without a backward, in evaluation mode."""
-        if self.script.evaluated is None:
-            return
-        self.model.eval()
-        with torch.no_grad():
+        """Yield the logits of a forward without a backward, in evaluation mode."""
+        if self.script.evaluated is not None:
             name = "the evaluation after step 1"
-            with self._recorded(name):
-                output = call(self.model, self.script.evaluated)
+            yield name, {("logits", ""): logits_of(self._evaluate(name, self.script.evaluated))}
+
+    def _continuation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
+        """Yield the logits of a forward that fills a cache, and of one with it, in evaluation mode."""
+        if self.script.cached is not None:
+            filled, token = self.script.cached
+            name = "the forward that fills a cache"
+            output = self._evaluate(name, filled | {"use_cache": True})
             yield name, {("logits", ""): logits_of(output)}
-            if self.script.cached is not None:
-                filled, token = self.script.cached
-                name = "the forward that fills a cache"
-                with self._recorded(name):
-                    output = call(self.model, filled | {"use_cache": True})
-                yield name, {("logits", ""): logits_of(output)}
-                name = "the forward with a cache"
-                with self._recorded(name):
-                    cache = {"past_key_values": output.past_key_values, "use_cache": True}
-                    output = call(self.model, token | cache)
-                yield name, {("logits", ""): logits_of(output)}
+            name = "the forward with a cache"
+            cache = {"past_key_values": output.past_key_values, "use_cache": True}
+            yield name, {("logits", ""): logits_of(self._evaluate(name, token | cache))}
+
+    def _evaluate(self, name: str, inputs: Mapping[str, Any]) -> Any:
+        self.model.eval()
+        with torch.no_grad(), self._recorded(name):
+            output = call(self.model, inputs)
         self.model.train()
+        return output
 
     def _recorded(self, name: str) -> Any:
         self._point = name
@@ -235,15 +262,22 @@ def logits_of(output: Any) -> torch.Tensor:
     return output["logits"] if isinstance(output, Mapping) else output[0]
 
 
-def backward(
+def loss_of(
     logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
 ) -> torch.Tensor:
-    """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar, after its backward.
+    """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar.
 
     Where the loss of float64 logits asks for float32, it is given float64.
     """
     with _widened(logits.dtype):
-        value = loss(logits, labels, tokens)
+        return loss(logits, labels, tokens)
+
+
+def backward(
+    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
+) -> torch.Tensor:
+    """Return the loss as `loss_of` does, after its backward."""
+    value = loss_of(logits, labels, tokens, loss)
     value.backward()
     return value.detach()
 
