@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import zoo
 from tiny import TinyPlan
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans import registered_plans
+from titanplans.errors import VerifyError
 from titanplans.proof import verify
 from titanplans.tensor_parallel.styles import ReplicatedInRegion
 
@@ -316,3 +318,36 @@ def test_every_right_plan_of_the_zoo_is_proved_in_every_condition():
     for name in ("tiny", "gla"):
         report = proved(name, TinyPlan if name == "tiny" else None, conditions="pairs")
         assert report.passed, report.table()
+
+
+class PatchesMethod(TinyPlan):
+    """Forgets the activation, in every model of the process."""
+
+    def mlp_plan(self, mlp):
+        tiny.MLP.forward = lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))
+        return super().mlp_plan(mlp)
+
+
+class PatchesFunction(TinyPlan):
+    """The same by a style, once, and for torch."""
+
+    def mlp_plan(self, mlp):
+        plan = super().mlp_plan(mlp)
+        install = plan["up_proj"].install
+
+        def patching(module, mesh):
+            install(module, mesh)
+            torch.nn.functional.silu = torch.nn.functional.relu
+
+        plan["up_proj"].install = patching
+        return plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "named"), [(PatchesMethod, "tiny.MLP.forward"), (PatchesFunction, "torch.nn.functional.silu")]
+)
+def test_a_plan_may_not_change_the_code_of_the_whole_model(monkeypatch, plan, named):
+    monkeypatch.setattr(tiny.MLP, "forward", tiny.MLP.forward)
+    monkeypatch.setattr(torch.nn.functional, "silu", torch.nn.functional.silu)
+    with pytest.raises(VerifyError, match=f"replaced {named} for every model"):
+        proved("tiny", plan)

@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from titanplans.errors import PlanError
+from titanplans.errors import PlanError, VerifyError
 from titanplans.proof.compare import Comparison
 from titanplans.proof.conditions import Scenario
 from titanplans.proof.localise import localise
+from titanplans.proof.patches import unpatched
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Check
 from titanplans.proof.threads import Apart
@@ -57,7 +58,7 @@ def prove_case(
                 recompute(applied.decoder)
             training = reference.training(model, ranked=world.ranked)
             comparison.run(training)
-        except PlanError:
+        except (PlanError, VerifyError):
             raise
         except FAILURES as error:
             raise _Broken(_place(training), first_line(error)) from error
@@ -85,15 +86,17 @@ def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) 
 
     Raises:
         PlanError: strict application refuses the plan.
+        VerifyError: it changes code that the whole model runs, too.
     """
-    applied = apply_plan(
-        model,
-        world.mesh,
-        plan=plan,
-        loss_parallel=options.loss_parallel,
-        sequence_parallel=options.sequence_parallel,
-        sequence_dim=options.sequence_dim,
-    )
+    with unpatched(model):
+        applied = apply_plan(
+            model,
+            world.mesh,
+            plan=plan,
+            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.sequence_parallel,
+            sequence_dim=options.sequence_dim,
+        )
     world.settle(model)
     return applied
 

@@ -13,6 +13,7 @@ from titanplans.errors import PlanError, either
 from titanplans.proof.cases import CONDITIONS, Proof, shares
 from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.modes import exact_float8
+from titanplans.proof.patches import unpatched
 from titanplans.proof.processes import side_by_side
 from titanplans.proof.report import CaseResult, Refusal, Report
 from titanplans.proof.sample import Inputs, Sampler, randomise
@@ -87,6 +88,7 @@ def verify(
     Raises:
         PlanError: the plan does not fit the model; a degree that was named is refused; no degree
             is accepted; the whole model does not run, or not in this dtype.
+        VerifyError: the plan changes code that the whole model runs, too.
     """
     check_dtype(dtype)
     if conditions not in CONDITIONS:
@@ -158,6 +160,7 @@ def accepted_cases(
 
     Raises:
         PlanError: no case is accepted, or none of a degree that was named.
+        VerifyError: the plan changes code that the whole model runs, too.
     """
     grid = [
         TPOptions(degree, loss, sequence, sequence_dim)
@@ -169,25 +172,26 @@ def accepted_cases(
     ]
     accepted, refused = [], []
     errors: list[PlanError] = []
-    for degree, group in itertools.groupby(grid, key=lambda options: options.degree):
-        reasons: dict[str, list[TPOptions]] = {}
-        for options in group:
-            try:
-                check_plan(
-                    model,
-                    degree,
-                    loss_parallel=options.loss_parallel,
-                    sequence_parallel=options.sequence_parallel,
-                    sequence_dim=options.sequence_dim,
-                    plan=plan,
-                )
-                accepted.append(options)
-            except PlanError as error:
-                errors.append(error)
-                reasons.setdefault(str(error), []).append(options)
-        if named and not any(options.degree == degree for options in accepted):
-            raise errors[-1]
-        refused += [Refusal(tuple(those), reason) for reason, those in reasons.items()]
+    with unpatched(model):
+        for degree, group in itertools.groupby(grid, key=lambda options: options.degree):
+            reasons: dict[str, list[TPOptions]] = {}
+            for options in group:
+                try:
+                    check_plan(
+                        model,
+                        degree,
+                        loss_parallel=options.loss_parallel,
+                        sequence_parallel=options.sequence_parallel,
+                        sequence_dim=options.sequence_dim,
+                        plan=plan,
+                    )
+                    accepted.append(options)
+                except PlanError as error:
+                    errors.append(error)
+                    reasons.setdefault(str(error), []).append(options)
+            if named and not any(options.degree == degree for options in accepted):
+                raise errors[-1]
+            refused += [Refusal(tuple(those), reason) for reason, those in reasons.items()]
     if not accepted:
         raise errors[0]
     return accepted, refused
