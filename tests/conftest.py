@@ -1,5 +1,6 @@
 """What holds for all tests: the device that torchtitan settles on, threads, signals, no clocks, the order of files."""
 
+import gc
 import signal
 
 import hypothesis
@@ -19,17 +20,22 @@ hypothesis.settings.register_profile("titanplans", deadline=None)
 hypothesis.settings.load_profile("titanplans")
 
 LONGEST = (
+    "proof_holds",
     "compile_architectures",
-    "parallelism_report",
-    "combinations",
-    "compile",
-    "mutants",
     "train_cli",
-    "architectures",
-    "fsdp",
+    "compile",
+    "combinations",
+    "mutants",
+    "parallelism_report",
+    "worlds",
     "float8_parallel",
-    "sweep_run",
+    "verify_command",
+    "fsdp",
+    "architectures",
+    "trainer",
     "async_tp_command",
+    "sweep_run",
+    "parity",
 )
 """Files of half a minute and more. Where workers take whole files, these go first, so that none is left at the end."""
 
@@ -37,3 +43,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     first = [f"test_{name}" for name in LONGEST]
     items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
+
+
+def pytest_collection_finish():
+    """What was imported stays: a collection that looks through all of it takes half a second, and tests cause hundreds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)

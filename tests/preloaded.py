@@ -28,3 +28,4 @@ with warnings.catch_warnings():
     for name in MODULES:
         importlib.import_module(name)
 gc.freeze()  # a collection would write to the pages that all ranks share
+gc.set_threshold(50_000)  # compiling makes many objects, nearly all of which stay

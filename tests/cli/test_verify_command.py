@@ -233,7 +233,7 @@ def test_images_get_room(command):
 
 def test_float32_where_asked(command):
     status, out, _ = command(
-        "verify", "qwen3.json", "--dtype", "float32", "--layers", "1", "--seq-len", "5", *ONE_CASE
+        "verify", "qwen3.json", "--dtype", "float32", "--layers", "1", "--seq-len", "5", "--quick", *ONE_CASE
     )
     assert status == 0
     assert "Qwen3ForCausalLM, Qwen3Plan, float32" in out

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import zoo
 from plainly import verify as plain
 from tiny import Tiny, TinyPlan
 from torch import nn
@@ -25,7 +26,8 @@ def one_case(model_fn=Tiny, plan=TinyPlan, **arguments):
 def test_the_whole_grid():
     """tp = 8 does not divide four heads: refused by the sentence of strict application, and not failed."""
     lines = []
-    report = verify(Tiny, TinyPlan, progress=lines.append)
+    # With the same biases each time: other tests' random numbers decide what bfloat16 hides.
+    report = verify(lambda: zoo.build("tiny"), TinyPlan, progress=lines.append)
     assert report.passed
     assert [case.options for case in report.cases if case.scenario.dtype == "float64"][:8] == [
         TPOptions(d, loss, sequence) for d in (2, 4) for loss in (True, False) for sequence in (True, False)
