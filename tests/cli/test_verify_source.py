@@ -90,11 +90,14 @@ def test_memory_that_is_not_there_is_refused():
     # Twelve copies of 70.6e9 float64.
     expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 6,773\.2 GB, and there are .* GB: fewer "
     with pytest.raises(VerifyError, match=expected):
-        check_memory(model, torch.float64, CPU)
+        check_memory(model, 32, torch.float64, CPU)
     with pytest.raises(VerifyError, match=r"in float32 needs more than 3,386\.6 GB"):
-        check_memory(model, torch.float32, CPU)
+        check_memory(model, 32, torch.float32, CPU)
 
 
 def test_a_small_proof_fits():
     assert memory(CPU) > 2**28
-    check_memory(modeling.build(modeling.load_config("qwen3", "debug")), torch.float64, CPU)
+    small = modeling.build(modeling.load_config("qwen3", "debug"))
+    check_memory(small, 32, torch.float64, CPU)
+    with pytest.raises(VerifyError, match=r"the logits of 1,000,000,000 tokens take .* a smaller --seq-len"):
+        check_memory(small, 10**9, torch.float64, CPU)

@@ -21,6 +21,7 @@ from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.memory import memory
 from titanplans.proof.conditions import Batch
 from titanplans.proof.sample import Sampler
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.user_code import as_user_error
 
 _TOKENS = 16
@@ -153,10 +154,16 @@ def _sequence(config: PretrainedConfig | None) -> int:
     return max(_TOKENS, -(-(_image_tokens(config) + 2) // _TOKENS) * _TOKENS)
 
 
-def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a model of which the copies of the weights that a proof holds don't fit into memory.
+def check_memory(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a model of which the copies of the weights that a proof holds, and its logits, don't fit into memory.
 
-    A model that is accepted may still not fit: logits, and what each rank replicates, need memory too.
+    A model that is accepted may still not fit: activations, and what each rank replicates, need memory too.
+
+    Args:
+        model: may lie on meta.
+        tokens: of a batch.
+        dtype: of the weights.
+        device: of which machine.
 
     Raises:
         VerifyError: with what it needs, what there is, and the remedies.
@@ -165,7 +172,15 @@ def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     needed = _COPIES * parameters * dtype.itemsize
     if device.type == "cpu" and dist.is_initialized():
         needed *= int(os.environ["LOCAL_WORLD_SIZE"])
-    there = memory(device)
+    there, named = memory(device), dict(model.named_parameters(remove_duplicate=False))
+    decoder = find_decoder(model, required=False)
+    head = named.get(f"{decoder.head or decoder.embedding}.weight")
+    logits = tokens * (1 if head is None else head.shape[0]) * dtype.itemsize
+    if logits > there:
+        raise VerifyError(
+            f"the logits of {tokens:,} tokens take {logits / 1e9:,.1f} GB, and there are {there / 1e9:,.1f} GB: a smaller "
+            "--seq-len or --batch-size"
+        )
     if needed > there:
         raise VerifyError(
             f"a proof of {parameters:,} parameters in {str(dtype).removeprefix('torch.')} needs more than "

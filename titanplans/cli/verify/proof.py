@@ -98,7 +98,7 @@ def prove(
     )
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
-    check_memory(model, prepared.dtype, device)
+    check_memory(model, prepared.batch_size * prepared.seq_len, prepared.dtype, device)
     if (
         fork
         and device.type == "cpu"
