@@ -50,3 +50,8 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+def pytest_unconfigure():
+    """Let nanobind's modules be freed: it lists every function of theirs that is not."""
+    gc.unfreeze()

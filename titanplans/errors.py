@@ -77,8 +77,16 @@ class VerifyError(UserError):
     """A command line that can't be proved as written, or not on this machine."""
 
 
-class Diverged(RuntimeError):
-    """A run that was right as written has lost its numbers: a loss that is not finite."""
+class RunError(RuntimeError):
+    """A run that was right as written can't go on. One line says why, and what is left."""
+
+
+class Diverged(RunError):
+    """A run has lost its numbers: a loss that is not finite."""
+
+
+class NotSaved(RunError):
+    """A checkpoint can't be written: the disk is full, for one."""
 
 
 def either(values: Sequence[object]) -> str:

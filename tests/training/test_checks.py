@@ -3,15 +3,18 @@
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import save
 
 from titanplans import modeling
-from titanplans.config import ConfigError, JobConfig, load_job
+from titanplans.config import JobConfig, load_job
 from titanplans.errors import UserError
-from titanplans.training.checkpoint_card import CARD, check_model_card, find_checkpoint, write_model_card
+from titanplans.training.checkpoint.card import Card
+from titanplans.training.checkpoint.match import changes, model_card
+from titanplans.training.checkpoint.storage import Writer
 from titanplans.training.checks import check_job
 from titanplans.training.device import prepare_device
 
@@ -226,21 +229,12 @@ def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_card_tells_models_apart_and_not_kernels(tmp_path):
+def test_a_card_tells_models_apart_and_not_kernels():
     config = modeling.load_config("gla", "debug")
-    check_model_card(tmp_path, config)  # no card: nothing to compare
-    write_model_card(tmp_path, config)
-    check_model_card(tmp_path, modeling.load_config("gla", "debug", fuse_norm=not config.fuse_norm))
-    with pytest.raises(ConfigError) as caught:
-        check_model_card(tmp_path, modeling.load_config("gla", "debug", num_heads=4, use_short_conv=True))
-    assert "num_heads = 8, now 4; use_short_conv = false, now true" in str(caught.value)
-    assert list(tmp_path.iterdir()) == [tmp_path / CARD]
-
-
-def test_a_card_of_another_architecture_names_both(tmp_path):
-    write_model_card(tmp_path, modeling.load_config("gla", "debug"))
-    with pytest.raises(ConfigError, match=r"and \d+ more keys"):
-        check_model_card(tmp_path, modeling.load_config("transformer", "debug"))
+    ours = model_card(config)
+    assert model_card(modeling.load_config("gla", "debug", fuse_norm=not config.fuse_norm)) == ours
+    theirs = model_card(modeling.load_config("gla", "debug", num_heads=4, use_short_conv=True))
+    assert changes(ours, theirs) == "num_heads = 8, now 4; use_short_conv = false, now true"
 
 
 @pytest.fixture(scope="module")
@@ -251,19 +245,12 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.empty(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: torch.Tensor) -> None:
-    save(weights | more, checkpoint_id=folder, no_dist=True)
-
-
-def test_the_newest_complete_checkpoint_is_found(tmp_path):
-    assert find_checkpoint(tmp_path / "nowhere") is None
-    for name in ("step-9", "step-10", "step-11", "step-x"):
-        (tmp_path / name).mkdir()
-        if name != "step-11":  # half written
-            (tmp_path / name / ".metadata").touch()
-    assert find_checkpoint(tmp_path) == tmp_path / "step-10"
-    assert find_checkpoint(tmp_path, 9) == tmp_path / "step-9"
-    assert find_checkpoint(tmp_path, 11) is None
+def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any) -> None:
+    """Write a checkpoint as the manager does; `heads` are those of the model on its card."""
+    config = modeling.load_config("gla", "debug", num_heads=more.pop("heads", 8))
+    holds = "training" if more else "weights"
+    card = Card(int(folder.name.removeprefix("step-")), holds, model_card(config), {}, {})
+    save(weights | more, storage_writer=Writer(folder, card), no_dist=True)
 
 
 def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
@@ -274,7 +261,8 @@ def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
     check_job(wanted, 1)
     said = refusal(job(checkpoint__enable="true", model__name="transformer"))
     assert "step-5 is of another model" in said
-    write_model_card(folder, modeling.load_config("gla", "debug", num_heads=4))
+    # Of the same shapes: the card says that the heads are others.
+    write_checkpoint(folder / "step-6", weights, heads=4, **{"train_state.step": torch.tensor(6)})
     assert "num_heads = 4, now 8" in refusal(wanted)
 
 

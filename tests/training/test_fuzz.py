@@ -333,7 +333,7 @@ TOKENIZER = {
     "model": {"type": "WordLevel", "vocab": {"the": 0, "quick": 1, "[UNK]": 2}, "unk_token": "[UNK]"},
 }
 ROW = {"text": "the quick brown fox " * 5, "id": 1}
-CARD, METADATA = "outputs/checkpoint/model.json", "outputs/checkpoint/step-5/.metadata"
+CARD, METADATA = "outputs/checkpoint/step-5/titanplans.json", "outputs/checkpoint/step-5/.metadata"
 FILES = {
     "gla.json": json.dumps(GLA).encode(),
     "text.txt": b"the quick brown fox\n" * 10_000,

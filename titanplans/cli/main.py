@@ -6,6 +6,7 @@
     titanplans list                                       # the registered plans
     titanplans async-tp gla --tp 2                        # which collectives async TP would fuse
     titanplans sweep configs/experiments/tp_variants.toml # a grid of jobs, and a table of them
+    titanplans check outputs/gla_debug/checkpoint         # whether checkpoints are as they were written
 
 Each command's own options: `titanplans COMMAND --help`. Exit status: 0 done, 1 failed or proved wrong, 2 it can't be
 done as written (one line says why), 128 + N stopped by signal N.
@@ -21,7 +22,7 @@ from typing import NoReturn
 from titanplans.errors import as_line, nearest
 from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
-COMMANDS = ("train", "verify", "list", "async-tp", "sweep")
+COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "check")
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -77,6 +78,10 @@ def main(argv: list[str]) -> int:
         from titanplans.cli.sweep.main import main as sweep
 
         return sweep(rest)
+    if command == "check":
+        from titanplans.cli.check import main as check
+
+        return check(rest)
     if command in COMMANDS:
         from titanplans.cli.verify.main import main as verify
 

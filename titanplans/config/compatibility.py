@@ -294,6 +294,7 @@ def _job_schedule(job: Any) -> Refusals:
 
 
 def _job_files(job: Any) -> Refusals:
+    yield from _needs(job, "training.skip_nan_inf", (True,), "training.skip_nan_inf_limit")
     c, p = job.checkpoint, job.profiling
     loading = ("initial_load_path", "load_step", "load_only", "create_seed_checkpoint")
     yield from _needs(job, "checkpoint.enable", (True,), *(f"checkpoint.{key}" for key in loading))

@@ -1,7 +1,7 @@
 """`check_job`: whether a job can run on this machine, with its data and its model, before a process group exists.
 
 Each rank can decide this alone, so all ranks refuse alike. Contradictions within a job are refused in
-`titanplans.config.compatibility`; what a checkpoint folder holds is read in `titanplans.training.checkpoint_card`.
+`titanplans.config.compatibility`; what a checkpoint folder holds is read in `titanplans.training.checkpoint.match`.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
 from titanplans.training import resolve
-from titanplans.training.checkpoint_card import check_saved, find_checkpoint
+from titanplans.training.checkpoint.match import check_saved, finished, own_folder, to_resume
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.data import check_dataset, check_tokenizer
 from titanplans.training.memory import check_memory
@@ -153,9 +153,11 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:
     """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
-    checkpoint = job.checkpoint
-    folder = Path(job.job.dump_folder) / checkpoint.folder
-    own = find_checkpoint(folder, checkpoint.load_step)
+    checkpoint, folder = job.checkpoint, own_folder(job)
+    if (done := finished(job)) is not None:
+        check_saved(done, model, "checkpoint.folder", resumes=False)
+        return
+    own = to_resume(folder, checkpoint.load_step)
     if own is not None:
         resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
         check_saved(own, model, "checkpoint.folder", resumes=resumes)

@@ -11,13 +11,13 @@ import time
 import traceback
 from typing import NoReturn
 
-from titanplans.errors import Diverged, UserError, as_line
+from titanplans.errors import RunError, UserError, as_line
 
 SAID = 3
 """How one of several ranks ends that has said why in its one line, to whoever started them."""
 
 
-def refuse(error: UserError | Diverged, rank: int) -> int:
+def refuse(error: UserError | RunError, rank: int) -> int:
     """Print the error on one line and return 2. Ranks other than 0 print it only if rank 0 has not ended the job."""
     if rank != 0:
         # Rank 0 mostly has the same error; the launcher stops this rank as soon as it has exited.

@@ -7,15 +7,18 @@ documents the keys; `titanplans.training.resolve` gives unset ones their values.
 import os
 from pathlib import Path
 
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
 from titanplans.config import JobConfig, strategy_of
 from titanplans.config.compatibility import schedule_steps
+from titanplans.config.options import without_none
 from titanplans.config.sections.model import DataLoader
+from titanplans.config.translate import flatten
 from titanplans.training import resolve
+from titanplans.training.checkpoint.manager import CheckpointManager
+from titanplans.training.checkpoint.match import model_card
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.loss import CrossEntropyLoss
 from titanplans.training.metrics import MetricsProcessor
@@ -41,6 +44,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
     return Trainer.Config(
         strategy=spread,
         skip_nan_inf=job.training.skip_nan_inf,
+        skip_nan_inf_limit=job.training.skip_nan_inf_limit,
         model_spec=model_spec(resolve.hf_config(job), name=name, flavor=flavor, strategy=spread),
         hf_assets_path=resolve.tokenizer_path(job),
         dump_folder=job.job.dump_folder,
@@ -150,6 +154,9 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             "initial_load_path": initial and str(Path(initial).absolute()),
             # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
+            "model": model_card(resolve.hf_config(job)),
+            "job": dict(flatten(without_none(job.to_dict()), "", "")),
+            "restarted": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         }
     )
 

@@ -23,7 +23,7 @@ from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from titanplans.config import JobConfig
-from titanplans.errors import Diverged, UserError
+from titanplans.errors import RunError, UserError
 from titanplans.parallel.process_group import default_device_type
 from titanplans.training.device import prepare_device
 from titanplans.training.exit_status import SAID, exit_now, fail, finish, one_line, refuse
@@ -212,7 +212,7 @@ def run_rank(job: JobConfig) -> int:
         return 0
     except UserError as error:
         status = refuse(error, rank)
-    except Diverged as error:
+    except RunError as error:
         refuse(error, rank)
         status = SAID if world_size > 1 else 1
     except Stopped as stopped:

@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
             import torch
 
             from titanplans.modeling import kernels
+            from titanplans.training.checkpoint.match import finished
             from titanplans.training.checks import check_job
             from titanplans.training.device import prepare_device
             from titanplans.training.launch import launch, local_ranks, run_rank
@@ -48,6 +49,12 @@ def main(argv: list[str]) -> int:
             if not torchrun and ranks > 1:
                 torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
             check_job(job, ranks)
+            if (last := finished(job)) is not None:
+                if rank == 0:
+                    print(
+                        f"{last} is there: the job has taken its training.steps = {job.training.steps} and is finished"
+                    )
+                return 0
             if not torchrun and ranks > 1:
                 return launch(job, ranks)
     except UserError as error:

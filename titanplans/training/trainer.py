@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from titanplans.errors import Diverged
 from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
-from titanplans.training.checkpoint_card import write_model_card
 from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import LanguageModel
 from titanplans.training.optimizer import prepare_optimizer
@@ -45,6 +43,9 @@ class Trainer(torchtitan.trainer.Trainer):
         skip_nan_inf: bool = False
         """Skip steps whose gradient is not finite."""
 
+        skip_nan_inf_limit: int = 20
+        """Steps in a row that may be skipped."""
+
     # What `titanplans.training.model` and `titanplans.training.metrics` have put into the config.
     model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
     metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -53,9 +54,12 @@ class Trainer(torchtitan.trainer.Trainer):
     def __init__(self, config: Config):
         self._loaded_rng: dict[str, torch.Tensor] | None = None
         self._batches_done = 0  # of this step
+        self._losses: list[torch.Tensor] = []  # likewise
         self._checked_async_tp = False
-        self.skipped = Skipped()
+        self.skipped = Skipped(config.skip_nan_inf_limit)
         super().__init__(config)
+        self._finite = torch.ones((), dtype=torch.int32, device=self.device)
+        self.checkpointer.finite = self._all_finite  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
         if config.strategy.float8.recipe_name is not None:
             # The peak that is known is bfloat16's, and only some products run at another.
@@ -78,12 +82,7 @@ class Trainer(torchtitan.trainer.Trainer):
 
         With `checkpoint.create_seed_checkpoint` save the initial weights as step 0 instead.
         """
-        checkpoint = self.config.checkpoint
-        if checkpoint.enable and not checkpoint.load_only and torch.distributed.get_rank() == 0:
-            # Before the first checkpoint: one that a killed run leaves behind has its card.
-            folder = Path(self.config.dump_folder) / checkpoint.folder
-            write_model_card(folder, self.model_config.hf_config)
-        if checkpoint.create_seed_checkpoint:
+        if self.config.checkpoint.create_seed_checkpoint:
             self.checkpointer.save(curr_step=0, last_step=True)
         else:
             self.report.start()
@@ -127,7 +126,7 @@ class Trainer(torchtitan.trainer.Trainer):
             self._checked_async_tp = True
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
-        self._batches_done = 0
+        self._batches_done, self._losses = 0, []
         skips = self.config.skip_nan_inf
         norms = []
 
@@ -144,12 +143,20 @@ class Trainer(torchtitan.trainer.Trainer):
             # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.
             if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
                 raise
-            if not self.skipped.last:  # else it was left out
+            if not self.skipped.in_a_row:  # else it was left out
                 raise self._diverged("loss") from error
         # No later loss says so of the last step. One that is not logged waits for nothing.
         logged = self.metrics_processor.should_log(self.step)
         if logged and not skips and not all(norm.isfinite() for norm in norms):
             raise self._diverged("gradient's norm")
+        if not self.skipped.in_a_row:
+            numbers = torch.stack([number.float() for number in (*norms, *self._losses)])
+            self._finite *= numbers.isfinite().all()  # waits for nothing
+
+    def _all_finite(self) -> bool:
+        """Whether all losses and norms of this run were finite, on every rank, but for steps that were left out."""
+        torch.distributed.all_reduce(self._finite, torch.distributed.ReduceOp.MIN)
+        return bool(self._finite.item())
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
@@ -161,7 +168,9 @@ class Trainer(torchtitan.trainer.Trainer):
         """torchtitan's, with gradients summed over ranks when the strategy says so."""
         self._batches_done += 1
         with self._accumulating(last=self._batches_done == self.gradient_accumulation_steps):
-            return super().forward_backward_step(**batch)
+            loss = super().forward_backward_step(**batch)
+        self._losses.append(loss.detach())
+        return loss
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         lm: Any = self.model_parts[0].lm

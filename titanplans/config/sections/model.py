@@ -89,6 +89,9 @@ class Batches(Options):
     skip_nan_inf: bool = False
     """Leave a step out whose gradient is not finite, and go on; otherwise a loss that is not finite ends the run."""
 
+    skip_nan_inf_limit: PositiveInt = 20
+    """Steps in a row that skip_nan_inf leaves out before it ends the run."""
+
     steps: PositiveInt = 10000
     """Optimizer steps, in all, a resumed run's earlier ones included."""
 

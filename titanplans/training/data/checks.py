@@ -65,9 +65,9 @@ def check_checkpoint(folder: str | Path, dp_world_size: int) -> None:
     Raises:
         DataError: the degrees differ; the message names both.
     """
-    from torch.distributed.checkpoint import FileSystemReader
+    from titanplans.training.checkpoint.storage import Reader
 
-    keys = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    keys = Reader(str(folder)).read_metadata().state_dict_metadata
     saved = sum(_RANK_KEY.match(key) is not None for key in keys)
     if saved:
         check_degree(saved, dp_world_size)

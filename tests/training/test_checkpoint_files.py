@@ -1,0 +1,208 @@
+"""Checkpoints on the disk: whole or not there, wherever a process is killed; checked; read without running code."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from titanplans.cli.check import main as check
+from titanplans.errors import ConfigError
+from titanplans.training.checkpoint import folder
+from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
+from titanplans.training.checkpoint.match import changes, to_resume
+from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+
+
+def state(value: float) -> dict:
+    return {"weight": torch.full((64, 8), value), "train_state": {"step": 3, "rng": torch.arange(5)}}
+
+
+def write(path: Path, step: int, value: float = 1.0, holds: str = "training") -> Path:
+    checkpoint = folder.checkpoint_path(path, step)
+    card = Card(step, holds, {"hidden_size": 8}, {"optimizer.lr": 0.1}, {})  # type: ignore[arg-type]
+    dcp.save(state(value), storage_writer=Writer(checkpoint, card), no_dist=True)
+    return checkpoint
+
+
+def load(checkpoint: Path) -> dict:
+    found = state(0.0)
+    dcp.load(found, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+    return found
+
+
+def test_what_is_written_is_read(tmp_path):
+    checkpoint = write(tmp_path, 4, 2.5)
+    assert torch.equal(load(checkpoint)["weight"], torch.full((64, 8), 2.5))
+    card = read_card(checkpoint)
+    assert (card.step, card.holds, card.model, card.job) == (
+        4,
+        "training",
+        {"hidden_size": 8},
+        {"optimizer.lr": 0.1},
+    )
+    files = {path.name for path in checkpoint.iterdir()} - {CARD}
+    assert card.files.keys() == files == {".metadata", "__0_0.distcp"}
+    assert damage(checkpoint, card) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
+
+
+def test_every_flipped_bit_is_found(tmp_path, capsys):
+    checkpoint, draw = write(tmp_path, 4), random.Random(0)
+    for path in checkpoint.iterdir():
+        whole = path.read_bytes()
+        for _ in range(20):
+            flipped = bytearray(whole)
+            flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+            path.write_bytes(flipped)
+            assert check([str(checkpoint)]) == 1
+            assert path.name in capsys.readouterr().out
+        path.write_bytes(whole[:-1])
+        assert check([str(tmp_path)]) == 1
+        path.unlink()
+        assert check([str(checkpoint)]) == (2 if path.name == CARD else 1)
+        path.write_bytes(whole)
+    assert check([str(tmp_path)]) == 0
+
+
+def test_a_shard_of_another_step_is_found(tmp_path):
+    older, newer = write(tmp_path, 4, 1.0), write(tmp_path, 6, 2.0)
+    shutil.copy(older / "__0_0.distcp", newer)
+    assert "is damaged" in (damage(newer, read_card(newer)) or "")
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("present", ["nothing", "the same step"])
+def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(tmp_path, monkeypatch, present):
+    calls = 0
+
+    def counted(real: Callable, die_at: int) -> Callable:
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == die_at:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    for die_at in range(1, 40):
+        path, calls = tmp_path / str(die_at), 0
+        if present == "the same step":
+            write(path, 4, 1.0)
+        with monkeypatch.context() as patched:
+            for module, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (Path, "unlink")):
+                patched.setattr(module, name, counted(getattr(module, name), die_at))
+            try:
+                write(path, 4, 2.0)
+            except BaseException:  # noqa: BLE001  torch wraps it
+                ended = False
+            else:
+                ended = True
+        folder.tidy(path)
+        found = folder.steps(path)
+        assert found == ([4] if present != "nothing" or ended else found)
+        for step in found:
+            checkpoint = folder.checkpoint_path(path, step)
+            assert damage(checkpoint, read_card(checkpoint)) is None
+            value = load(checkpoint)["weight"].unique().item()
+            assert value == 2.0 if ended else value in (1.0, 2.0)
+        assert [entry.name for entry in path.iterdir()] == [f"step-{step}" for step in found]
+        if ended:
+            break
+    assert ended
+    assert die_at > 6  # it was killed in the midst of it, too
+
+
+def test_only_checkpoints_of_ours_are_seen(tmp_path):
+    write(tmp_path, 4)
+    for name in (
+        "step-4-best",
+        "keep-step-4",
+        "notes-step-1",
+        "step-100.bak",
+        "step-08",
+        "set-aside-1",
+        ".step-5.mine",
+    ):
+        shutil.copytree(tmp_path / "step-4", tmp_path / name)
+    (tmp_path / "step-9").mkdir()  # empty: nobody's
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert folder.steps(tmp_path) == [4]
+    folder.tidy(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_checkpoint_without_a_card_is_refused(tmp_path):
+    write(tmp_path, 4)
+    dcp.save(state(1.0), checkpoint_id=tmp_path / "step-6", no_dist=True)
+    with pytest.raises(ConfigError, match=r"step-6 has no titanplans\.json.*initial_load_path"):
+        folder.steps(tmp_path)
+
+
+def test_what_came_later_is_set_aside_by_number(tmp_path):
+    for step in (4, 20, 22):
+        write(tmp_path, step)
+    assert folder.set_aside(tmp_path, later_than=4) == tmp_path / "set-aside-1"
+    assert folder.steps(tmp_path) == [4]
+    assert folder.steps(tmp_path / "set-aside-1") == [20, 22]
+    assert folder.set_aside(tmp_path, later_than=4) is None
+    write(tmp_path, 6)
+    assert folder.set_aside(tmp_path, later_than=4) == tmp_path / "set-aside-2"
+
+
+def test_a_job_goes_on_from_the_newest_that_has_all_of_its_state(tmp_path):
+    assert to_resume(tmp_path) is None
+    write(tmp_path, 8, holds="weights")
+    with pytest.raises(ConfigError, match="holds only the weights"):
+        to_resume(tmp_path)
+    write(tmp_path, 4)
+    assert to_resume(tmp_path) == tmp_path / "step-4"
+    assert to_resume(tmp_path, 8) == tmp_path / "step-8"
+    assert to_resume(tmp_path, 5) is None
+
+
+class Runs:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path):
+    checkpoint, ran = write(tmp_path, 4), tmp_path / "ran"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
+    with pytest.raises(ConfigError, match=r"damaged .*does not belong into a checkpoint's index"):
+        Reader(checkpoint).read_metadata()
+    poisoned = tmp_path / "poisoned"
+    dcp.save({"train_state": Runs(ran)}, checkpoint_id=poisoned, no_dist=True)
+    reads = {"storage_reader": Reader(poisoned), "planner": Planner(), "no_dist": True}
+    with pytest.raises(BaseException, match="Weights only load failed"):
+        dcp.load({"train_state": None}, **reads)  # type: ignore[arg-type]
+    assert not ran.exists()
+
+
+def test_a_card_of_a_later_format_is_refused(tmp_path):
+    checkpoint = write(tmp_path, 4)
+    values = json.loads((checkpoint / CARD).read_text())
+    (checkpoint / CARD).write_text(json.dumps(values | {"format": 2}))
+    with pytest.raises(ConfigError, match="has format 2, and this titanplans knows 1: update it"):
+        read_card(checkpoint)
+
+
+def test_changes_are_named_up_to_five():
+    assert changes({"a": 1, "b": None}, {"a": 1}) == ""
+    assert changes({"a": 1}, {"a": "x"}) == 'a = 1, now "x"'
+    assert changes({}, dict.fromkeys("abcdefg", 0)).endswith("e = unset, now 0 and 2 more keys")

@@ -1,0 +1,9 @@
+"""What a run leaves behind to go on from: checkpoints that are whole or not there.
+
+    folder.py    which folders are checkpoints of ours, and how one appears and goes away: by a rename
+    card.py      titanplans.json in each: the files with their checksums, the model, the job
+    storage.py   torch's distributed checkpoints, written with checksums and read without running what is in them
+    manager.py   torchtitan's CheckpointManager with these; when to save, what to load
+
+Importing the package imports nothing.
+"""

@@ -1,0 +1,108 @@
+"""The card of a checkpoint, `titanplans.json` in its folder: what it holds, for which job, and every file's checksum.
+
+It is written last, so a folder with a card is whole; its last key is a checksum of itself. Needs no torch.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from titanplans.errors import ConfigError
+
+CARD = "titanplans.json"
+_FORMAT = 1
+_BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a checkpoint says of itself."""
+
+    step: int
+    """Steps taken."""
+
+    holds: Literal["training", "weights"]
+    """All that training goes on from, or the weights alone."""
+
+    model: Mapping[str, Any]
+    """The model's config, but for what changes no weight (`titanplans.training.checks`)."""
+
+    job: Mapping[str, Any]
+    """The job's values by dotted key, as TOML has them."""
+
+    files: Mapping[str, tuple[int, str]]
+    """Bytes and checksum (XXH3, 128 bits, hexadecimal) of each file, the card aside."""
+
+
+def write_card(folder: Path, card: Card) -> None:
+    """Write the card, and bring it to the disk."""
+    values: dict[str, Any] = {"format": _FORMAT, **asdict(card)}
+    values["checksum"] = _checksum(values)
+    with (folder / CARD).open("w", encoding="utf-8") as file:
+        json.dump(values, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_card(checkpoint: Path) -> Card:
+    """Return the card of a checkpoint.
+
+    Raises:
+        ConfigError: it is damaged, or of a later format.
+    """
+    path = checkpoint / CARD
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        checksum, format_ = values.pop("checksum"), values.pop("format")
+        if format_ > _FORMAT:
+            raise ConfigError(f"{path} has format {format_}, and this titanplans knows {_FORMAT}: update it")
+        if checksum != _checksum({"format": format_, **values}):
+            raise ValueError("its checksum differs")
+        files = {name: tuple(entry) for name, entry in values.pop("files").items()}
+        return Card(**values, files=files)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be read ({error.strerror}); resume from another checkpoint"
+        ) from error
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); resume from another by checkpoint.load_step, or move this one away"
+        ) from error
+
+
+def damage(checkpoint: Path, card: Card, rank: int = 0, ranks: int = 1) -> str | None:
+    """Return what is wrong with the first damaged file of a checkpoint, in words; None if all are as they were written.
+
+    Each of several ranks looks at a part of the files.
+    """
+    for name, (size, checksum) in list(card.files.items())[rank::ranks]:
+        path = checkpoint / name
+        try:
+            if path.stat().st_size != size:
+                return f"{path} has {path.stat().st_size:,} bytes, and {size:,} were written"
+            if file_checksum(path) != checksum:
+                return f"{path} is damaged: its checksum is not the one that was written"
+        except OSError as error:
+            return f"{path} can't be read ({error.strerror})"
+    return None
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a file as a card has it."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(text.encode()).hexdigest()

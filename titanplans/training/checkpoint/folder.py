@@ -1,0 +1,113 @@
+"""The folder of a job's checkpoints: which folders in it are checkpoints, and how they come and go.
+
+    step-N              a whole checkpoint, which has a card (titanplans/training/checkpoint/card.py)
+    .step-N.writing     one that is being written; it is renamed when it is whole
+    .step-N.replaced    one of the same step, while a newer one takes its name
+    .step-N.removed     one that is being removed
+    set-aside-K/        checkpoints that came after the one from which a run began anew by load_step
+
+A rename is done or not done, whenever the process is killed. What else lies here belongs to others: it is neither read
+nor removed. Needs no torch.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanplans.errors import ConfigError
+from titanplans.training.checkpoint.card import CARD
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_HALF = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(writing|replaced|removed)")
+_ASIDE = re.compile(r"set-aside-([1-9][0-9]*)")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` is, or will be."""
+    return folder / f"step-{step}"
+
+
+def writing_path(checkpoint: Path) -> Path:
+    """Return where `checkpoint` is while it is written."""
+    return checkpoint.with_name(f".{checkpoint.name}.writing")
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of the whole checkpoints in `folder`, the newest last.
+
+    Raises:
+        ConfigError: a distributed checkpoint with the name of one has no card, so who wrote it, and how whole it is,
+            can't be said.
+    """
+    found = []
+    for path in _entries(folder):
+        if match := _STEP.fullmatch(path.name):
+            if (path / CARD).is_file():
+                found.append(int(match.group(1)))
+            elif (path / ".metadata").is_file():
+                raise ConfigError(
+                    f"checkpoint.folder: {path} has no {CARD}: another program wrote it, or an older titanplans; move it "
+                    "away, and start from it by checkpoint.initial_load_path"
+                )
+    return sorted(found)
+
+
+def commit(checkpoint: Path) -> None:
+    """Give a checkpoint that is whole its name: from `writing_path(checkpoint)`. What has the name goes."""
+    replaced = checkpoint.with_name(f".{checkpoint.name}.replaced")
+    if checkpoint.exists():
+        checkpoint.rename(replaced)
+    writing_path(checkpoint).rename(checkpoint)
+    sync(checkpoint.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def remove(checkpoint: Path) -> Path:
+    """Take a checkpoint's name away, so that what is left of it can be removed at leisure; return where that is."""
+    removed = checkpoint.with_name(f".{checkpoint.name}.removed")
+    if removed.exists():
+        shutil.rmtree(removed)
+    return checkpoint.rename(removed)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a killed process left half done. Nobody else may be at work in `folder`."""
+    for path in list(_entries(folder)):
+        if not (match := _HALF.fullmatch(path.name)):
+            continue
+        name, state = match.groups()
+        if state == "replaced" and not (folder / name).exists():
+            path.rename(folder / name)  # killed between two renames
+        else:
+            shutil.rmtree(path)
+
+
+def set_aside(folder: Path, later_than: int) -> Path | None:
+    """Move the checkpoints of later steps into a folder of their own, and return it; None where there are none."""
+    later = [checkpoint_path(folder, step) for step in steps(folder) if step > later_than]
+    if not later:
+        return None
+    numbers = [int(match.group(1)) for path in _entries(folder) if (match := _ASIDE.fullmatch(path.name))]
+    aside = folder / f"set-aside-{max(numbers, default=0) + 1}"
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    sync(folder)
+    return aside
+
+
+def sync(folder: Path) -> None:
+    """Bring to the disk which names there are in `folder`."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from folder.iterdir()

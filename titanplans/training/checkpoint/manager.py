@@ -1,0 +1,235 @@
+"""torchtitan's CheckpointManager, whose checkpoints are whole, and which touches nothing but checkpoints of ours.
+
+When a checkpoint is due, what goes into it and in which thread it is written are torchtitan's.
+"""
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torchtitan.components.checkpointer
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torchtitan.components.checkpointer.base import LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.dcp import AsyncMode
+from torchtitan.tools.logging import logger
+
+from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
+from titanplans.training.checkpoint import folder
+from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
+from titanplans.training.checkpoint.match import changes, to_resume
+from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+
+
+class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
+    """torchtitan's, with the same arguments.
+
+    Attributes:
+        finite: asked on every rank before a save: whether all numbers since the last one were finite, on all ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.components.checkpointer.CheckpointManager.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+        model: dict[str, Any] = field(default_factory=dict)
+        """As `Card.model`."""
+
+        job: dict[str, Any] = field(default_factory=dict)
+        """As `Card.job`."""
+
+        restarted: bool = False
+        """A launcher has started the job again: it obeyed `load_step` the first time."""
+
+    def __init__(self, config: Config, **components: Any):
+        self.config = config
+        self.finite: Callable[[], bool] = lambda: True
+        super().__init__(config, **components)
+        if self.enable:
+            self.path = Path(self.folder)
+            if not self.load_only and dist.get_rank() == 0:
+                folder.tidy(self.path)
+
+    # Loading
+
+    def _load(self, step: int = -1) -> bool:
+        """Load what `step` says, -1 for the newest from which training goes on; what came later is set aside.
+
+        Raises:
+            ConfigError: there is none, or a file of it is not as it was written.
+        """
+        if step == -1 or self.config.restarted:
+            newest = to_resume(self.path)
+            step = -1 if newest is None else int(newest.name.removeprefix("step-"))
+        loaded = super()._load(step)
+        if step != -1 and not self.load_only:
+            dist.barrier()  # all have read before one moves what they look at
+            if dist.get_rank() == 0 and (aside := folder.set_aside(self.path, later_than=step)):
+                logger.info(f"checkpoints after step {step} were set aside, into {aside}")
+        return loaded
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Check the files of a checkpoint and load it; the optimizers keep the settings of this job."""
+        checkpoint = Path(checkpoint_id)
+        if (checkpoint / CARD).is_file():
+            card = read_card(checkpoint)
+            self._refuse_damaged(checkpoint, card)
+            if checkpoint.parent == self.path and (differing := changes(card.job, self.config.job)):
+                logger.info(f"{checkpoint.name} is of another job, and this one's values hold: {differing}")
+        with self._one_line(f"{checkpoint} can't be loaded"):
+            dcp.load(state_dict, storage_reader=Reader(checkpoint), planner=Planner())
+        self.states[MODEL].load_state_dict(state_dict)
+        _set_learning_rates(self.states[LR_SCHEDULER].schedulers)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return -1  # `_load` has looked
+
+    def _refuse_damaged(self, checkpoint: Path, card: Card) -> None:
+        """Raise on all ranks what one has found."""
+        found = _from_all(damage(checkpoint, card, dist.get_rank(), dist.get_world_size()))
+        wrong = next((words for words in found if words is not None), None)
+        if wrong is None:
+            return
+        if checkpoint.parent != self.path:
+            raise ConfigError(f"{wrong}; take another checkpoint")
+        others = [step for step in reversed(folder.steps(self.path)) if step != card.step]
+        whole = (step for step in others if _is_whole(folder.checkpoint_path(self.path, step)))
+        step = _from_all(next(whole, None) if dist.get_rank() == 0 else None)[0]
+        remedy = f"checkpoint.load_step = {step} resumes from the newest that is whole"
+        raise ConfigError(
+            f"{wrong}; {remedy if step is not None else 'no other is whole: move the folder away'}"
+        )
+
+    # Saving
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save if it is due.
+
+        Raises:
+            Diverged: a loss or a gradient's norm since the last save was not finite.
+            NotSaved: the disk is full, or refuses.
+        """
+        if self._should_save(curr_step, last_step) and not self.finite():
+            raise Diverged(
+                f"step {curr_step} is not saved: since the last checkpoint the loss or the gradient's norm was not finite; "
+                f"{self._left()}. Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or set "
+                "training.skip_nan_inf = true to leave such steps out"
+            )
+        return super()._save(curr_step, last_step)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future | AsyncSaveResponse | None:
+        """torchtitan's, by a writer that renames what is whole."""
+        checkpoint = Path(checkpoint_id)
+        holds = "training" if TRAIN_STATE in state_dict else "weights"
+        step = int(checkpoint.name.removeprefix("step-"))
+        writer = Writer(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))
+        self._refuse_full(state_dict)
+        with self._one_line(f"step {step} can't be saved in {self.path}"):
+            if async_mode == AsyncMode.ASYNC:
+                return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+            if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+                return dcp.async_save(
+                    state_dict,
+                    storage_writer=writer,
+                    process_group=self.pg,
+                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                    async_stager=self.stager,
+                )
+            dcp.save(state_dict, storage_writer=writer)
+        return None
+
+    def _wait_for_saving(self) -> None:
+        with self._one_line(f"a checkpoint can't be saved in {self.path}"):
+            super()._wait_for_saving()
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Remove all but the newest `keep_latest_k`, and the one that `load_step` names, which a restart needs."""
+        if not self._should_purge():
+            return
+        stale = [step for step in folder.steps(self.path) if step != self.config.load_step]
+        for step in stale[: -self.keep_latest_k]:
+            self.purge_queue.put(str(folder.remove(folder.checkpoint_path(self.path, step))))
+
+    def _refuse_full(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a save for which the disk has no room, before anything is written."""
+        states = [state_dict.values()]
+        if OPTIMIZER in state_dict:
+            states.append(state_dict[OPTIMIZER].state_dict().values())
+        tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.path.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise NotSaved(
+                f"{self.path} has {free / 1e9:,.2f} GB free, and a checkpoint takes {needed / 1e9:,.2f} GB; {self._left()}"
+            )
+
+    @contextmanager
+    def _one_line(self, what: str) -> Iterator[None]:
+        """Make one line of what torch raises on all ranks for what failed on some: no Exception, in its case."""
+        try:
+            yield
+        except CheckpointException as failed:
+            causes = [cause for cause, _ in failed.failures.values()]
+            for kind in (UserError, OSError, Exception):
+                cause = next((cause for cause in causes if isinstance(cause, kind)), None)
+                if isinstance(cause, UserError):
+                    raise cause from None
+                if isinstance(cause, OSError):
+                    full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+                    why = "no space is left" if full else (cause.strerror or str(cause))
+                    raise NotSaved(f"{what} ({why}); {self._left()}") from failed
+                if cause is not None:
+                    raise RuntimeError(f"{what}: {type(cause).__name__}: {cause}") from failed
+            raise
+
+    def _left(self) -> str:
+        """Say in words from where the job can go on."""
+        present = folder.steps(self.path)
+        return (
+            f"the newest complete checkpoint is step-{present[-1]}"
+            if present
+            else "there is no checkpoint yet"
+        )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether training can go on from a checkpoint, whose every file is read for that."""
+    try:
+        card = read_card(checkpoint)
+        return card.holds == "training" and damage(checkpoint, card) is None
+    except ConfigError:
+        return False
+
+
+def _from_all(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _set_learning_rates(schedulers: list[torch.optim.lr_scheduler.LRScheduler]) -> None:
+    """Give each optimizer the rate that this job's schedule has for its step, not the one that was saved."""
+    for scheduler in schedulers:
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

@@ -1,0 +1,127 @@
+"""Whether a checkpoint belongs to the job, before a process group exists; and from which one the job goes on.
+
+Loading a checkpoint into another model fails on every rank deep in a planner, or, where only heads or norms differ, not at
+all. The model's config is in the card; a checkpoint without a card, torchtitan's, is compared by its shapes.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans.config import ConfigError, JobConfig
+from titanplans.config.values import show
+from titanplans.training.checkpoint import folder
+from titanplans.training.checkpoint.card import CARD, read_card
+from titanplans.training.checkpoint.storage import Reader
+
+# What torchtitan saves beside the weights, whose names have no prefix.
+_OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+
+# Keys that say nothing about the model's weights or results.
+_INCIDENTAL = {
+    "_name_or_path", "architectures", "attn_mode", "chunk_size_feed_forward", "dtype", "initializer_range",
+    "output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return what of a model's config two models must share to share weights: `Card.model`."""
+    values = json.loads(hf_config.to_json_string(use_diff=False))
+    return {
+        key: value for key, value in values.items() if key not in _INCIDENTAL and not key.startswith("fuse_")
+    }
+
+
+def own_folder(job: JobConfig) -> Path:
+    """Return the folder of the job's checkpoints."""
+    return Path(job.job.dump_folder) / job.checkpoint.folder
+
+
+def to_resume(path: Path, step: int = -1) -> Path | None:
+    """Return the checkpoint that a job goes on from: that of `step`, or the newest with all of training's state.
+
+    The seed, step 0, holds the weights alone and is one, too.
+
+    Raises:
+        ConfigError: a card is damaged; or there are checkpoints, and each holds the weights alone.
+    """
+    present = folder.steps(path)
+    if step != -1:
+        return folder.checkpoint_path(path, step) if step in present else None
+    for each in reversed(present):
+        checkpoint = folder.checkpoint_path(path, each)
+        if each == 0 or read_card(checkpoint).holds == "training":
+            return checkpoint
+    if present:
+        raise ConfigError(
+            f"checkpoint.folder: {folder.checkpoint_path(path, present[-1])} holds only the weights "
+            "(checkpoint.last_save_model_only), and there is no other, so training can't go on from it; start a new "
+            "checkpoint.folder with it as checkpoint.initial_load_path"
+        )
+    return None
+
+
+def finished(job: JobConfig) -> Path | None:
+    """Return the last checkpoint of a job that has taken all its steps; None if there are some left, or it begins anew."""
+    checkpoint = job.checkpoint
+    if not checkpoint.enable or checkpoint.load_only or checkpoint.load_step != -1:
+        return None
+    path = own_folder(job)
+    present = folder.steps(path)
+    last = present[-1] if present else 0
+    return folder.checkpoint_path(path, last) if last >= job.training.steps else None
+
+
+def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool) -> None:
+    """Refuse a distributed checkpoint (a step-N folder) that is of another model, or that training can't be resumed from.
+
+    Args:
+        checkpoint: its folder.
+        model: its weights are compared by name and shape; may lie on meta.
+        key: the key of the job that leads to it, for the message.
+        resumes: whether the job takes more of it than the weights.
+
+    Raises:
+        ConfigError: with what differs; or it holds the weights alone.
+    """
+    if (checkpoint / CARD).is_file():
+        card = read_card(checkpoint)
+        if differing := changes(card.model, model_card(model.config)):
+            raise ConfigError(
+                f"{key}: {checkpoint} is of another model ({differing}); name another folder, or go back to that model"
+            )
+    saved = Reader(checkpoint).read_metadata().state_dict_metadata
+    there = {
+        name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in saved.items()
+        if name.partition(".")[0] not in _OTHER_STATES
+    }
+    here = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ConfigError(
+                f"{key}: {checkpoint} is of another model: {name} is {there.get(name) or 'not there'} in it, and "
+                f"{here.get(name) or 'not there'} in this one; name another folder, or go back to that model"
+            )
+    if resumes and not any(name.startswith("train_state") for name in saved):
+        raise ConfigError(
+            f"{key}: {checkpoint} holds only the weights (checkpoint.last_save_model_only), so training can't be resumed "
+            "from it; resume from an earlier one by checkpoint.load_step, or start a new checkpoint.folder with it as "
+            "checkpoint.initial_load_path"
+        )
+
+
+def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Return the first five keys with another value, in words; "" if there are none."""
+    differing = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    shown = [f"{key} = {_show(theirs.get(key))}, now {_show(ours.get(key))}" for key in differing[:5]]
+    more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
+    return "; ".join(shown) + more
+
+
+def _show(value: Any) -> str:
+    return "unset" if value is None else show(value)

@@ -1,0 +1,157 @@
+"""torch's distributed checkpoints on a file system: written with checksums, read without running what is in them.
+
+A file's checksum is taken as it is written. Each rank leaves those of its files in a small file beside them, and the rank
+that ends the save collects them in the card. So it is the same for a save in this thread, in another or in another
+process.
+"""
+
+import io
+import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from titanplans.errors import ConfigError
+from titanplans.training.checkpoint import folder
+from titanplans.training.checkpoint.card import Card, write_card
+
+_SUMS = ".checksums-{}.json"
+
+
+class Writer(FileSystemWriter):
+    """Writes a checkpoint beside its place, and renames it when it is whole.
+
+    Args:
+        checkpoint: the step-N folder.
+        card: what the checkpoint says of itself; the files are filled in.
+    """
+
+    def __init__(self, checkpoint: Path, card: Card):
+        super().__init__(folder.writing_path(checkpoint))
+        self.checkpoint, self.card = checkpoint, card
+        self.fs = self.hashing = _Hashing()  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """torch's, and the checksums of the files that this rank has written."""
+        written = super().write_data(plan, planner)
+        sums = Path(self.path, _SUMS.format(plan.storage_data.prefix))
+        sums.write_text(json.dumps(self.hashing.sums), encoding="utf-8")
+        self.hashing.sums = {}
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """torch's, then the card, then the rename. One rank calls it, after all have written."""
+        super().finish(metadata, results)
+        metadata_name = ".metadata"
+        sums = {metadata_name: self.hashing.sums[f"{metadata_name}.tmp"]}
+        for path in sorted(Path(self.path).glob(_SUMS.format("*"))):
+            sums |= json.loads(path.read_text(encoding="utf-8"))
+            path.unlink()
+        write_card(Path(self.path), replace(self.card, files=sums))
+        folder.sync(Path(self.path))
+        folder.commit(self.checkpoint)
+
+
+class _Hashing(FileSystem):
+    """torch's file system, which remembers size and checksum of each file that is written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashed = _Hashed(stream)
+            yield hashed  # type: ignore[misc]
+            self.sums[Path(path).name] = hashed.size, hashed.checksum.hexdigest()
+
+
+class _Hashed:
+    """A stream to write to, from the first byte to the last."""
+
+    def __init__(self, stream: io.IOBase):
+        self._stream = stream
+        self.size, self.checksum = 0, xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        self.checksum.update(data)
+        self.size += memoryview(data).nbytes
+        return self._stream.write(data)  # pyrefly: ignore[missing-attribute]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint of ours or of torchtitan's."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds.
+
+        Raises:
+            ConfigError: its index is no checkpoint's, or holds what no checkpoint needs.
+        """
+        path = Path(self.path, ".metadata")
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read ({error.strerror}); take another checkpoint") from error
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{path} is damaged ({reason}); take another checkpoint") from error
+        if not isinstance(metadata, Metadata):
+            raise ConfigError(
+                f"{path} is no checkpoint's: it holds a {type(metadata).__name__}; take another"
+            )
+        return metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's, which loads what is no tensor without running code, too."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put numbers, strings, tensors, lists and dicts where they belong.
+
+        Raises:
+            pickle.UnpicklingError: there is something else.
+        """
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of a checkpoint's index: torch's descriptions of tensors and files, and nothing that could run."""
+
+    _ALLOWED: ClassVar = {
+        "torch.distributed.checkpoint.metadata": {
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+        "torch.serialization": {"_get_layout"},
+        "collections": {"OrderedDict"},
+        "pathlib": {"PosixPath", "WindowsPath", "Path"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self._ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's index")
