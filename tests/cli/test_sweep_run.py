@@ -96,7 +96,7 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     assert 0.1 < first["figures"]["peak_memory_gib"] < 20
     assert first["figures"]["collectives_per_step"] == 0, "one rank"
     assert diverges["exit_status"] == 1
-    assert diverges["line"].startswith("step 3: the loss is not finite, so the weights are lost")
+    assert diverges["line"].startswith("step 2: the gradient's norm is not finite, so the weights are lost")
     assert contradicts["line"].startswith("lr_scheduler.total_steps = 1: it ends before training.steps = 3")
     assert f"- `diverges`: {diverges['line']}" in Path("out/table.md").read_text()
 

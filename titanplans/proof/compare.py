@@ -1,5 +1,6 @@
 """One case: the split model's training beside the whole one's, quantity by quantity."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +63,8 @@ class Comparison:
         if point in self.reference.shown:
             error = max(bound.difference(value, self.reference.expected[at]) for value in values)
             error /= self.reference.units[at]
-            self._note(what, error, bound.units(self.world.mesh.size()), where, point)
+            if at not in self.reference.noise or not math.isfinite(error):
+                self._note(what, error, bound.units(self.world.mesh.size()), where, point)
         first, *others = values
         unit = torch.finfo(first.dtype).eps * largest(first)
         allowed = 0.0 if self.world.exact else bound.units(self.world.mesh.size())

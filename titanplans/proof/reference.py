@@ -42,6 +42,7 @@ class Reference:
         shown: the points before the first step of which rounding hides so many gradients that nothing from there on can
             be told from it, but replicas from each other.
         hidden: there is such a step.
+        noise: what rounding hides of the points that are shown. How far it goes astray is not known by three draws.
 
     Raises:
         PlanError: it does not run here, or its own rounding hides what a wrong plan would do.
@@ -98,6 +99,7 @@ class Reference:
         self.undecided = self._refuse_undecidable(self.units)
         self.shown = self._shown(list(dict.fromkeys(point for point, *_ in self.expected)))
         self.hidden = len(self.shown) < len({point for point, *_ in self.expected})
+        self.noise = frozenset(key for key in self.expected if key[0] in self.shown and self._is_hidden(key))
 
     def training(self, model: nn.Module, *, ranked: bool = True) -> Training:
         """Return the training of `model`, this one or a split one, that has not begun.

@@ -21,8 +21,7 @@ def cut(
         source: the whole model, which has a config.
         layers: None takes as few as hold every kind of block (by classes, shapes, settings and plan), but two, since the
             stream begins at the first. A tower of another modality is cut to the same number if it has more.
-        vocab_size: tokens in the vocabulary; None takes as few as are split like the whole one, or, where tokens of
-            images are among them, all.
+        vocab_size: tokens in the vocabulary; None takes as few as are split like the whole one.
 
     Raises:
         ModelError: the model can't be built.
@@ -45,7 +44,7 @@ def cut(
         raise VerifyError(
             f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens; take fewer, or leave it out"
         )
-    if vocab_size is None and config.get_text_config() is config:
+    if vocab_size is None:
         vocab_size = _smaller(tokens)
     if vocab_size is not None and vocab_size < tokens:
         config = _with_vocabulary(config, vocab_size)
@@ -96,10 +95,12 @@ def _smaller(tokens: int) -> int:
 
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
-    values = config.to_dict()
+    """Cut the vocabulary; special tokens whose rows are gone, an image's, keep their distance from its end."""
+    values, before = config.to_dict(), config.get_text_config().vocab_size
     for _, inner in _parts(config, values):
-        if inner.get("vocab_size") == config.get_text_config().vocab_size:
+        if inner.get("vocab_size") == before:
             inner["vocab_size"] = tokens
-            if (padding := inner.get("pad_token_id")) is not None and padding >= tokens:
-                inner["pad_token_id"] = None  # a row that is not there
+        for key, value in inner.items():
+            if key.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= tokens:
+                inner[key] = max(value - before + tokens, 0)
     return type(config).from_dict(values)
