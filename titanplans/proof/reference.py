@@ -11,8 +11,9 @@ from titanplans.errors import PlanError
 from titanplans.proof import tolerance
 from titanplans.proof.conditions import Scenario
 from titanplans.proof.sample import Sampler, freeze, moved
+from titanplans.proof.script import write_script
 from titanplans.proof.tolerance import Bound
-from titanplans.proof.training import FAILURES, Loss, Training, call, first_line, logits_of, write_script
+from titanplans.proof.training import FAILURES, Loss, Training, call, first_line, logits_of
 from titanplans.tensor_parallel.checks import tied_parameters
 
 Point = tuple[str, str, str]

@@ -1,0 +1,57 @@
+"""The script of a training: what a scenario's steps, its evaluation and its cache are given, as tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from titanplans.proof.conditions import Batch, Scenario
+from titanplans.proof.sample import Sample, Sampler, moved
+
+
+@dataclass(frozen=True)
+class Script:
+    """The tensors of a scenario, on the model's device."""
+
+    steps: tuple[tuple[Sample, ...], ...]
+    evaluated: dict[str, Any] | None
+    """The forward of an evaluation after the first step."""
+
+    cached: tuple[dict[str, Any], dict[str, Any]] | None
+    """After the second, a forward that fills a cache, and one of a further token of each sequence."""
+
+    thaws: bool
+    """In the last step what was frozen is trained, and what was trained is frozen."""
+
+
+def write_script(
+    scenario: Scenario, sampler: Sampler, device: torch.device, logits: torch.Size | None
+) -> Script:
+    """Return the tensors of `scenario`, those of floating point in its dtype. `logits` as for `Sampler.sample`."""
+    dtype = getattr(torch, scenario.dtype)
+
+    def place(sample: Sample) -> Sample:
+        return Sample(moved(sample.inputs, device, dtype), sample.labels.to(device))
+
+    steps, number = [], 0
+    for step in scenario.steps:
+        steps.append([place(sampler.sample(b, n, logits)) for n, b in enumerate(step, number)])
+        number += len(step)
+    first = scenario.steps[0]
+    evaluated = cached = None
+    if scenario.evaluated:
+        # A batch like one before, padded or packed in another way: a mask that is kept by its shape is another's.
+        again = next((batch for batch in reversed(first) if batch.padding or batch.documents), first[0])
+        evaluated = moved(sampler.tokens(again, number + 1), device, dtype)
+    if scenario.evaluated and sampler.cached:
+        # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
+        padding = "left" if any(batch.padding for batch in first) else ""
+        filled = sampler.tokens(Batch(first[0].size, first[0].length, padding), number + 2)
+        ids = filled[sampler.ids_name]
+        token = {sampler.ids_name: ids.narrow(sampler.sequence_dim, ids.shape[sampler.sequence_dim] - 1, 1)}
+        if "attention_mask" in filled:
+            mask = filled["attention_mask"]
+            token["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        cached = moved(filled, device, dtype), moved(token, device, dtype)
+    thaws = scenario.frozen and len(scenario.steps) > 1
+    return Script(tuple(map(tuple, steps)), evaluated, cached, thaws)
