@@ -1,4 +1,4 @@
-"""Corpora: what is read, how it is split, in which order, and to which shard."""
+"""Corpora: what is read, how it is split, in which order, and to which stream."""
 
 import json
 from itertools import chain
@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.errors import DataError
-from titanplans.training.data.local import PIECE_BYTES, TextFiles, find_files
+from titanplans.training.data.local import TextFiles, find_files
+from titanplans.training.data.pieces import PIECE_BYTES
 from titanplans.training.data.sources import open_source
 from titanplans.training.data.split import in_split, split_names
 from titanplans.training.data.stdlib import stdlib_files, stdlib_root
@@ -40,7 +41,7 @@ def write_jsonl(file: Path, texts: list[str], column: str = "text") -> Path:
 
 
 def read(source, **kwargs) -> list[str]:
-    where = {"epoch": 0, "shard": 0, "shards": 1, "start": None} | kwargs
+    where = {"epoch": 0, "stream": 0, "streams": 1, "start": None} | kwargs
     return [text for _, text in source.documents(**where)]
 
 
@@ -188,12 +189,12 @@ def test_rows_that_are_no_text_are_refused_when_opened(corpus):
         open_source("local", str(corpus / "number.jsonl"), split="all")
 
 
-# --- order and shards
+# --- order and streams
 
 
 @pytest.fixture(params=["text", "rows", "stream", "uneven stream"])
 def source(request, corpus):
-    """45 documents: as files, as rows, and streamed from 6 files, or from 5, which 6 shards can't divide evenly."""
+    """45 documents: as files, as rows, and streamed from 6 files, or from 5, which 6 streams can't divide evenly."""
     if request.param == "text":
         for i, text in enumerate(TEXTS):
             (corpus / f"{i}.txt").write_text(text)
@@ -206,10 +207,10 @@ def source(request, corpus):
     return open_source(str(corpus))
 
 
-@pytest.mark.parametrize("shards", [1, 3, 6])
-def test_shards_of_an_epoch_are_disjoint_and_together_the_corpus(source, shards):
+@pytest.mark.parametrize("streams", [1, 3, 6])
+def test_streams_of_an_epoch_are_disjoint_and_together_the_corpus(source, streams):
     for epoch in (0, 1):
-        parts = [read(source, epoch=epoch, shard=shard, shards=shards) for shard in range(shards)]
+        parts = [read(source, epoch=epoch, stream=stream, streams=streams) for stream in range(streams)]
         assert sorted(chain.from_iterable(parts)) == sorted(TEXTS)
         assert all(parts)
 

@@ -84,7 +84,7 @@ def test_a_folder_where_a_file_is_to_be_written(name):
 def test_another_file_in_place_of_the_metrics(content):
     Path("outputs").mkdir()
     Path("outputs/metrics.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl is no file of metrics"):
+    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 is no row of metrics"):
         check_outputs(build_job(SWITCHES))
 
 

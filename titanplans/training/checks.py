@@ -67,7 +67,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
             f"checkpoint.create_seed_checkpoint = true saves unsharded weights from 1 process, not {world_size}; start one"
         )
     if job.checkpoint.enable:
-        check_checkpoint(job, model, data_parallel)
+        check_checkpoint(job, model)
 
 
 def check_device(job: JobConfig, device_type: str) -> None:
@@ -151,7 +151,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
         check_activation_checkpointing(model, spread.activation_checkpoint)
 
 
-def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int) -> None:
+def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
     """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
     checkpoint, folder = job.checkpoint, own_folder(job)
     if (done := finished(job)) is not None:
@@ -162,7 +162,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int)
         resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
         check_saved(own, model, "checkpoint.folder", resumes=resumes)
         if resumes and "dataloader" not in checkpoint.exclude_from_loading:
-            check_data_position(own, data_parallel)
+            check_data_position(own)
     elif checkpoint.load_step != -1:
         raise ConfigError(
             f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
@@ -176,3 +176,5 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, data_parallel: int)
             )
         resumes = not checkpoint.initial_load_model_only
         check_saved(initial, model, "checkpoint.initial_load_path", resumes=resumes)
+        if resumes and "dataloader" not in checkpoint.exclude_from_loading:
+            check_data_position(initial)

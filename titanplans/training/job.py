@@ -5,6 +5,7 @@ documents the keys; `titanplans.training.resolve` gives unset ones their values.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -50,7 +51,10 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
         metrics=MetricsProcessor.Config(**vars(job.metrics)),
-        dataloader=_dataloader(job, resolve.training_data(job), job.training.dataloader, infinite=True),
+        dataloader=replace(
+            _dataloader(job, resolve.training_data(job), job.training.dataloader, infinite=True),
+            global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        ),
         optimizer=_optimizer(job),
         lr_scheduler=_lr_scheduler(job),
         training=_training(job, world_size),

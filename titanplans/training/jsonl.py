@@ -43,18 +43,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the objects of such a file, in its order; a last line that was cut off by a kill is left out.
 
     Raises:
-        ConfigError: it is another file.
+        ConfigError: a line is no such object; names it.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.endswith("\n")]
-        if all(isinstance(row, dict) and "step" in row for row in rows):
-            return rows
-    except (ValueError, RecursionError):  # not JSON, or not UTF-8
-        pass
-    raise ConfigError(
-        f"{path} is no file of metrics, one object with a step a line; move it away, or name another dump_folder"
-    )
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # not JSON, or not UTF-8
+                row = None
+            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                raise ConfigError(
+                    f"{path}, line {number} is no row of metrics, an object with a step; remove the line to go on without "
+                    "it, or move the file away"
+                )
+            rows.append(row)
+    return rows
 
 
 def _open_from(path: Path, step: int) -> TextIO:

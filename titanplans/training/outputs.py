@@ -59,8 +59,10 @@ def check_outputs(job: JobConfig) -> None:
             why = f"{path} can't be made ({error.strerror})"
         if why is not None:
             raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another place")
-    if job.metrics.enable_jsonl and (rows := Path(job.job.dump_folder) / FILE_NAME).exists():
-        read_rows(rows)
+    if job.metrics.enable_jsonl:
+        for pattern in (FILE_NAME, f"rank_*/{FILE_NAME}"):
+            for rows in sorted(Path(job.job.dump_folder).glob(pattern)):
+                read_rows(rows)
 
 
 def _try_file(path: Path) -> str | None:

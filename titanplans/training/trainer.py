@@ -103,7 +103,9 @@ class Trainer(torchtitan.trainer.Trainer):
         yield from batches
 
     def train_step(self, data_iterator: Iterator[_Batch]) -> None:
-        """torchtitan's step, with this project's clipping and skipping of gradients that are not finite.
+        """torchtitan's step, with this project's clipping and skipping of gradients that are not finite; then validation.
+
+        Validation that is due comes before the step is saved: a run that is killed between the two repeats both.
 
         Raises:
             Diverged: the loss of a logged step is not finite, or its gradient's norm.
@@ -124,6 +126,8 @@ class Trainer(torchtitan.trainer.Trainer):
             with by_job_key():
                 async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)
             self._checked_async_tp = True
+        if self.config.validator.enable and self.validator.should_validate(self.step):
+            self.validator.validate(self.model_parts, self.step)
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done, self._losses = 0, []
@@ -222,6 +226,11 @@ class Validator(torchtitan.components.validate.Validator):
     def __init__(self, config: Config, **kwargs: Any):
         kwargs |= {"local_batch_size": config.own_batch_size, "seq_len": config.own_seq_len}
         super().__init__(config, **kwargs)
+        self._validated = 0  # the last step that was
+
+    def should_validate(self, step: int) -> bool:
+        """Whether it is due at `step`, and not done: torchtitan's loop asks again once the step is saved."""
+        return step != self._validated and super().should_validate(step)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
         """Log the loss over `steps` batches of the validation data, in nats per token."""
@@ -229,6 +238,7 @@ class Validator(torchtitan.components.validate.Validator):
         whole = gradient_sync.unsharded(lm) if self.config.unshard else nullcontext()
         with self.metrics_processor.paused(), whole:
             super().validate(model_parts, step)
+        self._validated = step
 
 
 def _raised_in(error: RuntimeError, function: Callable[..., Any]) -> bool:

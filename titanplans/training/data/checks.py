@@ -4,7 +4,6 @@ The loader raises the same errors, but later, on every rank. Files that are conv
 find in the cache of the `datasets` library.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from titanplans.training.data.sources import open_source
 from titanplans.training.data.vocabulary import load_tokenizer
 from titanplans.training.reading import refusing
 
-_RANK_KEY = re.compile(r"dataloader\.dp_rank_(\d+)$")
+PLACE = "place"
+"""The one key of a loader's state."""
 _REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
 
 
@@ -57,28 +57,21 @@ def check_dataset(
     )
 
 
-def check_checkpoint(folder: str | Path, dp_world_size: int) -> None:
-    """Refuse a checkpoint whose data loader ran on another number of data-parallel ranks.
+def check_checkpoint(folder: str | Path) -> None:
+    """Refuse a checkpoint whose place in the data was kept in another form: torchtitan's, or by an earlier version.
 
     Only the metadata of one distributed checkpoint (`…/step-N`) is read. A checkpoint without loader state passes.
 
     Raises:
-        DataError: the degrees differ; the message names both.
+        DataError: its loader's state is a pickle for each data-parallel rank.
     """
     from titanplans.training.checkpoint.storage import Reader
 
     keys = Reader(str(folder)).read_metadata().state_dict_metadata
-    saved = sum(_RANK_KEY.match(key) is not None for key in keys)
-    if saved:
-        check_degree(saved, dp_world_size)
-
-
-def check_degree(saved: int, current: int) -> None:
-    """Refuse a checkpoint that was written at another data-parallel degree (`DataError`)."""
-    if saved != current:
+    if any(key.startswith("dataloader.") for key in keys) and f"dataloader.{PLACE}" not in keys:
         raise DataError(
-            f"data-parallel degree {current}: the checkpoint's data loader had {saved}, and the positions of {saved} "
-            f"ranks in the data can't be divided among {current}; {_REMEDY}"
+            f"{folder}: its place in the data is a pickle for each data-parallel rank (torchtitan's, or an earlier "
+            'version\'s), which is not read; start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
         )
 
 

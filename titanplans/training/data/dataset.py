@@ -1,20 +1,11 @@
-"""The windows of one data-parallel rank, as an iterable that can be stopped and resumed anywhere.
+"""The windows of one data-parallel rank, as an iterable that can begin at any place of a run.
 
-A position is three numbers: the epoch, the document, the token. No token is ever saved; resuming
-tokenises the document it stopped in and goes on.
-
-Ranks and loader workers are *shards*. There are two ways to share the windows out:
-
-- by document: each shard reads documents of its own. The way of an endless run.
-- by window: each shard reads all documents and keeps every n-th window. The way of a single pass, in
-  which all ranks must end after the same number of batches, and of a corpus with fewer documents than
-  shards. It costs each shard the tokenisation of the whole corpus.
+No token is ever saved: whoever goes on tokenises the document that a stream stopped in.
 """
 
-import json
+import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,101 +16,87 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from titanplans.errors import DataError
 from titanplans.training.data.packing import Window, pack
 from titanplans.training.data.sources import Source
+from titanplans.training.data.streams import Cursor, Place, Share
 from titanplans.training.reading import refusing
 
-Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""`{"input": [seq_len], "positions": [seq_len]}`, labels `[seq_len]`, all int64."""
 
+class Batch(NamedTuple):
+    """A rank's share of one global batch, each tensor `[share, seq_len]` int64."""
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where the next window begins."""
-
-    epoch: int = 0
-    document: Any = None
-    """The source's own position; None is the epoch's first document."""
-    offset: int = 0
-    window: int = 0
-    """The number of the next window, among all those of the run that this shard has passed."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many there are of what, on all ranks together."""
-
-    seq_len: int
-    batch_size: int
-    dp_rank: int
-    dp_world_size: int
-    num_workers: int
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    cursors: dict[int, Cursor]
+    """Where the streams that it was cut from go on."""
 
 
 class PackedText(IterableDataset):
-    """Packed windows of `source`, tokenised, for one rank.
-
-    `iter()` starts at the beginning, or, once after `load_state_dict`, where the state was taken.
+    """The shares of one rank, one after another; a loader's worker makes every n-th.
 
     Args:
         source: the corpus.
         tokenizer: torchtitan's; documents get its bos and eos, where it has them.
-        layout: sizes and this rank's place.
-        infinite: go on with the next epoch for ever; else end after one pass, in which every token is
-            predicted once on one rank, and the last batches are filled up with ignored labels.
+        seq_len: tokens in a sequence.
+        share: this rank's.
+        start: where the next `iter` begins.
+        infinite: go on with the next epoch for ever; else end after one pass over one stream, in which every token is
+            predicted once on one rank, and the last global batch is filled up with ignored labels.
     """
 
-    def __init__(self, source: Source, tokenizer: BaseTokenizer, layout: Layout, *, infinite: bool) -> None:
-        self._source, self._tokenizer, self._layout, self._infinite = source, tokenizer, layout, infinite
-        shards = layout.dp_world_size * max(1, layout.num_workers)
-        self.by_window = not infinite or (source.size is not None and source.size < shards)
-        self._cursor = Cursor()
-        self._resume: Cursor | None = None
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        share: Share,
+        start: Place,
+        *,
+        infinite: bool,
+    ) -> None:
+        self._source, self._tokenizer, self._seq_len, self._share = source, tokenizer, seq_len, share
+        self._infinite = infinite
+        self.beginning = self.start = start
 
-    def state_dict(self) -> dict[str, str]:
-        """Where the next window begins, as one JSON text: a loader's workers send differences of states."""
-        return {"cursor": json.dumps(asdict(self._cursor))}
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        """The next `iter()` begins where `state` was taken."""
-        self._cursor = self._resume = Cursor(**json.loads(state["cursor"]))
-
-    def __iter__(self) -> Iterator[Sample]:
-        self._cursor, self._resume = self._resume or Cursor(), None
+    def __iter__(self) -> Iterator[Batch | DataError]:
+        start, self.start = self.start, self.beginning
         worker = get_worker_info()
-        return self._samples(self._cursor, worker.id if worker is not None else 0)
+        return self._batches(start, worker.id if worker is not None else 0)
 
-    def _samples(self, start: Cursor, worker: int) -> Iterator[Sample]:
-        number, end = start.window, start
-        for window in pack(self._documents(start, worker), self._layout.seq_len, start.offset):
-            number += 1
-            end = Cursor(*window.next_document, window.next_offset, number)
-            if self._is_mine(number - 1, worker):
-                self._cursor = end
-                yield self._sample(window)
-        # The documents are at an end: fill the last round of batches, so that no rank ends before another.
-        per_round = self._layout.dp_world_size * self._layout.batch_size
-        for filler in range(number, -(-number // per_round) * per_round):
-            if self._is_mine(filler, worker):
-                self._cursor = replace(end, window=filler + 1)
-                yield self._filler()
+    def _batches(self, start: Place, worker: int) -> Iterator[Batch | DataError]:
+        readers: dict[int, _Reader] = {}
+        for step in itertools.count(worker, self._share.workers):
+            windows, opened = [], {}
+            try:
+                for sequence in self._share.of(start.sequences, step):
+                    stream, number = start.streams.place(sequence)
+                    if stream not in readers:
+                        readers[stream] = self._reader(stream, start)
+                    windows.append(readers[stream].window(number))
+                    opened[stream] = readers[stream]
+            except DataError as error:
+                yield error  # a worker's own exceptions come out with its traceback in the message
+                return
+            if None in windows and self._is_over(start, step, readers[0]):
+                return
+            yield self._batch(windows, {stream: reader.cursor for stream, reader in opened.items()})
 
-    def _is_mine(self, window: int, worker: int) -> bool:
-        """Batch k of every rank comes from one round of windows, and from worker k mod num_workers."""
-        if not self.by_window:
-            return True
-        ranks, batch = self._layout.dp_world_size, self._layout.batch_size
-        round_ = window // (ranks * batch)
-        return window % ranks == self._layout.dp_rank and round_ % max(1, self._layout.num_workers) == worker
+    def _is_over(self, start: Place, step: int, reader: "_Reader") -> bool:
+        """Whether a pass, which has one stream, came to its end before this step."""
+        return start.sequences + step * self._share.global_batch >= reader.cursor.windows
 
-    def _documents(self, start: Cursor, worker: int) -> Iterator[tuple[tuple[int, Any], np.ndarray]]:
+    def _reader(self, stream: int, start: Place) -> "_Reader":
+        cursor = start.cursors.get(stream, Cursor())
+        documents = self._documents(stream, start.streams.count, cursor)
+        return _Reader(pack(documents, self._seq_len, cursor.offset), cursor)
+
+    def _documents(
+        self, stream: int, streams: int, start: Cursor
+    ) -> Iterator[tuple[tuple[int, Any], np.ndarray]]:
         """Documents of all epochs from `start` on, each with (epoch, position) and its tokens."""
-        workers = max(1, self._layout.num_workers)
-        shard, shards = self._layout.dp_rank * workers + worker, self._layout.dp_world_size * workers
-        if self.by_window:
-            shard, shards = 0, 1
         epoch, document = start.epoch, start.document
         while True:
             total = 0
-            for position, text in self._source.documents(epoch, shard, shards, document):
+            for position, text in self._source.documents(epoch, stream, streams, document):
                 with refusing(
                     f"{self._source.identity['dataset']}: the tokenizer can't read it", "give another"
                 ):
@@ -131,23 +108,37 @@ class PackedText(IterableDataset):
                 return
             if total == 0 and document is None:
                 raise DataError(
-                    f"dataset = {self._source.identity['dataset']!r}: holds no text for shard {shard} of {shards} "
-                    f"(ranks times num_workers); use fewer of these, or more documents"
+                    f"dataset = {self._source.identity['dataset']!r}: holds no text for stream {stream} of {streams}; give "
+                    "more documents, or train on fewer ranks with fewer num_workers"
                 )
             epoch, document = epoch + 1, None
 
-    def _sample(self, window: Window) -> Sample:
-        n, missing = len(window.positions), self._layout.seq_len - len(window.positions)
-        tokens = torch.from_numpy(window.tokens.astype(np.int64))
-        inputs, labels, positions = tokens[:-1], tokens[1:], torch.from_numpy(window.positions)
-        if missing:
-            inputs = torch.cat([inputs, inputs.new_zeros(missing)])
-            labels = torch.cat([labels, labels.new_full((missing,), IGNORE_INDEX)])
-            positions = torch.cat([positions, torch.arange(n, n + missing)])
-        return {"input": inputs, "positions": positions}, labels
+    def _batch(self, windows: list[Window | None], cursors: dict[int, Cursor]) -> Batch:
+        shape = len(windows), self._seq_len
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+        positions = np.tile(np.arange(self._seq_len), (len(windows), 1))
+        for row, window in enumerate(windows):
+            if window is not None:
+                n = len(window.positions)
+                tokens[row, :n], labels[row, :n] = window.tokens[:-1], window.tokens[1:]
+                positions[row, :n] = window.positions
+                positions[row, n:] = np.arange(n, self._seq_len)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(labels), cursors)
 
-    def _filler(self) -> Sample:
-        n = self._layout.seq_len
-        return {"input": torch.zeros(n, dtype=torch.long), "positions": torch.arange(n)}, torch.full(
-            (n,), IGNORE_INDEX
-        )
+
+class _Reader:
+    """A stream's windows, asked for by rising numbers; those between are left to other ranks."""
+
+    def __init__(self, windows: Iterator[Window], cursor: Cursor) -> None:
+        self._windows, self.cursor = windows, cursor
+
+    def window(self, number: int) -> Window | None:
+        """Return the window of that number; None if the stream has come to its end before."""
+        window = None
+        while self.cursor.windows <= number:
+            window = next(self._windows, None)
+            if window is None:
+                return None
+            epoch, document = window.next_document
+            self.cursor = Cursor(epoch, document, window.next_offset, self.cursor.windows + 1)
+        return window

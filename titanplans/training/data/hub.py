@@ -1,15 +1,17 @@
 """Data sets of the Hugging Face hub by name, or a local copy of one, read as a stream.
 
 Nothing is downloaded ahead and nothing is indexed: documents come in the published order, shard by
-shard, and the library's own state says where to go on. What is sharded by rank and worker, and how,
-is `datasets.distributed.split_dataset_by_node`'s.
+shard, and the library's own state says where to go on. How the shards are divided into streams is
+`datasets.distributed.split_dataset_by_node`'s.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanplans.errors import DataError
+from titanplans.training.data.local import walk
 from titanplans.training.data.rows import as_text, check_column, quietly
 from titanplans.training.reading import refusing
 
@@ -33,9 +35,6 @@ class Stream:
         DataError: the data set, the split or the column isn't there, or the hub can't be reached.
     """
 
-    size = None
-    """Not known before the end."""
-
     def __init__(self, name: str, path: str | None, split: str, text_column: str) -> None:
         known, implied_split = _TORCHTITAN_NAMES.get(name, (name, None))
         repository, _, config = known.partition(":")
@@ -50,19 +49,27 @@ class Stream:
             "split": split,
             "text_column": text_column,
         }
+        folder = Path(path or repository).expanduser()
+        self.files = [
+            (file.relative_to(folder).as_posix(), file) for file in sorted(walk(folder)) if file.is_file()
+        ]
+
+    def choose_streams(self, counts: Sequence[int]) -> int:
+        """See Source. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""
+        return next((count for count in counts if self._data.num_shards % count == 0), counts[-1])
 
     def documents(
-        self, epoch: int, shard: int, shards: int, start: dict[str, Any] | None
+        self, epoch: int, stream: int, streams: int, start: dict[str, Any] | None
     ) -> Iterator[tuple[dict[str, Any] | None, str]]:
-        """The documents of one epoch that fall to `shard` of `shards`, each with the state that leads to it."""
+        """The documents of one epoch that belong to `stream` of `streams`, each with the state that leads to it."""
         from datasets.distributed import split_dataset_by_node
 
-        data = split_dataset_by_node(self._data, rank=shard, world_size=shards)
+        data = split_dataset_by_node(self._data, rank=stream, world_size=streams)
         data.set_epoch(epoch)
         if start is not None:
             data.load_state_dict(start)
         where = start
-        # `iter` rather than `__iter__`: that one would divide the shard among a loader's workers once more.
+        # `iter` rather than `__iter__`: that one would divide the stream among a loader's workers once more.
         batches = iter(data.iter(batch_size=1))
         while True:
             with refusing(

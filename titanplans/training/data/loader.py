@@ -1,32 +1,38 @@
-"""The data loader of the trainer: torchtitan's, over packed text, which resumes strictly.
+"""The data loader of the trainer: batches of packed text, and a place that any number of ranks can go on from.
 
-torchtitan's own loader only warns, or asserts, when a checkpoint is of another data-parallel degree or data set, or lacks
-the state of this rank. Here that is an error, because such a run would go on with other data.
+torchtitan's loader keeps a place for each data-parallel rank, as a pickle, and can't be resumed by another number of ranks.
 """
 
 import hashlib
 import json
-import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan.components.dataloader import ParallelAwareDataloader
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titanplans.errors import DataError
-from titanplans.training.data.checks import check_degree, check_identity
-from titanplans.training.data.dataset import Layout, PackedText
+from titanplans.training.data.checks import PLACE, check_identity
+from titanplans.training.data.dataset import Batch, PackedText
+from titanplans.training.data.fingerprint import Fingerprint, check_files
 from titanplans.training.data.sources import open_source
+from titanplans.training.data.streams import Place, Share, Streams, divide, merged
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 
 
-class TextDataLoader(ParallelAwareDataloader):
+class TextDataLoader(BaseDataLoader):
     """Batches of packed text: `{"input", "positions"}`, labels, each `[local_batch_size, seq_len]` int64.
 
     `labels[t]` is the token after `input[t]`, or IGNORE_INDEX where the last batch of a pass is filled
     up. `positions` count from the beginning of each document. All ranks of one `dp_rank` (tensor,
     context and pipeline parallel) get the same batches; those of different `dp_rank` share no window.
+
+    The batches of all ranks for one optimizer step are, together, the same sequences for any number of ranks.
 
     Raises:
         DataError: the data set can't be used, or a loaded state belongs to another job.
@@ -54,6 +60,9 @@ class TextDataLoader(ParallelAwareDataloader):
         seed: int = 0
         """Of the order of the documents"""
 
+        global_batch_size: int | None = None
+        """Sequences in one optimizer step, over all ranks; None: one batch of each data-parallel rank"""
+
     def __init__(
         self,
         config: Config,
@@ -63,59 +72,98 @@ class TextDataLoader(ParallelAwareDataloader):
         tokenizer: BaseTokenizer,
         seq_len: int,
         local_batch_size: int,
-        snapshot_every_n_steps: int | None = 1,
+        snapshot_every_n_steps: int | None = None,
     ) -> None:
-        source = open_source(
+        del snapshot_every_n_steps  # of torchdata's loader; here the place is known after each step
+        self._source = open_source(
             config.dataset,
             config.dataset_path,
             split=config.split,
             text_column=config.text_column,
             seed=config.seed,
         )
-        layout = Layout(seq_len, local_batch_size, dp_rank, dp_world_size, config.num_workers)
-        windows = PackedText(source, tokenizer, layout, infinite=config.infinite)
-        self._identity = source.identity | {
+        in_step = config.global_batch_size or local_batch_size * dp_world_size
+        self._share = Share(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
+        streams = divide(self._source.choose_streams, self._share) if config.infinite else Streams(1)
+        self._place = Place(streams)
+        self._windows = PackedText(
+            self._source, tokenizer, seq_len, self._share, self._place, infinite=config.infinite
+        )
+        self._batch_size = local_batch_size
+        self._identity = self._source.identity | {
             "tokenizer": _describe(tokenizer),
-            "num_workers": config.num_workers,
             "infinite": config.infinite,
         }
-        if windows.by_window:  # which window is whose depends on these as well
-            self._identity |= {"seq_len": seq_len, "local_batch_size": local_batch_size}
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls what torch 2.13 deprecates; no user can act on it.
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
-            super().__init__(
-                windows,
-                dp_rank=dp_rank,
-                dp_world_size=dp_world_size,
-                batch_size=local_batch_size,
-                num_workers=config.num_workers,
-                persistent_workers=config.persistent_workers,
-                pin_memory=config.pin_memory,
-                prefetch_factor=config.prefetch_factor,
-                snapshot_every_n_steps=snapshot_every_n_steps,
-            )
+        self._fingerprint: Fingerprint | None = None
+        workers = config.num_workers > 0
+        self._loader = DataLoader(
+            self._windows,
+            batch_size=None,
+            collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
+            num_workers=config.num_workers,
+            persistent_workers=workers and config.persistent_workers,
+            pin_memory=config.pin_memory,
+            prefetch_factor=config.prefetch_factor if workers else None,
+        )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands, and what the position belongs to."""
-        return super().state_dict() | {"identity": json.dumps(self._identity)}
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        place = self._windows.start
+        shares = iter(self._loader)  # workers have a copy of `start` now
+        self._windows.start = self._windows.beginning
+        return self._batches(place, shares)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next batch is the one that followed when `state_dict` was taken.
+    def _batches(
+        self, place: Place, shares: Iterator[Batch | DataError]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        self._place = place
+        for share in shares:
+            if isinstance(share, DataError):
+                raise share
+            tokens, positions, labels, cursors = share
+            parts = [tensor.split(self._batch_size) for tensor in (tokens, positions, labels)]
+            for number, (own_tokens, own_positions, own_labels) in enumerate(zip(*parts, strict=True), 1):
+                if number == len(parts[0]):
+                    place = self._place = replace(
+                        place,
+                        sequences=place.sequences + self._share.global_batch,
+                        cursors={**place.cursors, **cursors},
+                    )
+                yield {"input": own_tokens, "positions": own_positions}, own_labels
+
+    def state_dict(self) -> dict[str, str]:
+        """Where the run stands after its last whole step, and what the place belongs to: one JSON text.
+
+        All ranks call it together, and get the same.
+        """
+        places = [self._place]
+        if self._share.ranks > 1 and dist.is_initialized():
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, self._place)
+            places = gathered
+        state = {"identity": self._identity, "files": self._taken().to_json(), **merged(places).to_json()}
+        return {PLACE: json.dumps(state)}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """The next batch is the one that followed when `state_dict` was taken, on any number of ranks and workers.
 
         Raises:
-            DataError: it was taken at another data-parallel degree, of other data or by other settings.
+            DataError: it is of other data, or by other settings; or a file has changed since.
         """
         if not state_dict:  # torchtitan: nothing was saved yet
             return
-        check_degree(state_dict["world_size"], self.dp_world_size)
-        if self._rank_id not in state_dict:
-            raise DataError(
-                f"the checkpoint holds no data loader state for {self._rank_id}; start the data anew with "
-                'exclude_from_loading = ["dataloader"] in [checkpoint]'
-            )
-        check_identity(json.loads(state_dict["identity"]), self._identity)
-        super().load_state_dict(state_dict)
+        state = json.loads(state_dict[PLACE])
+        check_identity(state["identity"], self._identity)
+        check_files(Fingerprint.from_json(state["files"]), self._taken())
+        self._place = self._windows.start = Place.from_json(state)
+
+    def _taken(self) -> Fingerprint:
+        if self._fingerprint is None:
+            self._fingerprint = Fingerprint.of(self._source.files)
+        return self._fingerprint
+
+
+def _as_it_is(share: Batch | DataError) -> Batch | DataError:
+    return share
 
 
 def _describe(tokenizer: BaseTokenizer) -> str:

@@ -5,23 +5,19 @@ and .parquet files are in `rows.py`. The order over an epoch is decided in `sour
 """
 
 import glob
-import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from titanplans.errors import DataError
+from titanplans.training.data.pieces import PIECE_BYTES, cut
 from titanplans.training.data.split import VALIDATION_EVERY, check_split, in_split, split_names
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
 """Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
-
-PIECE_BYTES = 64 * 1024
-"""A text file is read as pieces of about this size, each of which is a document, cut at a line end."""
 
 
 def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], str]:
@@ -77,7 +73,7 @@ def _below(path: str) -> tuple[Path, list[Path]]:
     if given.is_file():
         return given.parent, [given]
     if given.is_dir():
-        root, found = given, _walk(given)
+        root, found = given, walk(given)
     elif glob.has_magic(path):
         root = Path(*_parts_before_magic(given))
         found = map(Path, glob.iglob(path, recursive=True))
@@ -92,7 +88,11 @@ def _below(path: str) -> tuple[Path, list[Path]]:
     return root, list(found)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path) -> Iterator[Path]:
+    """The files in a folder and below, hidden ones left out; none if there is no such folder."""
+    if not folder.is_dir():
+        return
+
     def refuse(error: OSError) -> None:
         raise error
 
@@ -120,58 +120,52 @@ class TextFiles:
 
     def __init__(self, root: Path, files: Sequence[Path], split: str, piece_bytes: int = PIECE_BYTES) -> None:
         check_split(split)
-        self._piece_bytes = piece_bytes
+        self.piece_bytes = piece_bytes
         names = [file.relative_to(root).as_posix() for file in files]
         by_file = len(files) >= VALIDATION_EVERY
         kept = split_names(names, split) if by_file else range(len(files))
-        self._pieces: list[tuple[Path, int]] = []
-        digest = hashlib.sha256(f"{piece_bytes}\0".encode())
-        for i in kept:
-            size = files[i].stat().st_size
-            digest.update(f"{names[i]}\0{size}\0".encode())
-            self._pieces += [(files[i], start) for start in range(0, size, piece_bytes)]
+        self.files = [(names[i], files[i]) for i in kept]
+        self._sizes = {file: file.stat().st_size for _, file in self.files}
+        self._pieces = [
+            (file, start) for file, size in self._sizes.items() for start in range(0, size, piece_bytes)
+        ]
         if not by_file:
             kept_pieces = in_split(np.arange(len(self._pieces)), split)
             self._pieces = list(itertools.compress(self._pieces, kept_pieces))
-        self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def text(self, i: int) -> str:
-        """Document `i`. Raises DataError if it can't be read, or is not UTF-8."""
+        """Document `i`. Raises DataError if it can't be read, is not UTF-8, or the file was cut since it was opened."""
         file, start = self._pieces[i]
+        size = self._sizes[file]
+
+        def read(place: int, length: int) -> bytes:
+            return os.pread(descriptor, min(length, size - place), place)
+
         try:
-            with file.open("rb") as stream:
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
                 begin, end = (
-                    _cut_after(stream, place, self._piece_bytes)
-                    for place in (start, start + self._piece_bytes)
+                    cut(read, place, self.piece_bytes, size) for place in (start, start + self.piece_bytes)
                 )
-                stream.seek(begin)
-                raw = stream.read(end - begin)
+                raw = read(begin, end - begin)
+            finally:
+                now = os.fstat(descriptor).st_size
+                os.close(descriptor)
         except OSError as error:
             raise DataError(
                 f"{file} can't be read ({error.strerror}); repair the file or leave it out"
             ) from error
+        if now < size:
+            raise DataError(
+                f"{file} has {now:,} bytes, and had {size:,} when the job began: it was cut while it was read; restore it "
+                "and resume"
+            )
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{file}: byte {begin + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
             ) from error
-
-
-def _cut_after(stream: BinaryIO, place: int, piece_bytes: int) -> int:
-    """Where the first line that begins at byte `place` or later does; at most a piece away from `place`.
-
-    Within a longer line it is the first character from `place` on; beyond the last line, the end of the
-    file or later.
-    """
-    if place == 0:
-        return 0
-    stream.seek(place - 1)
-    seen = stream.readline(piece_bytes + 1)
-    if seen.endswith(b"\n") or len(seen) <= piece_bytes:
-        return place - 1 + len(seen)
-    continued = next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)
-    return place + continued

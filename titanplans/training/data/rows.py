@@ -6,7 +6,6 @@ into them, refuses a row that lacks another row's field, and ends the process at
 
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from titanplans.errors import DataError
+from titanplans.training.data.pieces import PIECE_BYTES, cut
 from titanplans.training.data.split import check_split, in_split
 from titanplans.training.reading import refusing
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Documents that are rows of .jsonl or .parquet files, in the column `text_column`.
+    """Documents that are rows of .jsonl or .parquet files, in the column `text_column`; a long row is cut into several.
 
     The files are memory-mapped from the cache, so that any row can be read at once. Every twentieth row is for validation.
 
@@ -34,27 +34,65 @@ class Rows:
         DataError: a file can't be read, or a row has no text in that column; names the file, and of JSON the line.
     """
 
-    def __init__(self, files: Sequence[Path], file_format: str, split: str, text_column: str) -> None:
+    piece_bytes = PIECE_BYTES
+
+    def __init__(
+        self, root: Path, files: Sequence[Path], file_format: str, split: str, text_column: str
+    ) -> None:
         check_split(split)
+        self.files = [(file.relative_to(root).as_posix(), file) for file in files]
         states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
         with (
             quietly(),
             refusing(f"{which} can't be read as {file_format}", "repair the file or leave it out"),
         ):
-            self._rows = _json(states, text_column) if file_format == "json" else _parquet(files, text_column)
-        self._numbers = np.flatnonzero(in_split(np.arange(len(self._rows)), split))
-        self._text_column = text_column
-        names = [f"{file.name} {file.stat().st_size}" for file in files]
-        self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
+            rows = _json(states, text_column) if file_format == "json" else _parquet(files, text_column)
+            # As they lie in the files: Arrow's own scalars copy a row, which for each piece of a long one is slow.
+            self._chunks = [
+                _offsets_and_bytes(chunk) for chunk in rows.data.column(text_column).chunks if len(chunk)
+            ]
+        lengths = np.concatenate([np.diff(offsets) for offsets, _ in self._chunks] or [np.arange(0)])
+        self._chunk_starts = np.cumsum([0, *(len(offsets) - 1 for offsets, _ in self._chunks)])
+        numbers = np.flatnonzero(in_split(np.arange(len(lengths)), split))
+        pieces = np.maximum(1, -(-lengths[numbers] // PIECE_BYTES))
+        self._numbers = np.repeat(numbers, pieces)
+        first = np.cumsum(pieces) - pieces
+        self._starts = (np.arange(len(self._numbers)) - np.repeat(first, pieces)) * PIECE_BYTES
+        self._where = which
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def text(self, i: int) -> str:
-        """Document `i`. Raises DataError if it is not a text."""
-        number = int(self._numbers[i])
-        return as_text(self._rows[number][self._text_column], self._text_column, f"row {number}")
+        """Document `i`. Raises DataError if it is not UTF-8."""
+        number, start = int(self._numbers[i]), int(self._starts[i])
+        row = self._row(number)
+
+        def read(place: int, length: int) -> memoryview:
+            return row[place : place + length]
+
+        begin, end = (cut(read, place, PIECE_BYTES, len(row)) for place in (start, start + PIECE_BYTES))
+        try:
+            return str(row[begin:end], "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self._where}: row {number} is not UTF-8 ({error.reason} at its byte {begin + error.start}); "
+                "repair the file or leave it out"
+            ) from error
+
+    def _row(self, number: int) -> memoryview:
+        which = int(np.searchsorted(self._chunk_starts, number, "right")) - 1
+        offsets, texts = self._chunks[which]
+        i = number - int(self._chunk_starts[which])
+        return texts[offsets[i] : offsets[i + 1]]
+
+
+def _offsets_and_bytes(chunk: Any) -> tuple[np.ndarray, memoryview]:
+    """Where each text of an Arrow array begins, and the last ends; and the bytes of all."""
+    _, offsets, texts = chunk.buffers()
+    integers = np.frombuffer(offsets, np.int64 if "large" in str(chunk.type) else np.int32)
+    return integers[chunk.offset : chunk.offset + len(chunk) + 1], memoryview(texts or b"")
 
 
 @contextmanager
@@ -106,11 +144,24 @@ def _json(states: list[tuple[str, int, int]], text_column: str) -> "Dataset":
             partial = path.with_suffix(".partial")
             texts = _texts([name for name, _, _ in states], text_column)
             with ArrowWriter(path=str(partial), features=Features({text_column: Value("string")})) as writer:
-                while batch := list(itertools.islice(texts, 1000)):
+                for batch in _batches(texts):
                     writer.write_batch({text_column: batch})
                 writer.finalize()
             partial.replace(path)
     return Dataset.from_file(str(path))
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Lists of at most 1,000 texts, and of about 64 MB: Arrow's texts of one column of a batch end at 2 GB."""
+    batch, length = [], 0
+    for text in texts:
+        batch.append(text)
+        length += len(text)
+        if len(batch) == 1000 or length > 2**26:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
 def _texts(files: list[str], text_column: str) -> Iterator[str]:

@@ -1,10 +1,12 @@
-"""A corpus as the loader sees it: the documents of an epoch, in order, for one shard of many.
+"""A corpus as the loader sees it: the documents of an epoch, in order, for one stream of many.
 
 `open_source` turns the three settings `dataset`, `dataset_path` and `split` into a Source. How files
 are read is in `local.py`, how the hub is in `hub.py`; tokens and windows come later.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,15 +24,17 @@ class Source(Protocol):
     identity: dict[str, Any]
     """What must be the same for a saved position to mean the same document."""
 
-    @property
-    def size(self) -> int | None:
-        """How many documents there are, None where that is not known."""
+    files: list[tuple[str, Path]]
+    """Names, which are the same wherever the corpus lies, and paths of what is read; empty if it is not on this machine."""
 
-    def documents(self, epoch: int, shard: int, shards: int, start: Any) -> Iterator[tuple[Any, str]]:
-        """The documents of `epoch` that fall to `shard` of `shards`, from `start` on.
+    def choose_streams(self, counts: Sequence[int]) -> int:
+        """The first of `counts` into which the corpus can be divided; where there is none, what does least harm."""
+
+    def documents(self, epoch: int, stream: int, streams: int, start: Any) -> Iterator[tuple[Any, str]]:
+        """The documents of `epoch` that belong to `stream` of `streams`, from `start` on.
 
         Each comes with its position: a JSON value that, given as `start`, begins with that very
-        document. The shards of an epoch are disjoint and together are the corpus.
+        document. The streams of an epoch are disjoint and together are the corpus.
         """
 
 
@@ -39,14 +43,26 @@ class Shuffled:
 
     def __init__(self, corpus: TextFiles | Rows, identity: dict[str, Any], seed: int) -> None:
         self._corpus, self._seed = corpus, seed
-        self.size = len(corpus)
-        self.identity = identity | {"fingerprint": corpus.fingerprint, "documents": self.size, "seed": seed}
+        self.files = corpus.files
+        self.identity = identity | {"piece_bytes": corpus.piece_bytes, "seed": seed}
 
-    def documents(self, epoch: int, shard: int, shards: int, start: int | None) -> Iterator[tuple[int, str]]:
-        """See Source. A position is a number in the shard's own order."""
-        order = np.random.default_rng([self._seed, epoch]).permutation(self.size)[shard::shards]
+    def choose_streams(self, counts: Sequence[int]) -> int:
+        """See Source. With fewer documents than ranks and workers they read one stream together, in turns."""
+        return next((count for count in counts if count <= len(self._corpus)), 1)
+
+    def documents(
+        self, epoch: int, stream: int, streams: int, start: int | None
+    ) -> Iterator[tuple[int, str]]:
+        """See Source. A position is a number in the stream's own order."""
+        order = _order(self._seed, epoch, len(self._corpus))[stream::streams]
         for position in range(start or 0, len(order)):
             yield position, self._corpus.text(int(order[position]))
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
+    """The order of an epoch, which all its streams share; two epochs, because streams end theirs at different steps."""
+    return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
 def open_source(
@@ -87,7 +103,7 @@ def open_source(
         if file_format == "text":
             corpus = TextFiles(root, files, split)
         else:
-            corpus = Rows(files, file_format, split, text_column)
+            corpus = Rows(root, files, file_format, split, text_column)
             identity["text_column"] = text_column
     if len(corpus) == 0:
         raise DataError(

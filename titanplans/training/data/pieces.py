@@ -1,0 +1,28 @@
+"""Where a long text is cut: at a line's end, else at a space, else between two characters."""
+
+from collections.abc import Callable
+
+PIECE_BYTES = 64 * 1024
+"""Of a text file or a row: about what a document has at most, cut at a line end."""
+
+
+def cut(read: Callable[[int, int], bytes | memoryview], place: int, most: int, size: int) -> int:
+    """Return where the first line that begins at byte `place` or later does, at most `most` bytes away from there.
+
+    A longer line is cut after its first space from `place` on, or else before its first character from there on.
+
+    Args:
+        read: gives the bytes from a place on, as many as asked for or as there are.
+        place: in the text.
+        most: the length of a piece.
+        size: of the text, in bytes; what lies beyond is `size`.
+    """
+    if place <= 0 or place >= size:
+        return min(max(place, 0), size)
+    seen = bytes(read(place - 1, most + 1))
+    for mark in (b"\n", b" "):
+        if (found := seen.find(mark)) >= 0:
+            return place + found
+    if place + most >= size:
+        return size
+    return place + next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)

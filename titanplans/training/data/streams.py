@@ -1,0 +1,108 @@
+"""Which text each sequence of a run is cut from, whatever the number of ranks: arithmetic, and the place it has come to.
+
+A corpus is divided into streams of documents when a run begins. The run's sequences are numbered through: a global batch of
+G has the numbers 0 to G - 1, the next has G to 2G - 1. The number alone says which window of which stream a sequence is. So
+ranks may change between two steps: a rank takes its part of each global batch, and opens the streams that this needs.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Cursor(NamedTuple):
+    """Where a stream's next window begins."""
+
+    epoch: int = 0
+    document: Any = None
+    """The source's own position, a JSON value; None is the epoch's first document."""
+    offset: int = 0
+    """The token in that document."""
+    windows: int = 0
+    """How many were cut from the stream before."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """How many streams there are, and how many windows in a row each gives before the next one's turn."""
+
+    count: int
+    in_a_row: int = 1
+
+    def place(self, sequence: int) -> tuple[int, int]:
+        """Return the stream of a sequence, and the number of its window in that stream, both from 0."""
+        turn, left = divmod(sequence, self.count * self.in_a_row)
+        stream, window = divmod(left, self.in_a_row)
+        return stream, turn * self.in_a_row + window
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a data-parallel rank takes of each global batch: `size` sequences in a row."""
+
+    size: int
+    rank: int
+    ranks: int
+    workers: int = 1
+    """Loader workers of the rank, which take global batches in turn; at least 1."""
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in a step, over all ranks."""
+        return self.size * self.ranks
+
+    def of(self, start: int, step: int) -> range:
+        """Return the numbers of this rank's sequences in step `step`, from 0, after sequence `start`."""
+        first = start + step * self.global_batch + self.rank * self.size
+        return range(first, first + self.size)
+
+
+def divide(choose: Callable[[Sequence[int]], int], share: Share) -> Streams:
+    """Divide a corpus so that no two ranks, and no two workers, open the same stream, if it has enough documents.
+
+    At best each sequence of a global batch has a stream of its own, and each worker other streams.
+
+    Args:
+        choose: picks the number of streams from those that would do, best first; or 1, where none does.
+        share: that of any rank of the job that begins.
+    """
+    slots = share.global_batch * share.workers
+    counts = [slots // n for n in range(1, share.size + 1) if share.size % n == 0]
+    count = choose(counts)
+    return Streams(count, slots // count)
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a run has read: the `sequences` that it has used, and where each stream goes on."""
+
+    streams: Streams
+    sequences: int = 0
+    cursors: Mapping[int, Cursor] = field(default_factory=dict)
+    """Of streams that were not begun there is none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "streams": self.streams.count,
+            "in_a_row": self.streams.in_a_row,
+            "sequences": self.sequences,
+            "cursors": {str(stream): list(cursor) for stream, cursor in sorted(self.cursors.items())},
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Place":
+        """Return the place that `to_json` wrote down."""
+        cursors = {int(stream): Cursor(*cursor) for stream, cursor in values["cursors"].items()}
+        return cls(Streams(values["streams"], values["in_a_row"]), values["sequences"], cursors)
+
+
+def merged(places: Iterable[Place]) -> Place:
+    """Return the place of a run from those of its ranks, each of which knows the streams that it has read."""
+    first, *others = places
+    cursors = dict(first.cursors)
+    for place in others:
+        for stream, cursor in place.cursors.items():
+            if stream not in cursors or cursors[stream].windows < cursor.windows:
+                cursors[stream] = cursor
+    return Place(first.streams, first.sequences, cursors)
