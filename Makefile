@@ -1,6 +1,7 @@
 # make train   install into .venv and train GLA tensor-parallel on two CPU ranks
 # make test    install into .venv and run the tests; ARGS="-k gla" picks some
 # make test-all  those that take longer, too: more cases of what make test proves
+# make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types
 # make bench   every benchmark, each printing a table
 #
@@ -10,11 +11,12 @@
 PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= configs/gla_debug.toml
+N      ?= 1000
 BIN    := $(VENV)/bin
 # A file's tests share worlds of ranks, so a worker takes whole files, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all check bench clean
+.PHONY: train test test-all survive check bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -26,6 +28,9 @@ test: $(VENV)/installed-dev
 test-all: $(VENV)/installed-dev
 	$(PYTEST) -m "exhaustive or not exhaustive" --timeout 3600 $(ARGS)
 	PYTHONPATH=. $(BIN)/python tests/combinations.py
+
+survive: $(VENV)/installed-dev
+	$(BIN)/python tests/survival.py --faults $(N)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -49,7 +49,7 @@ def test_what_is_written_is_read(tmp_path):
     )
     files = {path.name for path in checkpoint.iterdir()} - {CARD}
     assert card.files.keys() == files == {".metadata", "__0_0.distcp"}
-    assert damage(checkpoint, card) is None
+    assert damage(checkpoint) is None
     assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
 
@@ -74,7 +74,7 @@ def test_every_flipped_bit_is_found(tmp_path, capsys):
 def test_a_shard_of_another_step_is_found(tmp_path):
     older, newer = write(tmp_path, 4, 1.0), write(tmp_path, 6, 2.0)
     shutil.copy(older / "__0_0.distcp", newer)
-    assert "is damaged" in (damage(newer, read_card(newer)) or "")
+    assert "is damaged" in (damage(newer) or "")
 
 
 class Killed(BaseException):
@@ -113,7 +113,7 @@ def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(tmp_pa
         assert found == ([4] if present != "nothing" or ended else found)
         for step in found:
             checkpoint = folder.checkpoint_path(path, step)
-            assert damage(checkpoint, read_card(checkpoint)) is None
+            assert damage(checkpoint) is None
             value = load(checkpoint)["weight"].unique().item()
             assert value == 2.0 if ended else value in (1.0, 2.0)
         assert [entry.name for entry in path.iterdir()] == [f"step-{step}" for step in found]
@@ -189,7 +189,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path):
     poisoned = tmp_path / "poisoned"
     dcp.save({"train_state": Runs(ran)}, checkpoint_id=poisoned, no_dist=True)
     reads = {"storage_reader": Reader(poisoned), "planner": Planner(), "no_dist": True}
-    with pytest.raises(BaseException, match="Weights only load failed"):
+    with pytest.raises(BaseException, match="train_state in it is damaged, or holds what could run code"):
         dcp.load({"train_state": None}, **reads)  # type: ignore[arg-type]
     assert not ran.exists()
 

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     rows, whole = [["checkpoint", "holds", "files", "GB", ""]], True
     for checkpoint in checkpoints:
         found = _look(checkpoint)
-        wrong = found if isinstance(found, str) else damage(checkpoint, found)
+        wrong = found if isinstance(found, str) else damage(checkpoint)
         whole = whole and wrong is None
         shown = ("", "", "") if isinstance(found, str) else _sizes(found)
         rows.append([checkpoint.name, *shown, wrong or "whole"])

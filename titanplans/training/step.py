@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torchtitan.distributed import utils as dist_utils
 
-from titanplans.errors import Diverged
 from titanplans.tensor_parallel.gradients import clip_gradients, skip_nonfinite
 
 Clip = Callable[[list[torch.Tensor], float], torch.Tensor]
@@ -23,25 +22,18 @@ _log = logging.getLogger(__name__)
 class Skipped:
     """Clips gradients, and skips the steps whose gradient is not finite.
 
-    Args:
-        limit: steps in a row that may be skipped.
-
     Attributes:
         steps: the number of steps that this run has skipped.
         in_a_row: of these the ones since the last that was taken.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.steps = self.in_a_row = 0
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float, step: int) -> torch.Tensor:
         """Clip as `clip_gradients` does; where the norm is not finite on any rank, drop every gradient.
 
         An optimizer passes over parameters without a gradient: weights and moments stay as they are.
-
-        Raises:
-            Diverged: it was so in the last `limit` steps, of which this one is the last.
         """
         norm = clip_gradients(parameters, max_norm)
         if not skip_nonfinite(norm):
@@ -49,12 +41,6 @@ class Skipped:
         else:
             self.steps += 1
             self.in_a_row += 1
-            if self.in_a_row >= self.limit:
-                raise Diverged(
-                    f"step {step}: the gradient was not finite in {self.limit} steps in a row "
-                    "(training.skip_nan_inf_limit), so no later one will be; resume from a checkpoint before them with "
-                    "a lower optimizer.lr, or leave out the data that they read"
-                )
             for parameter in parameters:
                 parameter.grad = None
             _log.info(

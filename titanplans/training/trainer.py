@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torchtitan.components.validate
 import torchtitan.trainer
+from torch.distributed.tensor import DTensor
 from torchtitan.tools.utils import device_module, device_type
 
 from titanplans.config import by_job_key
@@ -56,7 +57,7 @@ class Trainer(torchtitan.trainer.Trainer):
         self._batches_done = 0  # of this step
         self._losses: list[torch.Tensor] = []  # likewise
         self._checked_async_tp = False
-        self.skipped = Skipped(config.skip_nan_inf_limit)
+        self.skipped = Skipped()
         super().__init__(config)
         self._finite = torch.ones((), dtype=torch.int32, device=self.device)
         self.checkpointer.finite = self._all_finite  # pyrefly: ignore[missing-attribute]
@@ -138,6 +139,12 @@ class Trainer(torchtitan.trainer.Trainer):
             norms.append(
                 self.skipped.clip(parameters, most, self.step) if skips else clip_gradients(parameters, most)
             )
+            if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
+                raise Diverged(
+                    f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
+                    f"(training.skip_nan_inf_limit), so no later one will be; {self._left()}. Resume with a lower "
+                    "optimizer.lr, or leave out the data that they read"
+                )
             return norms[-1]
 
         try:
@@ -158,15 +165,23 @@ class Trainer(torchtitan.trainer.Trainer):
             self._finite *= numbers.isfinite().all()  # waits for nothing
 
     def _all_finite(self) -> bool:
-        """Whether all losses and norms of this run were finite, on every rank, but for steps that were left out."""
+        """Whether all weights are finite, on every rank, and losses and norms were, but for steps that were left out."""
+        weights = [parameter.detach() for part in self.model_parts for parameter in part.parameters()]
+        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        self._finite *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
         torch.distributed.all_reduce(self._finite, torch.distributed.ReduceOp.MIN)
         return bool(self._finite.item())
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
-            f"step {self.step}: the {what} is not finite, so the weights are lost; lower optimizer.lr, lengthen "
-            "lr_scheduler.warmup_steps, or set training.skip_nan_inf = true to leave such steps out"
+            f"step {self.step}: the {what} is not finite, so the weights are lost; {self._left()}. Lower optimizer.lr, "
+            "lengthen lr_scheduler.warmup_steps, or set training.skip_nan_inf = true to leave such steps out"
         )
+
+    def _left(self) -> str:
+        if not self.config.checkpoint.enable:
+            return "nothing was saved (checkpoint.enable = false)"
+        return self.checkpointer.left()  # pyrefly: ignore[missing-attribute]
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """torchtitan's, with gradients summed over ranks when the strategy says so."""

@@ -5,7 +5,7 @@ It is written last, so a folder with a card is whole; its last key is a checksum
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,25 +65,27 @@ def read_card(checkpoint: Path) -> Card:
             raise ValueError("its checksum differs")
         files = {name: tuple(entry) for name, entry in values.pop("files").items()}
         return Card(**values, files=files)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} can't be read ({error.strerror}); resume from another checkpoint"
-        ) from error
     except ConfigError:
         raise
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({error.strerror})") from error
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}); resume from another by checkpoint.load_step, or move this one away"
-        ) from error
+        raise ConfigError(f"{path} is damaged ({error})") from error
 
 
-def damage(checkpoint: Path, card: Card, rank: int = 0, ranks: int = 1) -> str | None:
+def damage(
+    checkpoint: Path, rank: int = 0, ranks: int = 1, names: Collection[str] | None = None
+) -> str | None:
     """Return what is wrong with the first damaged file of a checkpoint, in words; None if all are as they were written.
 
-    Each of several ranks looks at a part of the files.
+    Each of several ranks reads the card, and a part of the other files; or only those of `names` are read.
     """
-    for name, (size, checksum) in list(card.files.items())[rank::ranks]:
-        path = checkpoint / name
+    try:
+        files = read_card(checkpoint).files
+    except ConfigError as error:
+        return str(error)
+    for name in [name for name in files if names is None or name in names][rank::ranks]:
+        path, (size, checksum) = checkpoint / name, files[name]
         try:
             if path.stat().st_size != size:
                 return f"{path} has {path.stat().st_size:,} bytes, and {size:,} were written"

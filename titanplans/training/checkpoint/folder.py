@@ -13,11 +13,11 @@ nor removed. Needs no torch.
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titanplans.errors import ConfigError
-from titanplans.training.checkpoint.card import CARD
+from titanplans.training.checkpoint.card import CARD, damage, read_card
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _HALF = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(writing|replaced|removed)")
@@ -38,26 +38,25 @@ def steps(folder: Path) -> list[int]:
     """Return the steps of the whole checkpoints in `folder`, the newest last.
 
     Raises:
-        ConfigError: a distributed checkpoint with the name of one has no card, so who wrote it, and how whole it is,
-            can't be said.
+        ConfigError: something else has the name of one, so who wrote it, and how whole it is, can't be said.
     """
-    found = []
-    for path in _entries(folder):
-        if match := _STEP.fullmatch(path.name):
-            if (path / CARD).is_file():
-                found.append(int(match.group(1)))
-            elif (path / ".metadata").is_file():
-                raise ConfigError(
-                    f"checkpoint.folder: {path} has no {CARD}: another program wrote it, or an older titanplans; move it "
-                    "away, and start from it by checkpoint.initial_load_path"
-                )
-    return sorted(found)
+    named = ((path, match) for path in _entries(folder) if (match := _STEP.fullmatch(path.name)))
+    return sorted(int(match.group(1)) for path, match in named if _is_ours(path))
+
+
+def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
+    """Return in words from where a job whose checkpoint is damaged can go on. `damage` is asked of the others."""
+    for step in reversed(steps(damaged.parent)):
+        other = checkpoint_path(damaged.parent, step)
+        if other != damaged and damage(other) is None and read_card(other).holds == "training":
+            return f"checkpoint.load_step = {step} resumes from the newest that is whole"
+    return "no other is whole: move the folder away"
 
 
 def commit(checkpoint: Path) -> None:
     """Give a checkpoint that is whole its name: from `writing_path(checkpoint)`. What has the name goes."""
     replaced = checkpoint.with_name(f".{checkpoint.name}.replaced")
-    if checkpoint.exists():
+    if _is_ours(checkpoint):
         checkpoint.rename(replaced)
     writing_path(checkpoint).rename(checkpoint)
     sync(checkpoint.parent)
@@ -71,6 +70,13 @@ def remove(checkpoint: Path) -> Path:
     if removed.exists():
         shutil.rmtree(removed)
     return checkpoint.rename(removed)
+
+
+def discard(folder: Path) -> None:
+    """Remove what was being written when it failed, so that a full disk is not full of it."""
+    for path in list(_entries(folder)):
+        if (match := _HALF.fullmatch(path.name)) and match.group(2) == "writing":
+            shutil.rmtree(path)
 
 
 def tidy(folder: Path) -> None:
@@ -93,7 +99,7 @@ def set_aside(folder: Path, later_than: int) -> Path | None:
     numbers = [int(match.group(1)) for path in _entries(folder) if (match := _ASIDE.fullmatch(path.name))]
     aside = folder / f"set-aside-{max(numbers, default=0) + 1}"
     aside.mkdir()
-    for path in later:
+    for path in reversed(later):  # a kill in the midst of it leaves those that come first
         path.rename(aside / path.name)
     sync(folder)
     return aside
@@ -106,6 +112,18 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_ours(checkpoint: Path) -> bool:
+    """Whether there is a checkpoint; an empty folder, over which one can be renamed, is none."""
+    if (checkpoint / CARD).is_file():
+        return True
+    if not checkpoint.exists() or (checkpoint.is_dir() and not any(checkpoint.iterdir())):
+        return False
+    raise ConfigError(
+        f"checkpoint.folder: {checkpoint} has no {CARD}: another program wrote it, or an older titanplans; move it "
+        "away; if it is a checkpoint, start from it by checkpoint.initial_load_path"
+    )
 
 
 def _entries(folder: Path) -> Iterator[Path]:

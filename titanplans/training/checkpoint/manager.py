@@ -28,6 +28,8 @@ from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, to_resume
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
 
+_LOAD_STEP = "checkpoint.load_step"
+
 
 class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
     """torchtitan's, with the same arguments.
@@ -47,7 +49,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """As `Card.job`."""
 
         restarted: bool = False
-        """A launcher has started the job again: it obeyed `load_step` the first time."""
+        """A launcher has started the job again."""
 
     def __init__(self, config: Config, **components: Any):
         self.config = config
@@ -66,9 +68,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         Raises:
             ConfigError: there is none, or a file of it is not as it was written.
         """
-        if step == -1 or self.config.restarted:
-            newest = to_resume(self.path)
-            step = -1 if newest is None else int(newest.name.removeprefix("step-"))
+        step = _from_all(self._step_to_load(step) if dist.get_rank() == 0 else None)[0]
         loaded = super()._load(step)
         if step != -1 and not self.load_only:
             dist.barrier()  # all have read before one moves what they look at
@@ -76,15 +76,28 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 logger.info(f"checkpoints after step {step} were set aside, into {aside}")
         return loaded
 
+    def _step_to_load(self, step: int) -> int:
+        if step != -1 and not (self.config.restarted and self._has_gone_on_from(step)):
+            return step
+        newest = to_resume(self.path)
+        return -1 if newest is None else int(newest.name.removeprefix("step-"))
+
+    def _has_gone_on_from(self, load_step: int) -> bool:
+        """Whether the newest checkpoint is of a job that began at `load_step`: this one, before a launcher restarted it."""
+        newest = folder.checkpoint_path(self.path, folder.steps(self.path)[-1])
+        return damage(newest, names=()) is None and read_card(newest).job.get(_LOAD_STEP) == load_step
+
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Check the files of a checkpoint and load it; the optimizers keep the settings of this job."""
         checkpoint = Path(checkpoint_id)
+        own = checkpoint.parent == self.path
         if (checkpoint / CARD).is_file():
-            card = read_card(checkpoint)
-            self._refuse_damaged(checkpoint, card)
-            if checkpoint.parent == self.path and (differing := changes(card.job, self.config.job)):
+            if (wrong := _damage(checkpoint)) is not None:
+                instead = folder.remedy(checkpoint, _damage) if own else "take another checkpoint"
+                raise ConfigError(f"{wrong}; {instead}")
+            if own and (differing := changes(read_card(checkpoint).job, self.config.job)):
                 logger.info(f"{checkpoint.name} is of another job, and this one's values hold: {differing}")
         with self._one_line(f"{checkpoint} can't be loaded"):
             dcp.load(state_dict, storage_reader=Reader(checkpoint), planner=Planner())
@@ -93,22 +106,6 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
 
     def _find_load_step(self, folder: str = "") -> int:
         return -1  # `_load` has looked
-
-    def _refuse_damaged(self, checkpoint: Path, card: Card) -> None:
-        """Raise on all ranks what one has found."""
-        found = _from_all(damage(checkpoint, card, dist.get_rank(), dist.get_world_size()))
-        wrong = next((words for words in found if words is not None), None)
-        if wrong is None:
-            return
-        if checkpoint.parent != self.path:
-            raise ConfigError(f"{wrong}; take another checkpoint")
-        others = [step for step in reversed(folder.steps(self.path)) if step != card.step]
-        whole = (step for step in others if _is_whole(folder.checkpoint_path(self.path, step)))
-        step = _from_all(next(whole, None) if dist.get_rank() == 0 else None)[0]
-        remedy = f"checkpoint.load_step = {step} resumes from the newest that is whole"
-        raise ConfigError(
-            f"{wrong}; {remedy if step is not None else 'no other is whole: move the folder away'}"
-        )
 
     # Saving
 
@@ -121,11 +118,14 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """
         if self._should_save(curr_step, last_step) and not self.finite():
             raise Diverged(
-                f"step {curr_step} is not saved: since the last checkpoint the loss or the gradient's norm was not finite; "
-                f"{self._left()}. Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or set "
+                f"step {curr_step} is not saved: since the last checkpoint a loss, a gradient's norm or a weight was not "
+                f"finite; {self.left()}. Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or set "
                 "training.skip_nan_inf = true to leave such steps out"
             )
-        return super()._save(curr_step, last_step)
+        saved = super()._save(curr_step, last_step)
+        if saved and last_step:
+            self._purge_stale_checkpoints()  # which torchtitan leaves out
+        return saved
 
     def dcp_save(
         self,
@@ -175,10 +175,10 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.path.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.path).free
+        free = _from_all(shutil.disk_usage(self.path).free)[0]
         if free < needed:
             raise NotSaved(
-                f"{self.path} has {free / 1e9:,.2f} GB free, and a checkpoint takes {needed / 1e9:,.2f} GB; {self._left()}"
+                f"{self.path} has {free / 1e9:,.2f} GB free, and a checkpoint takes {needed / 1e9:,.2f} GB; {self.left()}"
             )
 
     @contextmanager
@@ -187,6 +187,9 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         try:
             yield
         except CheckpointException as failed:
+            self.save_future = None
+            if dist.get_rank() == 0:
+                folder.discard(self.path)  # no rank writes any more
             causes = [cause for cause, _ in failed.failures.values()]
             for kind in (UserError, OSError, Exception):
                 cause = next((cause for cause in causes if isinstance(cause, kind)), None)
@@ -195,13 +198,14 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 if isinstance(cause, OSError):
                     full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
                     why = "no space is left" if full else (cause.strerror or str(cause))
-                    raise NotSaved(f"{what} ({why}); {self._left()}") from failed
+                    raise NotSaved(f"{what} ({why}); {self.left()}") from failed
                 if cause is not None:
                     raise RuntimeError(f"{what}: {type(cause).__name__}: {cause}") from failed
             raise
 
-    def _left(self) -> str:
-        """Say in words from where the job can go on."""
+    def left(self) -> str:
+        """Return in words from where the job can go on, once what is being written is there. All ranks call it."""
+        self.maybe_wait_for_saving()
         present = folder.steps(self.path)
         return (
             f"the newest complete checkpoint is step-{present[-1]}"
@@ -210,13 +214,10 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         )
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether training can go on from a checkpoint, whose every file is read for that."""
-    try:
-        card = read_card(checkpoint)
-        return card.holds == "training" and damage(checkpoint, card) is None
-    except ConfigError:
-        return False
+def _damage(checkpoint: Path) -> str | None:
+    """As `titanplans.training.checkpoint.card.damage`, on all ranks, of which each reads a part."""
+    found = _from_all(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    return next((words for words in found if words is not None), None)
 
 
 def _from_all(value: Any) -> list[Any]:

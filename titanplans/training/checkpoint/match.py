@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.values import show
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, read_card
+from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.storage import Reader
 
 # What torchtitan saves beside the weights, whose names have no prefix.
@@ -54,6 +54,8 @@ def to_resume(path: Path, step: int = -1) -> Path | None:
         return folder.checkpoint_path(path, step) if step in present else None
     for each in reversed(present):
         checkpoint = folder.checkpoint_path(path, each)
+        if (wrong := damage(checkpoint, names=())) is not None:
+            raise ConfigError(f"checkpoint.folder: {wrong}; {folder.remedy(checkpoint)}")
         if each == 0 or read_card(checkpoint).holds == "training":
             return checkpoint
     if present:
@@ -89,12 +91,16 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         ConfigError: with what differs; or it holds the weights alone.
     """
     if (checkpoint / CARD).is_file():
-        card = read_card(checkpoint)
-        if differing := changes(card.model, model_card(model.config)):
+        if (wrong := damage(checkpoint, names=(".metadata",))) is not None:
+            instead = folder.remedy(checkpoint) if key == "checkpoint.folder" else "take another checkpoint"
+            raise ConfigError(f"{key}: {wrong}; {instead}")
+        if differing := changes(read_card(checkpoint).model, model_card(model.config)):
             raise ConfigError(
                 f"{key}: {checkpoint} is of another model ({differing}); name another folder, or go back to that model"
             )
-    saved = Reader(checkpoint).read_metadata().state_dict_metadata
+    index = Reader(checkpoint).read_metadata()
+    _refuse_cut(checkpoint, index, key)
+    saved = index.state_dict_metadata
     there = {
         name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for name, entry in saved.items()
@@ -113,6 +119,17 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
             "from it; resume from an earlier one by checkpoint.load_step, or start a new checkpoint.folder with it as "
             "checkpoint.initial_load_path"
         )
+
+
+def _refuse_cut(checkpoint: Path, index: Metadata, key: str) -> None:
+    """Refuse a checkpoint whose files are shorter than its index says: one without a card has no checksums."""
+    sizes: dict[str, int] = {}
+    for entry in (index.storage_data or {}).values():
+        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file() or path.stat().st_size < size:
+            raise ConfigError(f"{key}: {path} is cut short or gone; take another checkpoint")
 
 
 def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -1,18 +1,16 @@
 """torch's distributed checkpoints on a file system: written with checksums, read without running what is in them.
 
-A file's checksum is taken as it is written. Each rank leaves those of its files in a small file beside them, and the rank
-that ends the save collects them in the card. So it is the same for a save in this thread, in another or in another
-process.
+A file's checksum is taken as it is written. Each rank hands those of its files, with what it has written, to the rank that
+ends the save, which puts them into the card. So it is the same for a save in this thread, in another or in another process.
 """
 
 import io
-import json
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import xxhash
@@ -25,8 +23,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, write_card
-
-_SUMS = ".checksums-{}.json"
 
 
 class Writer(FileSystemWriter):
@@ -44,23 +40,27 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """torch's, and the checksums of the files that this rank has written."""
-        written = super().write_data(plan, planner)
-        sums = Path(self.path, _SUMS.format(plan.storage_data.prefix))
-        sums.write_text(json.dumps(self.hashing.sums), encoding="utf-8")
-        self.hashing.sums = {}
+        results = _Results(super().write_data(plan, planner).value())
+        results.sums, self.hashing.sums = self.hashing.sums, {}
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result(results)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """torch's, then the card, then the rename. One rank calls it, after all have written."""
         super().finish(metadata, results)
-        metadata_name = ".metadata"
-        sums = {metadata_name: self.hashing.sums[f"{metadata_name}.tmp"]}
-        for path in sorted(Path(self.path).glob(_SUMS.format("*"))):
-            sums |= json.loads(path.read_text(encoding="utf-8"))
-            path.unlink()
+        sums = {".metadata": self.hashing.sums[".metadata.tmp"]}
+        for result in results:
+            sums |= cast(_Results, result).sums
         write_card(Path(self.path), replace(self.card, files=sums))
         folder.sync(Path(self.path))
         folder.commit(self.checkpoint)
+
+
+class _Results(list[WriteResult]):
+    """What a rank has written, and size and checksum of each of its files."""
+
+    sums: dict[str, tuple[int, str]]
 
 
 class _Hashing(FileSystem):
@@ -76,7 +76,12 @@ class _Hashing(FileSystem):
                 yield stream
                 return
             hashed = _Hashed(stream)
-            yield hashed  # type: ignore[misc]
+            try:
+                yield hashed  # type: ignore[misc]
+            except Exception as error:
+                if hashed.failed is not None:  # torch makes a RuntimeError of it
+                    raise hashed.failed from error
+                raise
             self.sums[Path(path).name] = hashed.size, hashed.checksum.hexdigest()
 
 
@@ -86,11 +91,16 @@ class _Hashed:
     def __init__(self, stream: io.IOBase):
         self._stream = stream
         self.size, self.checksum = 0, xxhash.xxh3_128()
+        self.failed: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum.update(data)
         self.size += memoryview(data).nbytes
-        return self._stream.write(data)  # pyrefly: ignore[missing-attribute]
+        try:
+            return self._stream.write(data)  # pyrefly: ignore[missing-attribute]
+        except OSError as error:
+            self.failed = error
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -128,9 +138,14 @@ class Planner(DefaultLoadPlanner):
         """Put numbers, strings, tensors, lists and dicts where they belong.
 
         Raises:
-            pickle.UnpicklingError: there is something else.
+            ConfigError: there is something else.
         """
-        torch.load(value, weights_only=True)
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                f"{read_item.storage_index.fqn} in it is damaged, or holds what could run code; take another checkpoint"
+            ) from error
         value.seek(0)
         super().load_bytes(read_item, value)
 

@@ -1,0 +1,284 @@
+"""Checkpoints of real jobs on several ranks: rewinds, damage, numbers that are not finite, full disks, other degrees."""
+
+import logging
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+import worlds
+from test_trainer import train, write_inputs
+
+from titanplans.errors import ConfigError, Diverged, NotSaved
+from titanplans.training.checkpoint.card import damage
+
+SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+class Said(logging.Handler):
+    """The messages that a rank logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.glob("*"))
+
+
+def refusal(kind: type[Exception], *args, **kwargs) -> str:
+    """Return the line in which a job ends."""
+    try:
+        train(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def alone(rank: int, function) -> None:
+    """Let rank 0 do something while the others wait."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if rank == 0:
+        function()
+    dist.barrier()
+
+
+def rewinds(rank: int, folder: Path) -> dict:
+    job, path = (folder, "dense", "rewind", TP, *SAVES), folder / "rewind" / "checkpoint"
+    found = {"whole": train(*job, "--checkpoint.keep_latest_k=0")[0].losses()}
+    # Not begun before a launcher started it again: what is newest is of the job that is to be left.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    found["again"] = train(*job, "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4")[0].losses()
+    found["names"] = names(path), names(path / "set-aside-1")
+    found["restarted"] = train(
+        *job, "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4", "--training.steps=10"
+    )[0].losses()
+    del os.environ["TORCHELASTIC_RESTART_COUNT"]
+    found["restarted names"] = names(path)
+    train(*job, "--checkpoint.keep_latest_k=2", "--checkpoint.load_step=4", "--training.steps=6")
+    found["by the same command"] = names(path), names(path / "set-aside-2")
+    return found
+
+
+def damages(rank: int, folder: Path) -> dict:
+    path = folder / "rewind" / "checkpoint"
+    job = (folder, "dense", "rewind", TP, *SAVES)
+
+    def flip() -> None:
+        shard = path / "step-6" / "__1_0.distcp"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 4
+        shard.write_bytes(content)
+
+    alone(rank, flip)
+    found = {"damaged": refusal(ConfigError, *job)}
+    poisoned = folder / "poisoned"
+
+    class Runs:
+        def __reduce__(self):
+            return Path.touch, (folder / "ran",)
+
+    def poison(trainer) -> None:
+        states = trainer.checkpointer._flattened_model_states_sd()
+        dcp.save(states | {"train_state": trainer.state_dict() | {"step": Runs()}}, checkpoint_id=poisoned)
+
+    train(folder, "dense", "poison", TP, *SAVES, "--training.steps=1", prepare=poison)
+    options = (f"--checkpoint.initial_load_path={poisoned}", "--checkpoint.no-initial_load_model_only")
+    found["poisoned"] = refusal(ConfigError, folder, "dense", "new", TP, *SAVES, *options)
+    return found
+
+
+def changed_options(rank: int, folder: Path) -> dict:
+    job = (folder, "dense", "options", TP, *SAVES, "--lr_scheduler.decay_ratio=0.0")
+    train(*job, "--training.steps=4")
+    said = Said()
+    logging.getLogger().addHandler(said)
+    logging.getLogger().setLevel(logging.INFO)
+    changed = (
+        "--optimizer.weight_decay=0.3",
+        "--optimizer.beta1=0.5",
+        "--optimizer.lr=1e-4",
+        "--optimizer.name=Adam",
+    )
+    _, trainer = train(*job, *changed, "--training.steps=6")
+    logging.getLogger().removeHandler(said)
+    (optimizer,) = trainer.optimizers
+    (group,) = optimizer.param_groups
+    keys = ("weight_decay", "betas", "lr")
+    lines = [line for line in said.lines if "this one's values hold" in line]
+    step = next(iter(optimizer.state.values()))["step"]
+    return {
+        "group": {key: group[key] for key in keys},
+        "lines": lines,
+        "name": type(optimizer).__name__,
+        "step": step,
+    }
+
+
+def poisoned_at(*steps: int):
+    """Make the gradient of the second rank not finite at these steps."""
+
+    def prepare(trainer) -> None:
+        real = trainer.forward_backward_step
+
+        def forward_backward_step(**batch):
+            loss = real(**batch)
+            if trainer.step in steps and os.environ["RANK"] == "1":
+                next(p for p in trainer.model_parts[0].parameters() if p.grad is not None).grad.mul_(
+                    float("nan")
+                )
+            return loss
+
+        trainer.forward_backward_step = forward_backward_step
+
+    return prepare
+
+
+def not_finite(rank: int, folder: Path) -> dict:
+    found = {}
+    for mode in ("disabled", "async"):
+        job = (folder, "dense", f"nan-{mode}", TP, *SAVES, f"--checkpoint.async_mode={mode}")
+        found[mode] = refusal(Diverged, *job, "--metrics.log_freq=10", prepare=poisoned_at(5))
+        found[mode, "names"] = names(folder / f"nan-{mode}" / "checkpoint")
+        found[mode, "logged"] = refusal(Diverged, *job, prepare=poisoned_at(5))
+    # The loss and the gradient of the first step are finite; the weights after it are not.
+    job = (
+        folder,
+        "dense",
+        "overflow",
+        TP,
+        *SAVES,
+        "--lr_scheduler.warmup_steps=0",
+        "--checkpoint.interval=1",
+    )
+    found["overflow"] = refusal(Diverged, *job, "--optimizer.lr=1e39")
+    found["overflow", "names"] = names(folder / "overflow" / "checkpoint")
+    job = (
+        folder,
+        "dense",
+        "skipped",
+        TP,
+        *SAVES,
+        "--training.skip_nan_inf",
+        "--training.skip_nan_inf_limit=2",
+    )
+    found["skipped"] = refusal(Diverged, *job, prepare=poisoned_at(4, 6, 7))
+    return found
+
+
+def full(rank: int, folder: Path) -> dict:
+    found = {}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for mode in ("disabled", "async"):
+        dump, job = f"full-{mode}", (TP, *SAVES, f"--checkpoint.async_mode={mode}")
+        train(folder, "dense", dump, *job, "--training.steps=2")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+        found[f"full {mode}"] = refusal(NotSaved, folder, "dense", dump, *job, "--training.steps=8")
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        found[f"full {mode}", "names"] = names(folder / dump / "checkpoint")
+    return found
+
+
+def on_two_ranks(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+    found = {}
+    for cases in (rewinds, damages, changed_options, not_finite, full):
+        found |= cases(rank, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    write_inputs(folder)
+    os.environ["TEST_FOLDER"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return worlds.run(on_two_ranks, 2)
+
+
+def test_a_rewind_begins_a_branch_and_sets_the_other_aside(two):
+    whole = two["whole"]
+    assert two["again"] == {step: whole[step] for step in (5, 6, 7, 8)}
+    assert two["names"] == (["set-aside-1", "step-4", "step-6", "step-8"], ["step-6", "step-8"])
+
+
+def test_a_launcher_that_starts_again_goes_on_with_the_branch(two):
+    assert list(two["restarted"]) == [9, 10]
+    # What load_step names is kept beside the newest two: the same command can start again.
+    assert two["restarted names"] == ["set-aside-1", "step-10", "step-4", "step-8"]
+    assert two["by the same command"] == (
+        ["set-aside-1", "set-aside-2", "step-4", "step-6"],
+        ["step-10", "step-8"],
+    )
+
+
+def test_a_damaged_checkpoint_names_the_file_and_the_newest_that_is_whole(two, folder):
+    path = folder / "rewind" / "checkpoint"
+    assert two["damaged"] == (
+        f"{path}/step-6/__1_0.distcp is damaged: its checksum is not the one that was written; "
+        "checkpoint.load_step = 4 resumes from the newest that is whole"
+    )
+
+
+def test_a_checkpoint_of_a_stranger_runs_nothing(two, folder):
+    assert "train_state.step in it is damaged, or holds what could run code" in two["poisoned"]
+    assert not (folder / "ran").exists()
+
+
+def test_options_that_changed_take_effect_and_are_named_in_one_line(two):
+    assert two["group"] == {"weight_decay": 0.3, "betas": (0.5, 0.95), "lr": pytest.approx(1e-4)}
+    assert (two["name"], two["step"]) == ("Adam", 6)
+    (line,) = two["lines"]
+    for change in (
+        'optimizer.name = "AdamW", now "Adam"',
+        "optimizer.weight_decay = 0.1, now 0.3",
+        "optimizer.beta1 = 0.9, now 0.5",
+        "optimizer.lr = 0.003, now 0.0001",
+        "training.steps = 4, now 6",
+    ):
+        assert change in line
+    assert "exclude_from_loading" not in line
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_weights_that_are_not_finite_are_never_saved(two, mode):
+    assert two[mode].startswith(
+        "step 6 is not saved: since the last checkpoint a loss, a gradient's norm or a weight"
+    )
+    assert "the newest complete checkpoint is step-4. Lower optimizer.lr" in two[mode]
+    assert two[mode, "names"] == ["step-2", "step-4"]
+    assert two[mode, "logged"].startswith("step 5: the gradient's norm is not finite")
+    assert "the newest complete checkpoint is step-4. Lower optimizer.lr" in two[mode, "logged"]
+
+
+def test_an_update_that_no_weight_bears_is_never_saved(two):
+    assert two["overflow"].startswith("step 1 is not saved")
+    assert two["overflow", "names"] == []
+
+
+def test_steps_that_are_left_out_in_a_row_end_the_job(two):
+    assert two["skipped"].startswith("step 7: the gradient was not finite in 2 steps in a row")
+    assert "the newest complete checkpoint is step-6" in two["skipped"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_disk_that_refuses_is_one_line_and_nothing_half(two, mode, folder):
+    path = folder / f"full-{mode}" / "checkpoint"
+    assert (
+        f"can't be saved in {path} (File too large); the newest complete checkpoint is step-2"
+        in two[f"full {mode}"]
+    )
+    assert two[f"full {mode}", "names"] == ["step-2"]
+    assert damage(path / "step-2") is None
