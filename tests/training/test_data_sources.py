@@ -96,7 +96,9 @@ def test_a_python_without_sources_is_refused(tmp_path):
 
 @given(
     st.lists(
-        st.sampled_from(["a", "é", "\n", "\r\n", "line of text\n", "\nxx日本語x" * 9, "日xxx" * 30]),
+        st.sampled_from(
+            ["a", "é", " ", "\n", "\r\n", "line of text\n", "\nxx日本語x" * 9, "日xxx" * 30, "a word " * 20]
+        ),
         min_size=1,
         max_size=60,
     )
@@ -187,6 +189,56 @@ def test_rows_that_are_no_text_are_refused_when_opened(corpus):
     (corpus / "number.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
     with pytest.raises(DataError, match=r"line 1 holds a value of type int "):
         open_source("local", str(corpus / "number.jsonl"), split="all")
+
+
+@pytest.mark.parametrize("kind", ["rows.jsonl", "rows.parquet", "stream"])
+def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus, kind):
+    texts = [f"{i} " + f"word{i} 日本語 " * 20_000 for i in range(3)] + ["", "short", "x" * 200_000]
+    if kind == "stream":
+        write_jsonl(corpus / "train.jsonl", texts)
+        documents = list(open_source(str(corpus)).documents(0, 0, 1, None))
+        assert "".join(text for _, text in documents) == "".join(texts)
+        for i, (position, _) in enumerate(documents):
+            position = json.loads(json.dumps(position))
+            assert list(open_source(str(corpus)).documents(0, 0, 1, position)) == documents[i:]
+        pieces = [text for _, text in documents]
+    else:
+        file = corpus / kind
+        if kind == "rows.jsonl":
+            write_jsonl(file, texts)
+        else:
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=2)
+        by_split = {
+            split: sorted(read(open_source("local", str(file), split=split)))
+            for split in ("train", "validation")
+        }
+        assert sum(map(len, by_split["validation"])) == len(texts[0])
+        assert all("word0" in text for text in by_split["validation"])
+        corpus_of = open_source("local", str(file), split="all")._corpus
+        pieces = [corpus_of.text(i) for i in range(len(corpus_of))]
+        assert "".join(pieces) == "".join(texts)
+        assert sorted(by_split["train"] + by_split["validation"]) == sorted(pieces)
+    assert max(len(piece.encode()) for piece in pieces) <= 2 * PIECE_BYTES
+    assert len(pieces) > 20
+    assert all(piece.endswith(" ") for piece in pieces if "word" in piece)
+
+
+def test_a_stream_whose_later_rows_have_no_text_is_refused_in_one_line(corpus):
+    write_jsonl(corpus / "train-0.jsonl", ["a"] * 30)
+    write_jsonl(corpus / "train-1.jsonl", ["b"] * 30, column="body")
+    with pytest.raises(
+        DataError, match=r"^[^\n]*can't be read further \(CastError: [^\n]*column names don't match"
+    ):
+        read(open_source(str(corpus)))
+    (corpus / "train-1.jsonl").unlink()
+    write_jsonl(corpus / "train-0.jsonl", ["a"] * 30 + [3])
+    with pytest.raises(DataError, match=r"text_column = 'text': a row holds a value of type int where"):
+        read(open_source(str(corpus)))
+    (corpus / f"{corpus.name}.py").write_text("raise SystemExit\n")
+    with pytest.raises(
+        DataError, match=r"can't be opened \(RuntimeError: Dataset scripts are no longer supported"
+    ):
+        open_source(str(corpus))
 
 
 # --- order and streams

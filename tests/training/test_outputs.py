@@ -9,6 +9,7 @@ import pytest
 from titanplans.config import ConfigError
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import build_job, keys
+from titanplans.training.jsonl import JsonlWriter, read_rows
 from titanplans.training.outputs import check_outputs, outputs
 
 SWITCHES = {
@@ -78,6 +79,30 @@ def test_a_folder_where_a_file_is_to_be_written(name):
     (Path("outputs") / name).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"outputs/{name} is a folder, and a file is to be written there"):
         check_outputs(build_job(SWITCHES | {"job.save_config_file": "config.json"}))
+
+
+def test_a_bad_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0}\n'
+    for torn in (b"", b'{"step": 3, "lo', b"\0" * 40):
+        file.write_bytes(rows + torn)
+        assert [row["step"] for row in read_rows(file)] == [1, 2]
+    writer = JsonlWriter(file)
+    writer.log({"loss": 1.0}, 3)
+    writer.close()
+    assert [row["step"] for row in read_rows(file)] == [1, 2, 3]
+    file.write_bytes(rows + b'{"step": 3, "lo\n{"step": 4}\n')
+    with pytest.raises(
+        ConfigError, match=r"metrics\.jsonl, line 3 is no row of metrics, .*; remove the line to go on"
+    ):
+        read_rows(file)
+
+
+def test_the_metrics_of_every_rank_are_looked_at():
+    Path("outputs/rank_1").mkdir(parents=True)
+    Path("outputs/rank_1/metrics.jsonl").write_text("[]\n")
+    with pytest.raises(ConfigError, match=r"rank_1/metrics\.jsonl, line 1 is no row"):
+        check_outputs(build_job(SWITCHES))
 
 
 @pytest.mark.parametrize("content", [b"no JSON\n", b"[]\n", b"{}\n", b"\xff\n"])

@@ -58,6 +58,8 @@ seed = 3
 """
 DEGREE, LOSS_PARALLEL = "--parallelism.tensor_parallel_degree=2", "--parallelism.disable_loss_parallel"
 
+VALIDATION = ("--validation.enable", "--validation.freq=4", "--validation.steps=2")
+
 
 def write_inputs(folder: Path) -> None:
     (folder / "job.toml").write_text(JOB)
@@ -132,7 +134,7 @@ def resumed(folder: Path, model: str, dump: str, *options: str):
     generator = torch.get_rng_state()
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        shutil.rmtree(folder / dump / "checkpoint" / "step-8")
+        shutil.rmtree(folder / dump / "checkpoint" / "step-8")  # as if the job had been killed before
     torch.distributed.barrier()
     torch.manual_seed(99)
     half = losses_of(folder, model, dump, *options)
@@ -145,17 +147,35 @@ def on_one_rank(rank: int) -> dict:
     results = {
         "gla": losses_of(folder, "gla", "gla", steps),
         "transformer": losses_of(folder, "transformer", "transformer", steps),
-        "resumed": resumed(folder, "llama", "resumed"),
+        "resumed": resumed(folder, "llama", "resumed", *VALIDATION),
         "accumulated": losses_of(
             folder, "gla", "acc", steps, "--training.local_batch_size=1", "--training.global_batch_size=4",
             "--checkpoint.enable", "--checkpoint.interval=4",
         ),
     }  # fmt: skip
+    saved = []
+
+    def watch_saves(trainer):
+        save, rows = trainer.checkpointer.save, trainer.metrics_processor.logger.rows
+        trainer.checkpointer.save = lambda step, **kwargs: (
+            saved.append((step, dict(rows[-1]))),
+            save(step, **kwargs),
+        )
+
+    train(
+        folder,
+        "gla",
+        "watched",
+        *VALIDATION,
+        "--checkpoint.enable",
+        "--checkpoint.interval=4",
+        prepare=watch_saves,
+    )
+    results["at each save"] = saved
     everything, trainer = train(
         folder, "llama", "everything",
         "--training.max_norm=0.01", "--lr_scheduler.decay_ratio=0.5",
-        "--validation.enable", "--validation.freq=4", "--validation.steps=2",
-        "--metrics.enable_tensorboard", "--metrics.enable_jsonl", "--metrics.log_freq=3",
+        *VALIDATION, "--metrics.enable_tensorboard", "--metrics.enable_jsonl", "--metrics.log_freq=3",
         "--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_warmup=1",
     )  # fmt: skip
     model = trainer.model_parts[0]
@@ -179,7 +199,7 @@ def on_two_ranks(rank: int) -> dict:
         results[model, "logits gathered"] = losses_of(folder, model, f"{model}-gathered", *tp, LOSS_PARALLEL)
     every_rank = ("--metrics.enable_jsonl", "--metrics.save_for_all_ranks")
     results["tp resumed"] = resumed(folder, "gla", "tp-resumed", DEGREE, *every_rank)
-    results["fsdp resumed"] = resumed(folder, "gla", "fsdp-resumed")
+    results["fsdp resumed"] = resumed(folder, "gla", "fsdp-resumed", *VALIDATION)
     resumes = ("--checkpoint.enable", "--checkpoint.interval=4", "--training.steps=20")
     batch = ("--training.local_batch_size=2", "--training.global_batch_size=4")
     other_degrees = {
@@ -293,6 +313,13 @@ def test_validation_follows_training(one):
     assert list(losses) == [1, 4, 8]
     assert losses[1] == pytest.approx(math.log(4096), abs=0.5)
     assert losses[8] < losses[1] - 0.1
+
+
+def test_a_step_is_saved_only_when_its_validation_is_logged(one):
+    validated = [
+        step for step, row in one["at each save"] if "validation_metrics/loss" in row and row["step"] == step
+    ]
+    assert validated == [1, 4, 8], "a kill between the two would lose the row"
 
 
 def test_metrics_jsonl_holds_what_the_other_writers_are_given(folder, one):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.errors import DataError
 from titanplans.training.data.local import walk
+from titanplans.training.data.pieces import pieces
 from titanplans.training.data.rows import as_text, check_column, quietly
 from titanplans.training.reading import refusing
 
@@ -59,16 +60,16 @@ class Stream:
         return next((count for count in counts if self._data.num_shards % count == 0), counts[-1])
 
     def documents(
-        self, epoch: int, stream: int, streams: int, start: dict[str, Any] | None
-    ) -> Iterator[tuple[dict[str, Any] | None, str]]:
-        """The documents of one epoch that belong to `stream` of `streams`, each with the state that leads to it."""
+        self, epoch: int, stream: int, streams: int, start: list[Any] | None
+    ) -> Iterator[tuple[list[Any], str]]:
+        """See Source. A position is the library's state that leads to a row, and the piece of that row."""
         from datasets.distributed import split_dataset_by_node
 
         data = split_dataset_by_node(self._data, rank=stream, world_size=streams)
         data.set_epoch(epoch)
-        if start is not None:
-            data.load_state_dict(start)
-        where = start
+        where, skipped = start or (None, 0)
+        if where is not None:
+            data.load_state_dict(where)
         # `iter` rather than `__iter__`: that one would divide the stream among a loader's workers once more.
         batches = iter(data.iter(batch_size=1))
         while True:
@@ -78,8 +79,11 @@ class Stream:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield where, as_text(batch[self._text_column][0], self._text_column, "a row")
-            where = data.state_dict()
+            text = as_text(batch[self._text_column][0], self._text_column, "a row")
+            for piece, document in enumerate(pieces(text)):
+                if piece >= skipped:
+                    yield [where, piece], document
+            where, skipped = data.state_dict(), 0
 
 
 def _open(

@@ -1,6 +1,7 @@
 """Where a long text is cut: at a line's end, else at a space, else between two characters."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 64 * 1024
 """Of a text file or a row: about what a document has at most, cut at a line end."""
@@ -26,3 +27,16 @@ def cut(read: Callable[[int, int], bytes | memoryview], place: int, most: int, s
     if place + most >= size:
         return size
     return place + next((i for i, byte in enumerate(seen[1:4]) if byte & 0xC0 != 0x80), 3)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The documents that a row's text is cut into: the text itself, if it isn't long."""
+    if len(text) * 4 <= PIECE_BYTES or len(row := text.encode()) <= PIECE_BYTES:
+        yield text
+        return
+    places = [
+        cut(lambda place, n: row[place : place + n], p, PIECE_BYTES, len(row))
+        for p in range(0, len(row), PIECE_BYTES)
+    ]
+    for begin, end in itertools.pairwise([*places, len(row)]):
+        yield row[begin:end].decode()
