@@ -267,6 +267,13 @@ def check_timeouts():
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=3)
 
 
+@needs("default_store", without="ranks that were asked to end can't agree on the step after which they do")
+def check_default_store():
+    assert private.default_store().compare_set("titanplans/test", "", "3") == b"3"
+    assert private.default_store().compare_set("titanplans/test", "", "4") == b"3"
+    assert private.default_store().check(["titanplans/test"])
+
+
 @needs("resolve_process_group", without="the size of a collective's group is unknown, and with it the bytes")
 def check_resolve_process_group():
     assert private.resolve_process_group(dist.group.WORLD.group_name).size() == 1

@@ -166,6 +166,11 @@ def group_device_types() -> list[str]:
     return [device.type for device in dist.distributed_c10d._get_default_group()._device_types]
 
 
+def default_store() -> dist.Store:
+    """Return the store by which the ranks of the default process group have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def default_timeout(device_type: str) -> timedelta | None:
     """Return the default group's timeout; None for a fake group, which has none."""
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))

@@ -57,6 +57,11 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks | None:
     return Ranks(rank, world_size, local_rank, local_world_size)
 
 
+def restarted(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher, torchrun or ours, has started the ranks of this job before."""
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def _number(name: str, text: str) -> int:
     # Not isdecimal alone: it takes digits of other scripts, too.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= _MOST):

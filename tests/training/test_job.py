@@ -96,7 +96,7 @@ BESIDE = {
     "debug.deterministic_warn_only": {"debug.deterministic": True},
     **{
         f"checkpoint.{key}": {"checkpoint.enable": True}
-        for key in ("initial_load_path", "load_step", "create_seed_checkpoint", "load_only")
+        for key in ("initial_load_path", "load_step", "create_seed_checkpoint", "load_only", "save_on_signal")
     },
     "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
     "training.skip_nan_inf_limit": {"training.skip_nan_inf": True},

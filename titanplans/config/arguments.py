@@ -53,6 +53,26 @@ def parse_arguments(argv: list[str], takes_no_value: Callable[[str], bool]) -> A
     return Arguments(path, options, print_config, show_help)
 
 
+def take_max_restarts(argv: list[str]) -> tuple[int, list[str]]:
+    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 where it is not.
+
+    Raises:
+        ConfigError: it has no number, or another option's value is meant to be it.
+    """
+    restarts, rest, words = 0, [], list(argv)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if name not in ("--max-restarts", "--max_restarts"):
+            rest.append(name + equals + value)
+            continue
+        if not equals:
+            value = words.pop(0) if words else ""
+        if not (value.isascii() and value.isdecimal() and len(value) <= 9):
+            raise ConfigError(f"--max-restarts {value}: expected a number of restarts, 0 or more")
+        restarts = int(value)
+    return restarts, rest
+
+
 def _key(name: str, takes_no_value: Callable[[str], bool]) -> tuple[str, bool]:
     """Return the key that an option names, and whether it is negated: "x.no-flag" is ("x.flag", True)."""
     key = name.replace("-", "_")

@@ -296,9 +296,9 @@ def _job_schedule(job: Any) -> Refusals:
 def _job_files(job: Any) -> Refusals:
     yield from _needs(job, "training.skip_nan_inf", (True,), "training.skip_nan_inf_limit")
     c, p = job.checkpoint, job.profiling
-    loading = ("initial_load_path", "load_step", "load_only", "create_seed_checkpoint")
+    loading = ("initial_load_path", "load_step", "load_only", "create_seed_checkpoint", "save_on_signal")
     yield from _needs(job, "checkpoint.enable", (True,), *(f"checkpoint.{key}" for key in loading))
-    for key in ("enable_first_step_checkpoint", "create_seed_checkpoint"):
+    for key in ("enable_first_step_checkpoint", "create_seed_checkpoint", "save_on_signal"):
         if c.load_only and getattr(c, key):
             yield (
                 f"checkpoint.{key}",

@@ -9,12 +9,13 @@ from titanplans.config.schema import Key, keys
 from titanplans.config.values import describe, in_toml, show
 
 HEAD = """\
-usage: titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]
+usage: titanplans train JOB.toml [--section.key value ...] [--max-restarts N] [--print-config] [--help]
 
 Train the job in JOB.toml; options override it. Under torchrun, every process is given the same line.
 
   --section.key value     override one key; --section.key=value is the same
   --section.flag          true; --section.no-flag is false
+  --max-restarts N        start all ranks again, N times at most, where one fails or is killed
   --print-config          print the job as it would run, as TOML, and start nothing
 """
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from titanplans.errors import ParallelError
+from titanplans.parallel.rendezvous import own_store
 from titanplans.torch_private import abort_process_group
 from titanplans.torchrun import Ranks, read_ranks
 
@@ -87,8 +88,8 @@ def process_group(
         if number is not None:
             torch.set_num_threads(number)
         arguments: dict[str, Any] = {"backend": backend, "timeout": timeout}
-        if "RANK" not in os.environ:
-            arguments |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        if (store := own_store(read_ranks(os.environ) or Ranks(), timeout)) is not None:
+            arguments |= {"store": store, "rank": process.rank, "world_size": process.world_size}
         # Without device_id: bound to a device, NCCL would make each sub-group a collective of the whole world.
         dist.init_process_group(**arguments)
         yield process

@@ -23,6 +23,7 @@ from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
+from titanplans.torchrun import restarted
 from titanplans.training import resolve
 from titanplans.training.checkpoint.match import check_saved, finished, own_folder, to_resume
 from titanplans.training.data import check_checkpoint as check_data_position
@@ -154,7 +155,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
 def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
     """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
     checkpoint, folder = job.checkpoint, own_folder(job)
-    if (done := finished(job)) is not None:
+    if (done := finished(job, restarted=restarted(os.environ))) is not None:
         check_saved(done, model, "checkpoint.folder", resumes=False)
         return
     own = to_resume(folder, checkpoint.load_step)

@@ -17,6 +17,7 @@ from titanplans.config.compatibility import schedule_steps
 from titanplans.config.options import without_none
 from titanplans.config.sections.model import DataLoader
 from titanplans.config.translate import flatten
+from titanplans.torchrun import restarted
 from titanplans.training import resolve
 from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import model_card
@@ -160,7 +161,7 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
             "model": model_card(resolve.hf_config(job)),
             "job": dict(flatten(without_none(job.to_dict()), "", "")),
-            "restarted": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+            "restarted": restarted(os.environ),
         }
     )
 

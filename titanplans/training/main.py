@@ -1,6 +1,6 @@
 """From the command line to an exit status: read the job, check it, run it.
 
-    0          trained, or printed what was asked for
+    0          trained, or printed what was asked for; or ended by SIGTERM after it has saved (checkpoint.save_on_signal)
     1          a rank failed: its traceback is above, and the other ranks were stopped; or the loss is not finite: one line
     2          the job can't be run as written: one line says why
     128 + N    stopped by signal N
@@ -12,12 +12,15 @@ the degrees need, or is the only one.
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 
-from titanplans.config import load_job
+from titanplans.config import ConfigError, load_job
+from titanplans.config.arguments import take_max_restarts
 from titanplans.errors import UserError
-from titanplans.torchrun import Ranks, read_ranks
+from titanplans.torchrun import Ranks, read_ranks, restarted
 from titanplans.training.exit_status import refuse
 from titanplans.training.logs import init_logging
+from titanplans.training.orphans import end_with_parent
 from titanplans.training.signals import Stopped, stop_on_signals
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -31,7 +34,15 @@ def main(argv: list[str]) -> int:
         with stop_on_signals():
             torchrun = _launched(os.environ)
             rank = torchrun.rank if torchrun else 0
+            if torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
+                end_with_parent(os.getppid())  # other launchers may be gone by design
+            restarts, argv = take_max_restarts(argv)
             job = load_job(argv)
+            if torchrun and restarts:
+                raise ConfigError(
+                    f"--max-restarts {restarts}: torchrun has started this rank, and restarts it: torchrun "
+                    f"--max-restarts {restarts}"
+                )
             init_logging(rank)
             for note in job.notes:
                 logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
@@ -42,29 +53,32 @@ def main(argv: list[str]) -> int:
             from titanplans.training.checkpoint.match import finished
             from titanplans.training.checks import check_job
             from titanplans.training.device import prepare_device
-            from titanplans.training.launch import launch, local_ranks, run_rank
+            from titanplans.training.launch import launch, local_ranks
+            from titanplans.training.lock import locked
+            from titanplans.training.rank import run_rank
 
             kernels.install(prepare_device())
             ranks = torchrun.world_size if torchrun else local_ranks(job)
             if not torchrun and ranks > 1:
                 torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
             check_job(job, ranks)
-            if (last := finished(job)) is not None:
+            if (last := finished(job, restarted=restarted(os.environ))) is not None:
                 if rank == 0:
                     print(
                         f"{last} is there: the job has taken its training.steps = {job.training.steps} and is finished"
                     )
                 return 0
-            if not torchrun and ranks > 1:
-                return launch(job, ranks)
+            if not torchrun and (ranks > 1 or restarts):
+                with locked(job):  # by this process, which outlives every rank
+                    return launch(job, ranks, restarts)
+            if not torchrun:
+                os.environ.update(_ALONE)
+        with locked(job) if rank == 0 else nullcontext():
+            return run_rank(job)
     except UserError as error:
         return refuse(error, rank)
     except Stopped as stopped:
         return stopped.exit_status
-
-    if not torchrun:
-        os.environ.update(_ALONE)
-    return run_rank(job)
 
 
 def _launched(environ: Mapping[str, str]) -> Ranks | None:

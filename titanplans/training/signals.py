@@ -1,13 +1,22 @@
-"""SIGINT and SIGTERM as an exception, with a limit on the time that the clean-up may take."""
+"""SIGINT and SIGTERM as an exception, with a limit on the time that the clean-up may take; or SIGTERM as a request."""
 
 import contextlib
 import os
+import selectors
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Literal
 
 _SECONDS_TO_STOP = 5.0
+_SECONDS_OF_ONE = 2.0
+"""What arrives so soon after a signal is the same one: a scheduler signals every process, and launchers pass it on."""
+
+
+_OVER = b"\0"
+"""Tells the thread that the body is over."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -24,40 +33,96 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def stop_on_signals(*more: int) -> Iterator[None]:
-    """Raise `Stopped` in the main thread at the first SIGINT, SIGTERM or signal of `more`; later ones are ignored.
+def stop_on_signals(*more: int, first_sigterm: Callable[[], None] | None = None) -> Iterator[None]:
+    """Raise `Stopped` in the main thread at the first SIGINT, SIGTERM or signal of `more`.
 
-    A process that has not ended 5 seconds after the signal is ended. The clock runs in a thread of its own, to which the C
-    handler writes the signal through a pipe: Python's handlers run in the main thread, between two bytecodes, and that
-    thread may be waiting in a collective for a rank that is gone.
+    What the body raises after that, or whatever else a library has made of it, is that `Stopped`, too. A process that has
+    not ended 5 seconds after the signal is ended, and at once by a second signal. The clock runs in a thread of its own,
+    to which the C handler writes the signal through a pipe: Python's handlers run in the main thread, between two
+    bytecodes, and that thread may be waiting in a collective for a rank that is gone.
+
+    Args:
+        more: other signals that stop.
+        first_sigterm: called in the main thread by the first SIGTERM instead; the next signal stops.
     """
     signums = (signal.SIGINT, signal.SIGTERM, *more)
+    in_handler = _Arrivals(signums, defer=first_sigterm is not None)
+    stopped: Stopped | None = None
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        for each in signums:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(signum)
+        nonlocal stopped
+        meaning = in_handler.meaning(signum)
+        if meaning == "request" and first_sigterm is not None:
+            first_sigterm()
+        elif meaning == "stop":
+            stopped = Stopped(signum)
+            raise stopped
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    done = threading.Event()
     previous = {signum: signal.signal(signum, stop) for signum in signums}
     previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_end_after_signal, args=(reader, signums, done), daemon=True).start()
+    in_thread = _Arrivals(signums, defer=first_sigterm is not None)
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(reader, in_thread, in_handler, over), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signums)  # a launcher starts its ranks with these blocked
     try:
         yield
+        if stopped is not None:
+            raise stopped
+    except BaseException as error:
+        if stopped is None or error is stopped:
+            raise
+        raise stopped from None
     finally:
-        done.set()
+        over.set()
         signal.set_wakeup_fd(previous_fd)
         for signum, handler in previous.items():
             signal.signal(signum, handler)
-        os.close(writer)  # ends the thread's read
+        os.write(writer, _OVER)  # closing it is not enough: forks have it, too
+        os.close(writer)
 
 
-def _end_after_signal(reader: int, ending: tuple[int, ...], done: threading.Event) -> None:
-    with os.fdopen(reader, "rb", buffering=0) as pipe:
-        while signums := pipe.read(1):  # b"" once the other end is closed
-            if signums[0] in ending:
-                if not done.wait(_SECONDS_TO_STOP):
-                    os._exit(128 + signums[0])
+class _Arrivals:
+    """What each signal means, by those before it."""
+
+    def __init__(self, signums: tuple[int, ...], *, defer: bool):
+        self.signums, self.defer = signums, defer
+        self.last = 0.0
+        """When the first arrived that asked for something, or the one that stopped; 0: none has."""
+        self.stopping = False
+        self.meant = 0
+        """How many have asked or stopped."""
+
+    def meaning(self, signum: int) -> Literal["request", "stop", "end", "nothing"]:
+        """Return whether a signal that has arrived asks, stops by way of an exception, or ends the process at once."""
+        now = time.monotonic()
+        if signum not in self.signums:
+            return "nothing"
+        repeated = self.last and now - self.last < _SECONDS_OF_ONE
+        if self.stopping:
+            return "nothing" if repeated else "end"
+        if signum == signal.SIGTERM and self.defer and repeated:
+            return "nothing"
+        asks = signum == signal.SIGTERM and self.defer and not self.last
+        self.last, self.stopping, self.meant = now, not asks, self.meant + 1
+        return "request" if asks else "stop"
+
+
+def _watch(reader: int, arrivals: _Arrivals, in_handler: _Arrivals, over: threading.Event) -> None:
+    with os.fdopen(reader, "rb", buffering=0) as pipe, selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        deadline, status = None, 0
+        while selector.select(deadline and max(0.0, deadline - time.monotonic())):
+            byte = pipe.read(1)
+            if byte in (b"", _OVER):
                 return
+            meaning = arrivals.meaning(byte[0])
+            if meaning == "end":
+                os._exit(128 + byte[0])
+            if meaning == "stop":
+                deadline, status = time.monotonic() + _SECONDS_TO_STOP, 128 + byte[0]
+            # The system may have interrupted another thread, and the main one waits on.
+            if meaning != "nothing" and not over.wait(0.2) and in_handler.meant < arrivals.meant:
+                signal.pthread_kill(threading.main_thread().ident or 0, byte[0])
+        os._exit(status)

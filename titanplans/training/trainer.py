@@ -9,12 +9,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torchtitan.components.validate
 import torchtitan.trainer
 from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 
 from titanplans.config import by_job_key
@@ -22,6 +25,8 @@ from titanplans.errors import Diverged
 from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
+from titanplans.parallel.rendezvous import own_rendezvous
+from titanplans.training.ending import Ending
 from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import LanguageModel
 from titanplans.training.optimizer import prepare_optimizer
@@ -32,7 +37,11 @@ _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Trainer(torchtitan.trainer.Trainer):
-    """`Trainer(config).train()`, then `close()`."""
+    """`Trainer(config).train()`, then `close()`.
+
+    Attributes:
+        asked_to_end: whether this rank was asked to, under checkpoint.save_on_signal.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(torchtitan.trainer.Trainer.Config):
@@ -58,7 +67,10 @@ class Trainer(torchtitan.trainer.Trainer):
         self._losses: list[torch.Tensor] = []  # likewise
         self._checked_async_tp = False
         self.skipped = Skipped()
+        self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
+        asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
+        self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self._finite = torch.ones((), dtype=torch.int32, device=self.device)
         self.checkpointer.finite = self._all_finite  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
@@ -77,6 +89,25 @@ class Trainer(torchtitan.trainer.Trainer):
             self.gradient_accumulation_steps,
             config.metrics.measure_first_step,  # pyrefly: ignore[missing-attribute]
         )
+
+    def init_distributed(self) -> ParallelDims:
+        """torchtitan's, by a store that ranks of an earlier start have not written to."""
+        if torch.distributed.is_initialized():
+            return super().init_distributed()
+        with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
+            return super().init_distributed()
+
+    def should_continue_training(self) -> bool:
+        """Whether steps are left. Under checkpoint.save_on_signal saves and ends where a rank was asked to."""
+        if not super().should_continue_training():
+            return False
+        if self._ending is not None and self._ending.is_last(self.step):
+            self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
+            logger.info(
+                f"SIGTERM: the job ends after step {self.step}, which is saved; the same command goes on"
+            )
+            return False
+        return True
 
     def train(self) -> None:
         """Run the steps that are left, from the newest checkpoint on where there is one.

@@ -56,5 +56,8 @@ class Checkpoint(Options):
     create_seed_checkpoint: bool = False
     """Save the initial weights as step-0, on one process, and stop."""
 
+    save_on_signal: bool = False
+    """At SIGTERM, save after the step that runs, and end with exit status 0; a second signal ends at once."""
+
     load_only: bool = False
     """Load, but never save."""

@@ -48,11 +48,16 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         job: dict[str, Any] = field(default_factory=dict)
         """As `Card.job`."""
 
+        save_on_signal: bool = False
+        """At SIGTERM the trainer calls `save_now`."""
+
         restarted: bool = False
         """A launcher has started the job again."""
 
     def __init__(self, config: Config, **components: Any):
         self.config = config
+        self._now = False
+        self._saved: int | None = None
         self.finite: Callable[[], bool] = lambda: True
         super().__init__(config, **components)
         if self.enable:
@@ -123,9 +128,26 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 "training.skip_nan_inf = true to leave such steps out"
             )
         saved = super()._save(curr_step, last_step)
+        if saved:
+            self._saved = curr_step
         if saved and last_step:
             self._purge_stale_checkpoints()  # which torchtitan leaves out
         return saved
+
+    def save_now(self, step: int) -> None:
+        """Save `step`, due or not, with all that training goes on from, unless that has just been done.
+
+        Raises:
+            Diverged, NotSaved: as for a save that is due.
+        """
+        if self._saved == step:
+            return
+        self._now = True
+        self.save(step)
+        self._now = False
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return self._now or super()._should_save(curr_step, last_step)
 
     def dcp_save(
         self,

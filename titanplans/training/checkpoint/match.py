@@ -67,10 +67,13 @@ def to_resume(path: Path, step: int = -1) -> Path | None:
     return None
 
 
-def finished(job: JobConfig) -> Path | None:
-    """Return the last checkpoint of a job that has taken all its steps; None if there are some left, or it begins anew."""
+def finished(job: JobConfig, *, restarted: bool = False) -> Path | None:
+    """Return the last checkpoint of a job that has taken all its steps; None if there are some left, or it begins anew.
+
+    One that a launcher has `restarted` has obeyed load_step the first time, and does not begin anew by it.
+    """
     checkpoint = job.checkpoint
-    if not checkpoint.enable or checkpoint.load_only or checkpoint.load_step != -1:
+    if not checkpoint.enable or checkpoint.load_only or (checkpoint.load_step != -1 and not restarted):
         return None
     path = own_folder(job)
     present = folder.steps(path)

@@ -1,0 +1,92 @@
+"""A job that loses ranks goes on: by our launcher, by torchrun; and what is lost with a launcher ends with it."""
+
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from jobs import Job, descendants, gone
+
+from titanplans.training.main import main
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def by_torchrun(backend, endpoint, words):
+    """torchrun --nproc-per-node 2 --max-restarts 3, whose workers are forked."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="job",
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"rank": 0, "timeout": 900} if backend == "static" else {},
+        max_restarts=3,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, worker)(words[1:])
+
+
+def worker(words):
+    sys.exit(main(words))
+
+
+def repeats_itself(job):
+    """Whether each step that was taken again had the same loss, and none is missing."""
+    losses = dict(job.losses)
+    return set(losses) == set(range(1, max(losses) + 1)) and len(set(job.losses)) == len(losses)
+
+
+def kill(job, process, rank, restarts):
+    """Kill a rank of a job that was restarted so often before; return its pid."""
+    job.wait_for(process, lambda: job.out.count("Training starts at") == restarts + 1)
+    job.wait_for_steps(process, 6)
+    pid = descendants(process.pid)[rank]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_killed_ranks_are_started_again_up_to_so_many_times(job):
+    process = job.start("--max-restarts", "1")
+    pids = [kill(job, process, rank, number) for number, rank in enumerate((0, 1))]
+    assert job.end(process) == 1
+    first, *_, last = (line for line in job.err.splitlines() if line.startswith(("rank", "error")))
+    assert first == (
+        f"rank 0 (pid {pids[0]}) was killed by SIGKILL (by the system, if memory ran out): all ranks start again, from the "
+        "newest checkpoint; 0 more restarts are left"
+    )
+    assert last.startswith(f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL")
+    assert repeats_itself(job)
+    steps = job.steps[-1]
+    assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
+    assert job.steps[-1] == steps + 2
+    assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
+    assert f"step-{steps + 2} is there: the job has taken its training.steps = {steps + 2}" in job.out
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_torchrun_restarts_ranks(job, backend):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    process = job.start(by=partial(by_torchrun, backend, endpoint))
+    for number, rank in enumerate((0, 1)):
+        kill(job, process, rank, number)
+    job.wait_for(process, lambda: job.out.count("Training starts at") == 3)
+    job.wait_for_steps(process, 3)
+    assert repeats_itself(job)
+    ranks = descendants(process.pid)
+    process.kill()
+    assert gone(ranks, 10)

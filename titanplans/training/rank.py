@@ -1,0 +1,62 @@
+"""What a rank does, whoever has started it: titanplans' launcher, torchrun, or nobody where there is one process only."""
+
+import os
+import sys
+import threading
+
+from titanplans.config import JobConfig
+from titanplans.errors import RunError, UserError
+from titanplans.training.device import prepare_device
+from titanplans.training.exit_status import SAID, exit_now, fail, refuse
+from titanplans.training.logs import init_logging
+from titanplans.training.signals import Stopped, stop_on_signals
+
+
+def run_rank(job: JobConfig) -> int:
+    """Train as one rank of `job`, which has been checked; return 0, or the status to exit with.
+
+    With more than one rank, a rank that fails does not return: it ends the process at once. Under checkpoint.save_on_signal
+    a first SIGTERM to any rank lets all of them save and end.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    asked = threading.Event()
+    try:
+        with stop_on_signals(first_sigterm=asked.set if job.checkpoint.save_on_signal else None):
+            _train(job, rank, asked)
+        return 0
+    except UserError as error:
+        status = refuse(error, rank)
+    except RunError as error:
+        refuse(error, rank)
+        status = SAID if world_size > 1 else 1
+    except Stopped as stopped:
+        status = stopped.exit_status
+        if rank == 0:
+            print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001
+        # Any error: the other ranks wait for this one, so it must end at once and report why.
+        status = fail(error, rank)
+    if world_size > 1:
+        exit_now(status)
+    return status
+
+
+def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
+    init_logging(rank)
+    device_type = prepare_device()
+    # From here on the model libraries and torchtitan are imported, which needs both of the above.
+    from titanplans.modeling import kernels
+    from titanplans.training.checks import import_custom
+    from titanplans.training.job import trainer_config
+    from titanplans.training.trainer import Trainer
+
+    kernels.install(device_type)
+    import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
+    trainer = Trainer(trainer_config(job))
+    trainer.asked_to_end = asked.is_set
+    try:
+        trainer.train()
+    except Stopped:
+        trainer.close()
+        raise
+    trainer.close()
