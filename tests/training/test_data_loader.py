@@ -137,6 +137,17 @@ def test_one_pass_is_the_same_for_any_number_of_workers_and_can_be_repeated(buil
     expected = flat(loader)
     assert flat(loader) == expected
     assert flat(build(replace(config, num_workers=2))) == expected
+    kept = build(replace(config, num_workers=1, persistent_workers=True))
+    batches = iter(kept)
+    before = flat(islice(batches, 2))
+    state = kept.state_dict()
+    assert flat(kept) == expected
+    assert flat(kept) == expected
+    assert before == expected[:2]
+    resumed = build(replace(config, num_workers=1, persistent_workers=True))
+    resumed.load_state_dict(state)
+    assert flat(resumed) == expected[2:]
+    assert flat(resumed) == expected
 
 
 def test_ranks_and_workers_read_different_documents(build, corpora, tokenizer):
@@ -349,6 +360,10 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
         DataError, match=r"^.*/3\.txt has changed since the checkpoint, so its place .* restore"
     ):
         build(config).load_state_dict(state)
+    (tmp_path / "3.txt").write_text(TEXTS[3])
+    moved = tmp_path.rename(tmp_path.parent / "moved")
+    build(replace(config, dataset_path=str(moved))).load_state_dict(state)
+    moved.rename(tmp_path)
     (tmp_path / "3.txt").unlink()
     (tmp_path / "90.txt").write_text("new")
     with pytest.raises(DataError, match=r"/90\.txt is new since .*; 1 of its files can't be found any more"):
@@ -359,7 +374,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):
     (tmp_path / "long.txt").write_text("a line of text\n" * 60_000)
     config = TextDataLoader.Config(dataset="local", dataset_path=str(tmp_path), split="all", seed=1)
     for workers in (0, 1):
-        batches = iter(build(replace(config, num_workers=workers)))
+        batches = iter(build(replace(config, num_workers=workers), seq_len=1024))
         next(batches)
         with (tmp_path / "long.txt").open("r+b") as file:
             file.truncate(70_000)

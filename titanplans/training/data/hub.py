@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.errors import DataError
 from titanplans.training.data.local import walk
-from titanplans.training.data.pieces import pieces
+from titanplans.training.data.pieces import PIECE_BYTES, pieces
 from titanplans.training.data.rows import as_text, check_column, quietly
 from titanplans.training.reading import refusing
 
@@ -49,11 +49,12 @@ class Stream:
             "dataset": f"{known} ({path})" if path else known,
             "split": split,
             "text_column": text_column,
+            "piece_bytes": PIECE_BYTES,
         }
         folder = Path(path or repository).expanduser()
-        self.files = [
-            (file.relative_to(folder).as_posix(), file) for file in sorted(walk(folder)) if file.is_file()
-        ]
+        with refusing(f"dataset = {name!r}: {folder} can't be read", "name a folder that may be"):
+            found = [file for file in sorted(walk(folder)) if file.is_file()]
+        self.files = [(file.relative_to(folder).as_posix(), file) for file in found]
 
     def choose_streams(self, counts: Sequence[int]) -> int:
         """See Source. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
 
 from titanplans.errors import DataError
 from titanplans.training.data.checks import PLACE, check_identity
@@ -140,7 +141,12 @@ class TextDataLoader(BaseDataLoader):
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, self._place)
             places = gathered
-        state = {"identity": self._identity, "files": self._taken().to_json(), **merged(places).to_json()}
+        state = {
+            "identity": self._identity,
+            "files": self._taken().to_json(),
+            "global_batch_size": self._share.global_batch,
+            **merged(places).to_json(),
+        }
         return {PLACE: json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
@@ -152,9 +158,17 @@ class TextDataLoader(BaseDataLoader):
         if not state_dict:  # torchtitan: nothing was saved yet
             return
         state = json.loads(state_dict[PLACE])
-        check_identity(state["identity"], self._identity)
-        check_files(Fingerprint.from_json(state["files"]), self._taken())
+        saved = Fingerprint.from_json(state["files"])
+        moved = saved.files == self._taken().files != {}  # the same files, wherever they lie now
+        same = {"dataset": state["identity"]["dataset"]} if moved else {}
+        check_identity(state["identity"], self._identity | same)
+        check_files(saved, self._taken())
         self._place = self._windows.start = Place.from_json(state)
+        if (size := state["global_batch_size"]) != self._share.global_batch:
+            logger.info(
+                f"a global batch has {self._share.global_batch} sequences now, and had {size} in the checkpoint: training "
+                f"goes on with the same text, in other batches; training.global_batch_size = {size} keeps them"
+            )
 
     def _taken(self) -> Fingerprint:
         if self._fingerprint is None:
