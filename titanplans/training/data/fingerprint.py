@@ -61,28 +61,36 @@ class Fingerprint:
 
 def check_files(saved: Fingerprint, current: Fingerprint) -> None:
     """Refuse files that are not the checkpoint's (`DataError`), by name."""
-    changed = [path for key, path in current.paths.items() if saved.files.get(key) != current.files[key]]
+    new = [path for key, path in current.paths.items() if key not in saved.files]
+    changed = [
+        path
+        for key, path in current.paths.items()
+        if saved.files.get(key, current.files[key]) != current.files[key]
+    ]
     gone = len(saved.files.keys() - current.files.keys())
-    if changed or gone:
-        new = [path for key, path in current.paths.items() if key not in saved.files]
-        first = (
-            f"{changed[0]} {'is new' if changed[0] in new else 'has changed'} since the checkpoint"
-            if changed
-            else ""
-        )
-        more = f"{len(changed) - 1} more files, too" if len(changed) > 1 else ""
-        missing = f"{gone} of its files can't be found any more" if gone else ""
+    if new or changed or gone:
+        found = [
+            _words(changed, "has changed", "have changed"),
+            _words(new, "is new", "are new"),
+            f"{gone} that {'was' if gone == 1 else 'were'} there can't be found" if gone else "",
+        ]
         raise DataError(
-            f"{'; '.join(filter(None, (first, more, missing)))}, so its place in the data means other text; restore the "
-            'files, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
+            f"since the checkpoint {', '.join(filter(None, found))}, so its place in the data would be in other text; "
+            'restore the files, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
         )
     later = [path for key, path in current.paths.items() if current.written[key] > saved.newest]
     if later:
-        more = f", and {len(later) - 1} more files," if len(later) > 1 else ""
         logger.info(
-            f"{later[0]}{more} was written to or copied after the checkpoint; its size and samples of its contents are the "
-            "same, so the data are taken to be"
+            f"{_words(later, 'was', 'were')} written to, or copied, after the checkpoint; size and samples of the contents "
+            "are the same, so training goes on"
         )
+
+
+def _words(paths: list[Path], one: str, many: str) -> str:
+    """The first of some files, how many more there are, and what they do; "" of none."""
+    if len(paths) < 2:
+        return "".join(f"{path} {one}" for path in paths)
+    return f"{paths[0]} and {len(paths) - 1} more {many}"
 
 
 def _sample(path: Path, blocks: int) -> tuple[str, int]:
