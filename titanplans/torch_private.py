@@ -8,6 +8,7 @@ qualified names, which graphs and exported programs hold.
 torch's compiler takes two seconds to import, so its names are functions that import it when called.
 """
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -198,8 +199,9 @@ def pretend_symmetric_memory(group_name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def groups_of_threads() -> Iterator[None]:
-    """Give every thread its own process groups."""
+    """Give every thread its own process groups, which are made without waiting for all of their ranks."""
     excepthook = sys.excepthook  # torch puts its own before it with each process group
+    barrier = os.environ.pop(_BARRIER, None)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded_groups._install_threaded_pg()
     try:
@@ -208,6 +210,12 @@ def groups_of_threads() -> Iterator[None]:
         threaded_groups._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         sys.excepthook = excepthook
+        if barrier is not None:
+            os.environ[_BARRIER] = barrier
+
+
+_BARRIER = "TORCH_DIST_INIT_BARRIER"
+"""The setting with which torch waits for all ranks of a group that it makes."""
 
 
 def know_by_thread(mesh: DeviceMesh) -> None:

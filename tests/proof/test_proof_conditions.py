@@ -4,6 +4,7 @@ import itertools
 from dataclasses import fields
 
 import pytest
+import torch
 from tiny import Tiny, TinyPlan
 
 from titanplans import PlanError, TPOptions
@@ -148,6 +149,24 @@ def test_batches_are_what_they_say():
     ends = inputs["cu_seqlens"]
     assert (ends[0], ends[-1], len(ends)) == (0, 45, 7)
     assert (ends.diff() > 0).all()
+
+
+def test_images_that_no_batch_has_are_named():
+    class Seeing(Tiny):
+        def forward(self, input_ids, pixel_values=None):
+            return super().forward(input_ids)
+
+    def unreached(inputs, conditions):
+        report = verify(
+            Seeing, TinyPlan, inputs=inputs, conditions=conditions, degrees=[2], loss_parallel=True,
+            sequence_parallel=True,
+        )  # fmt: skip
+        return [words for words in report.unreached if "pixel_values" in words]
+
+    named = ["images: no batch has pixel_values, which verify(inputs=...) would give"]
+    tokens = torch.arange(16)[None]
+    assert unreached(None, "plain") == unreached({"input_ids": tokens}, "each") == named
+    assert unreached({"input_ids": tokens, "pixel_values": torch.zeros(1)}, "plain") == []
 
 
 def test_inputs_of_the_callers_are_every_batch():

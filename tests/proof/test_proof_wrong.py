@@ -192,6 +192,21 @@ def test_is_rejected_and_found(name):
     assert place in report.table()
 
 
+@pytest.mark.parametrize(
+    ("plan", "place"),
+    [
+        (attn(v_proj=lambda p: Rolled()), "layers.0.attn.v_proj"),
+        (DoublingPlan, "layers.1.mlp_norm.weight"),
+    ],
+    ids=["forward", "backward"],
+)
+def test_the_place_in_a_sequence_of_one_token(plan, place):
+    """Of the stream's ranks the first has it, and the others have padding."""
+    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True, "seq_len": 1}
+    (case,) = verify(Tiny, plan, **options).cases
+    assert case.finding.first.name == place
+
+
 def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
     """There each rank has other tokens, and the gradient is a sum indeed: the fault is not always one."""
     plan = attn(post_norm=lambda p: p.replicated_in_region())

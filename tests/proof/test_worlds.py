@@ -12,7 +12,8 @@ from mutants.architectures import ARCHITECTURES
 from plainly import verify
 from test_proof_wrong import WRONG
 from tiny import Tiny, TinyPlan
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanplans import PlanError, TPOptions
 from titanplans.proof import simulate, threads, world
@@ -89,23 +90,32 @@ def test_threads_and_simulated_ranks_agree_on_wrong_plans(name):
 
 
 class ByTheFirst(TinyPlan):
-    """The first rank adds the bias to its part of the sum: right, and asks which rank it is."""
+    """The first rank adds the bias to its part of the sum: right, if it knows which rank it is in the mesh."""
 
     adds = 0
 
+    def rank(self, mesh):
+        return mesh.get_local_rank()
+
     def attn_plan(self, attn):
         style = self.rowwise()
+        install = style.install
 
-        def leave(border, module, args, output):
-            return border.leave(output + local_parameter(module, "bias") * (dist.get_rank() == self.adds))
+        def installed(module, mesh):
+            style._leave = lambda border, module, args, output: border.leave(
+                output + local_parameter(module, "bias") * (1 if self.rank(mesh) == self.adds else 0)
+            )
+            install(module, mesh)
 
-        style._leave = leave
+        style.install = installed
         return super().attn_plan(attn) | {"o_proj": style}
+
+
+OPTIONS = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
 
 
 def test_a_thread_knows_which_rank_it_is():
     """Simulated ranks would all take themselves for the first, and add the bias once each: refused."""
-    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
 
     class Another(ByTheFirst):
         adds = 1
@@ -113,24 +123,100 @@ def test_a_thread_knows_which_rank_it_is():
     class Nobody(ByTheFirst):
         adds = 2
 
-    verdicts = [verify(Tiny, p, ranks="threads", **options).passed for p in (ByTheFirst, Another, Nobody)]
+    verdicts = [verify(Tiny, p, ranks="threads", **OPTIONS).passed for p in (ByTheFirst, Another, Nobody)]
     assert verdicts == [True, True, False]
-    with pytest.raises(PlanError, match=r"test_worlds asks which rank it is .*: take threads"):
-        verify(Tiny, ByTheFirst, ranks="simulated", **options)
+    with pytest.raises(PlanError, match="test_worlds asks whether its rank"):
+        verify(Tiny, ByTheFirst, ranks="simulated", **OPTIONS)
 
-    class ByTheMesh(ByTheFirst):
+
+def test_the_rank_in_the_world_is_not_that_in_the_mesh():
+    """As it is not beside data parallelism, of which the threads are the second replica."""
+
+    class ByTheWorld(ByTheFirst):
+        def rank(self, mesh):
+            return dist.get_rank()
+
+    class BySize(ByTheFirst):
+        def rank(self, mesh):
+            return mesh.get_local_rank() * dist.get_world_size() // (2 * mesh.size())
+
+    assert verify(Tiny, BySize, **OPTIONS).passed, "there are two replicas"
+    report = verify(Tiny, ByTheWorld, **OPTIONS)
+    (case,) = report.cases
+    assert case.finding.first.name == "layers.0.attn.o_proj"
+    assert case.notes == (
+        "test_worlds asks torch.distributed.get_rank(): its number in the world, which beside data parallelism is not "
+        "that in the mesh, mesh.get_local_rank()",
+    )
+    assert case.notes[0] in report.table()
+    with pytest.raises(PlanError, match=r"test_worlds asks which rank it is .*: take threads"):
+        verify(Tiny, ByTheWorld, ranks="simulated", **OPTIONS)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_default_group_is_not_that_of_the_mesh(direction):
+    class OverAll(TinyPlan):
         def attn_plan(self, attn):
             style = self.rowwise()
 
             def leave(border, module, args, output):
-                return border.leave(output + local_parameter(module, "bias") * (1 if border.rank == 0 else 0))
+                if direction == "forward":
+                    dist.all_reduce(output)
+                else:
+                    output.register_hook(dist.all_reduce)
+                return border.leave(output + local_parameter(module, "bias"))
 
             style._leave = leave
-            return TinyPlan.attn_plan(self, attn) | {"o_proj": style}
+            return super().attn_plan(attn) | {"o_proj": style}
 
-    assert verify(Tiny, ByTheMesh, ranks="threads", **options).passed
-    with pytest.raises(PlanError, match="test_worlds asks whether its rank"):
-        verify(Tiny, ByTheMesh, ranks="simulated", **options)
+    (case,) = verify(Tiny, OverAll, **OPTIONS).cases
+    (note,) = case.notes
+    assert ("in layers.0.attn.o_proj" if direction == "forward" else "in the backward") in note
+    assert "called AllReduce on the default group, in which other data-parallel ranks are, too" in note
+    assert "use the mesh's group, mesh.get_group()" in note
+
+
+def test_groups_of_other_ranks_than_the_mesh_s():
+    """Sources are ranks of the world; what only some threads, or ranks without a thread, would meet in is refused."""
+
+    def on(ranks):
+        def work(world):
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                dist.all_reduce(torch.zeros(1), group=group)
+
+        return work
+
+    with pytest.raises(
+        RuntimeError, match=r"test_worlds called AllReduce on a group of 2 of the mesh's 4 ranks, "
+    ):
+        threads.run(4, CPU, on([5, 7]))
+    with pytest.raises(
+        RuntimeError, match="on the group of ranks 1, 5, in which other data-parallel ranks are"
+    ):
+        threads.run(4, CPU, on([1, 5]))
+
+    def two_dimensions(world):
+        distribute_tensor(torch.ones(4), DeviceMesh("cpu", [[4, 5], [6, 7]]), [Replicate(), Shard(0)])
+
+    with pytest.raises(RuntimeError, match="on a group of 2 of the mesh's 4 ranks"):
+        threads.run(4, CPU, two_dimensions)
+
+    def work(world):
+        rank, group = world.mesh.get_local_rank(), world.mesh.get_group()
+        assert (dist.get_rank(), dist.get_world_size()) == (4 + rank, 8)
+        assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, 4)
+        own = torch.full((4,), float(rank))
+        assert distribute_tensor(own.clone(), world.mesh, [Replicate()]).to_local().tolist() == [0.0] * 4
+        assert distribute_tensor(own, world.mesh, [Shard(0)], src_data_rank=3).to_local().tolist() == [3.0]
+        dist.broadcast(own, src=dist.get_global_rank(group, 2), group=group)
+        assert own.tolist() == [2.0] * 4
+        with pytest.raises(ValueError, match="rank 0 is not part of group"):
+            dist.broadcast(own, src=0, group=group)
+        dist.all_reduce(own, group=dist.new_group([4, 5, 6, 7]))
+        return own.tolist()
+
+    assert threads.run(4, CPU, work) == [8.0] * 4
 
 
 def test_a_gradient_that_one_rank_does_not_have():
@@ -141,7 +227,7 @@ def test_a_gradient_that_one_rank_does_not_have():
             style = self.rowwise()
 
             def leave(border, module, args, output):
-                bias = local_parameter(module, "bias") if dist.get_rank() == 0 else 0.0
+                bias = local_parameter(module, "bias") if border.rank == 0 else 0.0
                 return border.leave(output + bias)
 
             style._leave = leave
@@ -172,10 +258,10 @@ def test_what_one_rank_raises_ends_the_others(where):
 
     def work(world):
         try:
-            if dist.get_rank() == failing:
+            if world.mesh.get_local_rank() == failing:
                 raise LookupError(f"rank {failing}")
-            dist.all_reduce(torch.ones(1))
-            dist.all_reduce(torch.ones(1))
+            world.gather(torch.ones(1))
+            world.gather(torch.ones(1))
         except BaseException as error:
             left.append(type(error).__name__)
             raise
@@ -188,7 +274,7 @@ def test_what_one_rank_raises_ends_the_others(where):
 
 def test_all_ranks_go_on_after_a_failure_that_is_caught():
     def work(world):
-        rank = dist.get_rank()
+        rank = world.mesh.get_local_rank()
 
         def fails():
             world.gather_objects(rank)
@@ -200,7 +286,7 @@ def test_all_ranks_go_on_after_a_failure_that_is_caught():
             with pytest.raises(ValueError, match="of one"):
                 world.together(fails)
         total = torch.full((2,), float(rank))
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=world.mesh.get_group())
         return world.gather_objects(total.tolist())
 
     assert threads.run(4, CPU, work) == [[6.0, 6.0]] * 4
@@ -211,13 +297,13 @@ def test_ranks_that_lose_each_other_are_told_so(depth):
     """By other collectives, by other shapes, by one that has nothing more to say: none waits for ever."""
 
     def other_shapes(world):
-        dist.all_reduce(torch.zeros(1 + dist.get_rank()))
+        dist.all_reduce(torch.zeros(1 + world.mesh.get_local_rank()), group=world.mesh.get_group())
 
     def other_collectives(world):
-        return world.gather(torch.zeros(1)) if dist.get_rank() else world.gather_objects(1)
+        return world.gather(torch.zeros(1)) if world.mesh.get_local_rank() else world.gather_objects(1)
 
     def nothing_more(world):
-        return world.gather_objects(1) if dist.get_rank() else None
+        return world.gather_objects(1) if world.mesh.get_local_rank() else None
 
     for lose in (other_shapes, other_collectives, nothing_more):
         nested = (lambda world, lose=lose: world.together(lambda: lose(world))) if depth else lose
@@ -227,7 +313,7 @@ def test_ranks_that_lose_each_other_are_told_so(depth):
 
 def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
     def work(world):
-        if dist.get_rank() == 0:
+        if world.mesh.get_local_rank() == 0:
             return None
         return world.together(lambda: world.gather_objects(1))
 
@@ -255,7 +341,7 @@ def test_an_interrupt_ends_every_rank():
     assert not dist.is_initialized()
 
     def raises(world):
-        if dist.get_rank() == 1:
+        if world.mesh.get_local_rank() == 1:
             raise KeyboardInterrupt
         world.gather_objects(1)
 
@@ -263,12 +349,15 @@ def test_an_interrupt_ends_every_rank():
         threads.run(2, CPU, raises)
 
 
-def test_the_callers_process_is_left_as_it_was():
+def test_the_callers_process_is_left_as_it_was(monkeypatch):
+    """And no thread waits for ranks that have none, as torch does by this setting."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
     before = torch.get_num_threads(), torch.is_grad_enabled(), torch.random.get_rng_state()
     with torch.no_grad():
         assert all(threads.run(2, CPU, lambda world: world.gather_objects(torch.is_grad_enabled())))
     assert threads.run(2, CPU, lambda world: world.gather_objects(torch.get_num_threads())) == [before[0]] * 2
     assert torch.equal(before[2], torch.random.get_rng_state())
+    assert os.environ["TORCH_DIST_INIT_BARRIER"] == "1"
     assert not dist.is_initialized()
 
 

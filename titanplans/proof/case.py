@@ -28,6 +28,12 @@ from titanplans.tensor_parallel.plan import TPOptions
 SPLITTING = "while it is split"
 
 
+_ASKED = (
+    "{} asks torch.distributed.get_rank(): its number in the world, which beside data parallelism is not that in the mesh, "
+    "mesh.get_local_rank()"
+)
+
+
 class _Broken(Exception):
     """A training that raised: where, and what."""
 
@@ -78,6 +84,8 @@ def prove_case(
                 result = world.together(lambda: localise(so_far, styles, reference, world, case))
         except Apart:
             pass  # as in the training itself: what that said stands
+    if not result.passed:
+        result = replace(result, notes=(*result.notes, *(_ASKED.format(who) for who in world.asked)))
     return replace(result, ranks=world.name, seconds=time.perf_counter() - start)
 
 

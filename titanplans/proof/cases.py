@@ -1,6 +1,6 @@
 """The cases of one model and one plan: which there are, and proving them, those of one training together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -54,7 +54,7 @@ class Proof:
     ) -> tuple[list[Case], tuple[Scenario, ...]]:
         """Return the cases that cover the `conditions` of this model, and their trainings."""
         if conditions == "plain":
-            self.unreached = ["any condition: one plain step was asked for"]
+            self.unreached = ["any condition: one plain step was asked for", *self._text_alone([plain])]
             return [(options, plain) for options in accepted], (plain,)
         dtypes = [plain.dtype, *(name for name in _BESIDE if name != plain.dtype)]
         if float8_linears(self.model):
@@ -72,7 +72,11 @@ class Proof:
                 "pairs of conditions, other degrees and dtypes: each condition once was asked for"
             )
             trained, dtypes = trained[:1], dtypes[:1]
+        self.unreached += self._text_alone(trained)
         return cover(accepted, trained, dtypes, recompute=blocks, quick=quick), trained
+
+    def _text_alone(self, trained: Sequence[Scenario]) -> Iterator[str]:
+        return self.sampler.text_alone([batch for one in trained for step in one.steps for batch in step])
 
     def _block(self) -> int:
         block = longest_block(self.model)

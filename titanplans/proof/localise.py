@@ -19,6 +19,7 @@ from titanplans.proof.report import CaseResult, Finding, Place, epsilons
 from titanplans.proof.tolerance import difference
 from titanplans.proof.training import Training
 from titanplans.proof.world import World, from_first, wholes
+from titanplans.tensor_parallel.plan import TPOptions
 from titanplans.tensor_parallel.styles import Style
 
 BESIDE = 2
@@ -56,7 +57,7 @@ def localise(
         world: the ranks.
         case: the result, which fails.
     """
-    search = _Search(training, styles, reference, world)
+    search = _Search(training, styles, reference, world, case.options)
     finding = from_first(world, search.first_off("forward", search.outputs()))
     if finding is None and case.checks[0].what != "runs":
         finding = from_first(world, search.first_off("backward", search.gradients()))
@@ -84,9 +85,15 @@ class _Search:
     """What the split model's modules gave beside the whole model's. Arguments as those of `localise`."""
 
     def __init__(
-        self, training: Training, styles: Mapping[str, ParallelStyle], reference: Reference, world: World
+        self,
+        training: Training,
+        styles: Mapping[str, ParallelStyle],
+        reference: Reference,
+        world: World,
+        options: TPOptions,
     ):
         self.training, self.styles, self.reference, self.world = training, styles, reference, world
+        self.options = options
         # Where a rank broke off, it has recorded less than the others.
         mine = {(point, key) for point, record in training.records.items() for key in record.tensors}
         self.common = set.intersection(*world.gather_objects(mine))
@@ -142,11 +149,17 @@ class _Search:
         if not self.world.first:
             return None
         expected, unit = self.reference.expected[at], self.reference.units[at]
-        fit = best_fit(held, expected, self._apart, sums=_may_be_partial(module_name(key), self.styles))
+        partial = _may_be_partial(module_name(key), self.styles)
+        if not partial and self.options.sequence_parallel and self._is_one_token(expected):
+            held = held[:1]  # on the stream the others have padding, of the same shape
+        fit = best_fit(held, expected, self._apart, sums=partial)
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None
         return _Seen(Place(label, fit.error / unit, fit.how), fit.values, parts, expected, unit)
+
+    def _is_one_token(self, expected: torch.Tensor) -> bool:
+        return expected.ndim > self.options.sequence_dim and expected.shape[self.options.sequence_dim] == 1
 
     def first_off(self, direction: str, seen: list[_Seen]) -> Finding | None:
         """Return the first place that is off, and right ones beside it: before it, or in the same module after it."""

@@ -2,7 +2,7 @@
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ from titanplans.tensor_parallel.loss import IGNORED
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
 """Keyword arguments of a forward; a function of batch size, sequence length and seed that makes them; or None for
 token ids."""
+
+
+_BESIDE_TEXT = {"pixel_values": "images", "pixel_values_videos": "videos", "input_features": "sound"}
+"""What a model may take beside text, by the keyword in which transformers' forwards take it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Sampler:
         self.padded = batch_first and "attention_mask" in parameters
         documents = (name for name in ("cu_seqlens", "position_ids") if batch_first and _takes(model, name))
         self.documents = next(documents, None)
+        self.beside_text = [name for name in _BESIDE_TEXT if name in parameters]
 
     @property
     def unreached(self) -> Iterator[str]:
@@ -65,6 +70,12 @@ class Sampler:
             yield f"documents in a sequence: {name} cu_seqlens or position_ids, or the sequence comes first"
         if not self.cached:
             yield f"a forward with a cache: {name} use_cache and past_key_values"
+
+    def text_alone(self, batches: Collection[Batch]) -> Iterator[str]:
+        """Yield in words which of images, videos and sound the model takes, and none of `batches` has."""
+        for name in self.beside_text:
+            if not any(name in self.tokens(batch, 0) for batch in batches):
+                yield f"{_BESIDE_TEXT[name]}: no batch has {name}, which verify(inputs=...) would give"
 
     def tokens(self, batch: Batch, number: int) -> dict[str, Any]:
         """Return the inputs of `batch` as keyword arguments, different for each `number`."""

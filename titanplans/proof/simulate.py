@@ -6,7 +6,7 @@ no number. Both are refused.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -38,6 +38,7 @@ class Simulated:
     name = "simulated"
     exact = first = True
     ranked = False
+    asked: Collection[str] = ()
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
@@ -83,8 +84,15 @@ def ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     Raises:
         PlanError: this process is a rank already.
     """
-    with _fake_group(number), LocalTensorMode(number), by_rank(), _addresses_refused(), _branches_refused():
-        yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
+    # In the world is a second data-parallel replica, too: the default group is not the mesh's.
+    with (
+        _fake_group(2 * number),
+        LocalTensorMode(number),
+        by_rank(),
+        _addresses_refused(),
+        _branches_refused(),
+    ):
+        yield DeviceMesh(device_type, list(range(number)), mesh_dim_names=("tp",))
 
 
 @contextmanager

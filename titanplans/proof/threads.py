@@ -4,18 +4,24 @@ One rank runs at a time, from one collective to the next, in the order of the ra
 process is never seen half done, runs are reproducible, and a rank that fails ends the others: they leave their
 work at their next collective instead of waiting for it. Each thread has autograd, grad mode and function modes
 of its own; what is one for the process, as the default random generator, is shared by all ranks.
+
+The world is that of a job with two data-parallel replicas, and the threads are the second: at degree 2 they are ranks 2 and
+3 of 4. So `dist.get_rank()` is no rank's number in the mesh, and the default group is not the mesh's. The ranks of the
+first replica have no threads: what would wait for them is refused.
 """
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.proof.simulate import refuse_a_rank
@@ -39,6 +45,10 @@ class Meeting:
 
     def __init__(self, ranks: int):
         self.ranks = ranks
+        self.in_world = list(range(ranks, 2 * ranks))
+        """The ranks' numbers in the world."""
+        self.asked: dict[str, None] = {}
+        """Python modules, but torch's and ours, that asked for a rank's number in the world."""
         self._turns = [threading.Semaphore(0) for _ in range(ranks)]
         self._turns[0].release()
         self._brought: dict[int, tuple[Any, Any, Callable]] = {}
@@ -141,12 +151,35 @@ class _ThreadGroup(threaded.ProcessLocalGroup):
 
     meeting: Meeting
 
+    def __init__(self, rank: int, size: int, in_world: list[int]):
+        super().__init__(rank, size)
+        self.in_world = in_world
+        """Its ranks' numbers in the world; none for the default group."""
+
     def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
         name = type(collective).__name__
+        if self.in_world != self.meeting.in_world:
+            self._refuse(name)
         shapes = [f"{tuple(t.shape)} {t.dtype}" for t in threaded.flatten_list(tensors)]
         settings = [f"{key} = {setting}" for key, setting in vars(collective).items()]
         self.meeting(self._rank, (name, *settings, *shapes), value, collective.work)
         return threaded.ret_work(value)
+
+    def _refuse(self, name: str) -> NoReturn:
+        called = f"{_caller()} called {name} on "
+        if self.in_world and set(self.in_world) <= set(self.meeting.in_world):
+            raise RuntimeError(
+                f"{called}a group of {self.size()} of the mesh's {self.meeting.ranks} ranks, and ranks that are threads "
+                "meet all together: take one process a rank, under torchrun (--process-group)"
+            )
+        group = (
+            f"the group of ranks {', '.join(map(str, self.in_world))}"
+            if self.in_world
+            else "the default group"
+        )
+        raise RuntimeError(
+            f"{called}{group}, in which other data-parallel ranks are, too: use the mesh's group, mesh.get_group()"
+        )
 
     def allreduce(self, tensors, opts):  # type: ignore[override]
         return self._meet(threaded.AllReduce(opts.reduceOp), tensors, tensors)
@@ -175,8 +208,40 @@ class _ThreadGroup(threaded.ProcessLocalGroup):
         return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
 
 
+def _caller() -> str:
+    """Return who called torch: a Python module, or, where none but torch and the proof is running, the backward."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals["__name__"] != threading.__name__:
+        name = frame.f_globals["__name__"]
+        if name.partition(".")[0] != "torch" and not name.startswith("titanplans.proof."):
+            return name
+        frame = frame.f_back
+    return "the backward"
+
+
+@contextmanager
+def _asking_noted() -> Iterator[None]:
+    """Note who asks `dist.get_rank()`: a plan that takes it for the rank in the mesh is wrong beside data parallelism."""
+    own = dist.get_rank
+
+    def get_rank(group: dist.ProcessGroup | None = None) -> int:
+        who = sys._getframe(1).f_globals["__name__"]
+        if group is None and who.partition(".")[0] not in ("torch", "titanplans"):
+            _ThreadGroup.meeting.asked[who] = None
+        return own(group)
+
+    dist.get_rank = get_rank
+    try:
+        yield
+    finally:
+        dist.get_rank = own
+
+
 dist.Backend.register_backend(
-    "titanplans_threads", lambda store, rank, size, timeout: _ThreadGroup(rank, size), devices=["cpu"]
+    "titanplans_threads",
+    lambda options, _: _ThreadGroup(options.group_rank, options.group_size, options.global_ranks_in_group),
+    extended_api=True,
+    devices=["cpu"],
 )
 
 
@@ -189,6 +254,7 @@ class Thread:
     def __init__(self, mesh: DeviceMesh, rank: int, meeting: Meeting):
         self.mesh, self._rank, self._meeting = mesh, rank, meeting
         self.first = rank == 0
+        self.asked: Collection[str] = meeting.asked
 
     def settle(self, model: nn.Module) -> None:
         """Nothing to do: each thread has a model of its own."""
@@ -213,17 +279,18 @@ class Pool:
     def __init__(self, device: torch.device):
         self.device = device
         self._worlds: dict[int, _Ranks] = {}
-        self._groups = groups_of_threads()
+        self._stack = ExitStack()
 
     def __enter__(self) -> "Pool":
         refuse_a_rank()
-        self._groups.__enter__()
+        self._stack.enter_context(groups_of_threads())
+        self._stack.enter_context(_asking_noted())
         return self
 
     def __exit__(self, *_: object) -> None:
         for ranks in self._worlds.values():
             ranks.close()
-        self._groups.__exit__(None, None, None)
+        self._stack.close()
 
     def run(self, degree: int, work: Callable[[Thread], T]) -> T:
         """Run `work` on each of `degree` threads, and return what it returns on the first.
@@ -243,10 +310,9 @@ class _Ranks:
         self.degree, self.device = degree, device
         self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(degree)]
         self._ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        store = dist.HashStore()
         # Daemons: an interrupted process ends, whatever they wait for.
         self._threads = [
-            threading.Thread(target=self._be, args=(rank, store), daemon=True) for rank in range(degree)
+            threading.Thread(target=self._be, args=(rank,), daemon=True) for rank in range(degree)
         ]
         for thread in self._threads:
             thread.start()
@@ -272,15 +338,16 @@ class _Ranks:
         for thread in self._threads:
             thread.join()
 
-    def _be(self, rank: int, store: dist.Store) -> None:
-        # A rank gets its group before its first turn: the store's barrier knows nothing of turns.
-        dist.init_process_group("titanplans_threads", rank=rank, world_size=self.degree, store=store)
+    def _be(self, rank: int) -> None:
+        dist.init_process_group(
+            "titanplans_threads", rank=self.degree + rank, world_size=2 * self.degree, store=dist.HashStore()
+        )
         mesh: DeviceMesh | None = None
 
         def be(work: Callable[[Thread], Any], meeting: Meeting) -> Any:
             nonlocal mesh
             if mesh is None:
-                mesh = init_device_mesh(self.device.type, (self.degree,), mesh_dim_names=("tp",))
+                mesh = DeviceMesh(self.device.type, meeting.in_world, mesh_dim_names=("tp",))
                 know_by_thread(mesh)
             return work(Thread(mesh, rank, meeting))
 

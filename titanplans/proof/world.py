@@ -10,7 +10,7 @@ ranks spend their time on dispatch, and they are real: a plan may ask which rank
 whole model, though, which simulated ranks share, and there the arithmetic of large ones costs the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -51,6 +51,9 @@ class World(Protocol):
     exact: bool
     """Equal work gives equal bits on every rank."""
 
+    asked: Collection[str]
+    """Python modules, but torch's and ours, that asked for a rank's number in the world, where that is not the mesh's."""
+
     def settle(self, model: nn.Module) -> None:
         """Prepare a model that was just split."""
         ...
@@ -78,6 +81,7 @@ class Group:
     # Kernels that sum with atomic operations give each rank bits of its own.
     exact = False
     ranked = True
+    asked: Collection[str] = ()
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
