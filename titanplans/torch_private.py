@@ -201,7 +201,7 @@ def pretend_symmetric_memory(group_name: str) -> AbstractContextManager[None]:
 def groups_of_threads() -> Iterator[None]:
     """Give every thread its own process groups, which are made without waiting for all of their ranks."""
     excepthook = sys.excepthook  # torch puts its own before it with each process group
-    barrier = os.environ.pop(_BARRIER, None)
+    barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded_groups._install_threaded_pg()
     try:
@@ -211,11 +211,7 @@ def groups_of_threads() -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         sys.excepthook = excepthook
         if barrier is not None:
-            os.environ[_BARRIER] = barrier
-
-
-_BARRIER = "TORCH_DIST_INIT_BARRIER"
-"""The setting with which torch waits for all ranks of a group that it makes."""
+            os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
 
 
 def know_by_thread(mesh: DeviceMesh) -> None:

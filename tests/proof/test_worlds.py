@@ -209,6 +209,9 @@ def test_groups_of_other_ranks_than_the_mesh_s():
         own = torch.full((4,), float(rank))
         assert distribute_tensor(own.clone(), world.mesh, [Replicate()]).to_local().tolist() == [0.0] * 4
         assert distribute_tensor(own, world.mesh, [Shard(0)], src_data_rank=3).to_local().tolist() == [3.0]
+        shards = distribute_tensor(torch.arange(8.0), world.mesh, [Shard(0)])
+        assert shards.equal(shards.clone())
+        assert not shards.equal(shards + (rank == 1))  # for which torch asks the default group
         dist.broadcast(own, src=dist.get_global_rank(group, 2), group=group)
         assert own.tolist() == [2.0] * 4
         with pytest.raises(ValueError, match="rank 0 is not part of group"):
