@@ -140,7 +140,23 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
         def rank(self, mesh):
             return mesh.get_local_rank() * dist.get_world_size() // (2 * mesh.size())
 
+    class OnTheFirst(ByTheFirst):
+        """Right in the second replica."""
+
+        adds = True
+
+        def rank(self, mesh):
+            return mesh.get_local_rank() == (0 if dist.get_rank() else 1)
+
+    class Telling(ByTheFirst):
+        """As one does that logs, on the world's first rank alone."""
+
+        def rank(self, mesh):
+            return mesh.get_local_rank() if dist.get_rank() else 0
+
     assert verify(Tiny, BySize, **OPTIONS).passed, "there are two replicas"
+    assert verify(Tiny, Telling, **OPTIONS).passed
+    assert not verify(Tiny, OnTheFirst, **OPTIONS).passed
     report = verify(Tiny, ByTheWorld, **OPTIONS)
     (case,) = report.cases
     assert case.finding.first.name == "layers.0.attn.o_proj"
@@ -212,6 +228,8 @@ def test_groups_of_other_ranks_than_the_mesh_s():
         shards = distribute_tensor(torch.arange(8.0), world.mesh, [Shard(0)])
         assert shards.equal(shards.clone())
         assert not shards.equal(shards + (rank == 1))  # for which torch asks the default group
+        for each in (group, None):
+            dist.barrier(each)
         dist.broadcast(own, src=dist.get_global_rank(group, 2), group=group)
         assert own.tolist() == [2.0] * 4
         with pytest.raises(ValueError, match="rank 0 is not part of group"):

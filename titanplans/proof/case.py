@@ -84,9 +84,8 @@ def prove_case(
                 result = world.together(lambda: localise(so_far, styles, reference, world, case))
         except Apart:
             pass  # as in the training itself: what that said stands
-    if not result.passed:
-        result = replace(result, notes=(*result.notes, *(_ASKED.format(who) for who in world.asked)))
-    return replace(result, ranks=world.name, seconds=time.perf_counter() - start)
+    notes = (*result.notes, *(_ASKED.format(who) for who in world.asked))
+    return replace(result, notes=notes, ranks=world.name, seconds=time.perf_counter() - start)
 
 
 def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) -> AppliedPlan:

@@ -96,7 +96,8 @@ class CaseResult:
     """Where a failing case goes wrong first."""
 
     notes: tuple[str, ...] = ()
-    """What of a failing case is not a matter of place: an exception, a missing gradient, weights no longer tied."""
+    """What of a failing case is not a matter of place: an exception, a missing gradient, weights no longer tied; and of any
+    case, who asked for a rank's number in the world."""
 
     conditions: tuple[str, ...] = ()
     """What a failing case needs to be wrong: without any one of these it is right. Empty: it is wrong plainly."""

@@ -5,9 +5,9 @@ process is never seen half done, runs are reproducible, and a rank that fails en
 work at their next collective instead of waiting for it. Each thread has autograd, grad mode and function modes
 of its own; what is one for the process, as the default random generator, is shared by all ranks.
 
-The world is that of a job with two data-parallel replicas, and the threads are the second: at degree 2 they are ranks 2 and
-3 of 4. So `dist.get_rank()` is no rank's number in the mesh, and the default group is not the mesh's. The ranks of the
-first replica have no threads: what would wait for them is refused.
+The world is that of a job with two data-parallel replicas, and the threads are one of them, the second if nothing is said:
+at degree 2 they are ranks 2 and 3 of 4. So `dist.get_rank()` is no rank's number in the mesh, and the default group is not
+the mesh's. The ranks of the other replica have no threads: what would wait for them is refused.
 """
 
 import inspect
@@ -43,9 +43,9 @@ class _Left(BaseException):
 class Meeting:
     """Where the ranks wait for each other, and hand over to the next."""
 
-    def __init__(self, ranks: int):
+    def __init__(self, ranks: int, replica: int):
         self.ranks = ranks
-        self.in_world = list(range(ranks, 2 * ranks))
+        self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
         """The ranks' numbers in the world."""
         self.asked: dict[str, None] = {}
         """Python modules, but torch's and ours, that asked for a rank's number in the world."""
@@ -158,7 +158,7 @@ class _ThreadGroup(threaded.ProcessLocalGroup):
 
     def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
         name = type(collective).__name__
-        if self.in_world != self.meeting.in_world and (self.in_world or not _is_equal_of_dtensors()):
+        if self.in_world != self.meeting.in_world and (self.in_world or not _goes_over_all(collective)):
             self._refuse(name)
         shapes = [f"{tuple(t.shape)} {t.dtype}" for t in threaded.flatten_list(tensors)]
         settings = [f"{key} = {setting}" for key, setting in vars(collective).items()]
@@ -180,6 +180,9 @@ class _ThreadGroup(threaded.ProcessLocalGroup):
         raise RuntimeError(
             f"{called}{group}, in which other data-parallel ranks are, too: use the mesh's group, mesh.get_group()"
         )
+
+    def barrier(self, opts=None):  # type: ignore[override]
+        return self._meet(_Barrier(), (), None)
 
     def allreduce(self, tensors, opts):  # type: ignore[override]
         return self._meet(threaded.AllReduce(opts.reduceOp), tensors, tensors)
@@ -222,11 +225,21 @@ def _caller() -> str:
     return next((name for name in _running() if name.partition(".")[0] != "torch"), "the backward")
 
 
-def _is_equal_of_dtensors() -> bool:
-    """Whether torch asks all of the world if DTensors are equal. A replica that is right in all answers as the others do."""
-    return next(name for name in _running() if name not in _COLLECTIVES).startswith(
-        "torch.distributed.tensor."
-    )
+def _goes_over_all(collective: Any) -> bool:
+    """Whether ranks with no threads may be left out of what is called on the default group.
+
+    That is a barrier, and torch's question to all of the world if DTensors are equal, which a right replica answers as the
+    others do.
+    """
+    if isinstance(collective, _Barrier):
+        return True
+    asks = next(name for name in _running() if name not in _COLLECTIVES)
+    return asks.startswith("torch.distributed.tensor.")
+
+
+class _Barrier:
+    def work(self, data: list) -> None:
+        """Nothing: they have met."""
 
 
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.overrides")
@@ -234,7 +247,7 @@ _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_lo
 
 @contextmanager
 def _asking_noted() -> Iterator[None]:
-    """Note who asks `dist.get_rank()`: a plan that takes it for the rank in the mesh is wrong beside data parallelism."""
+    """Note who asks `dist.get_rank()`: it may do one thing in one replica, and another thing in the other."""
     own = dist.get_rank
 
     def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -291,7 +304,7 @@ class Pool:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._worlds: dict[int, _Ranks] = {}
+        self._worlds: dict[tuple[int, int], _Ranks] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Pool":
@@ -305,22 +318,27 @@ class Pool:
             ranks.close()
         self._stack.close()
 
-    def run(self, degree: int, work: Callable[[Thread], T]) -> T:
+    def run(self, degree: int, work: Callable[[Thread], T], replica: int = 1) -> T:
         """Run `work` on each of `degree` threads, and return what it returns on the first.
+
+        Args:
+            degree: number of ranks.
+            work: of each rank.
+            replica: which of the world's two the ranks are, 0 or 1.
 
         Raises:
             Exception: what `work` raised on the first rank to fail; `Apart` where the ranks lost each other.
         """
-        if degree not in self._worlds:
-            self._worlds[degree] = _Ranks(degree, self.device)
-        return self._worlds[degree].run(work)
+        if (degree, replica) not in self._worlds:
+            self._worlds[degree, replica] = _Ranks(degree, replica, self.device)
+        return self._worlds[degree, replica].run(work)
 
 
 class _Ranks:
     """The threads of one world, each of which waits for work."""
 
-    def __init__(self, degree: int, device: torch.device):
-        self.degree, self.device = degree, device
+    def __init__(self, degree: int, replica: int, device: torch.device):
+        self.degree, self.replica, self.device = degree, replica, device
         self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(degree)]
         self._ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         # Daemons: an interrupted process ends, whatever they wait for.
@@ -331,7 +349,7 @@ class _Ranks:
             thread.start()
 
     def run(self, work: Callable[[Thread], T]) -> T:
-        meeting = _ThreadGroup.meeting = Meeting(self.degree)
+        meeting = _ThreadGroup.meeting = Meeting(self.degree, self.replica)
         for queue in self._work:
             queue.put((work, meeting))
         try:
@@ -353,7 +371,10 @@ class _Ranks:
 
     def _be(self, rank: int) -> None:
         dist.init_process_group(
-            "titanplans_threads", rank=self.degree + rank, world_size=2 * self.degree, store=dist.HashStore()
+            "titanplans_threads",
+            rank=self.replica * self.degree + rank,
+            world_size=2 * self.degree,
+            store=dist.HashStore(),
         )
         mesh: DeviceMesh | None = None
 

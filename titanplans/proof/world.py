@@ -52,7 +52,7 @@ class World(Protocol):
     """Equal work gives equal bits on every rank."""
 
     asked: Collection[str]
-    """Python modules, but torch's and ours, that asked for a rank's number in the world, where that is not the mesh's."""
+    """Python modules, but torch's and ours, that asked for a rank's number in a world larger than the mesh."""
 
     def settle(self, model: nn.Module) -> None:
         """Prepare a model that was just split."""
@@ -141,13 +141,13 @@ class Worlds:
         self._close()
         torch.set_num_threads(self._intra_op)
 
-    def run(self, degree: int, work: Callable[[Any], T]) -> T:
-        """Run `work` on every rank, and return what it returns on the first."""
+    def run(self, degree: int, work: Callable[[Any], T], replica: int = 1) -> T:
+        """Run `work` on every rank, and return what it returns on the first. `replica`: as for `threads.Pool`."""
         ranks = choose(self.ranks, degree, self.model)
         if ranks == "threads":
             if self._pool is None:
                 self._pool = threads.Pool(self.device).__enter__()
-            return self._pool.run(degree, work)
+            return self._pool.run(degree, work, replica)
         self._close()
         return (run_group if ranks == "process_group" else simulate.run)(degree, self.device, work)
 
