@@ -171,15 +171,21 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_default_group_is_not_that_of_the_mesh(direction):
+    def averaged(tensor):
+        """Right, were the world's two ranks the mesh."""
+        ranks = torch.ones(())
+        dist.all_reduce(ranks)
+        return tensor * (2 / ranks)
+
     class OverAll(TinyPlan):
         def attn_plan(self, attn):
             style = self.rowwise()
 
             def leave(border, module, args, output):
                 if direction == "forward":
-                    dist.all_reduce(output)
+                    output = averaged(output)
                 else:
-                    output.register_hook(dist.all_reduce)
+                    output.register_hook(averaged)
                 return border.leave(output + local_parameter(module, "bias"))
 
             style._leave = leave
@@ -190,6 +196,7 @@ def test_the_default_group_is_not_that_of_the_mesh(direction):
     assert ("in layers.0.attn.o_proj" if direction == "forward" else "in the backward") in note
     assert "called AllReduce on the default group, in which other data-parallel ranks are, too" in note
     assert "use the mesh's group, mesh.get_group()" in note
+    assert not verify(Tiny, OverAll, ranks="simulated", **OPTIONS).passed
 
 
 def test_groups_of_other_ranks_than_the_mesh_s():
