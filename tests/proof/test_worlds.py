@@ -19,6 +19,7 @@ from titanplans import PlanError, TPOptions
 from titanplans.proof import simulate, threads, world
 from titanplans.proof.case import prove_case
 from titanplans.proof.conditions import PLAIN
+from titanplans.proof.meeting import Apart
 from titanplans.proof.world import choose
 from titanplans.tensor_parallel.local_parameters import local_parameter
 from titanplans.tensor_parallel.loss import cross_entropy
@@ -296,7 +297,7 @@ def test_what_one_rank_raises_ends_the_others(where):
 
     with pytest.raises(LookupError, match=f"rank {failing}"):
         threads.run(3, CPU, work)
-    assert sorted(left) == ["LookupError", "_Left", "_Left"]
+    assert sorted(left) == ["Left", "Left", "LookupError"]
     assert not dist.is_initialized()
 
 
@@ -335,7 +336,7 @@ def test_ranks_that_lose_each_other_are_told_so(depth):
 
     for lose in (other_shapes, other_collectives, nothing_more):
         nested = (lambda world, lose=lose: world.together(lambda: lose(world))) if depth else lose
-        with pytest.raises(threads.Apart, match=r"different collectives: rank 0 .*; rank 1 "):
+        with pytest.raises(Apart, match=r"different collectives: rank 0 .*; rank 1 "):
             threads.run(2, CPU, nested)
 
 
@@ -345,7 +346,7 @@ def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
             return None
         return world.together(lambda: world.gather_objects(1))
 
-    with pytest.raises(threads.Apart):
+    with pytest.raises(Apart):
         threads.run(3, CPU, work)
 
 

@@ -7,16 +7,15 @@ of its own; what is one for the process, as the default random generator, is sha
 
 The world is that of a job with two data-parallel replicas, and the threads are one of them, the second if nothing is said:
 at degree 2 they are ranks 2 and 3 of 4. So `dist.get_rank()` is no rank's number in the mesh, and the default group is not
-the mesh's. The ranks of the other replica have no threads: what would wait for them is refused.
+the mesh's (titanplans/proof/thread_groups.py).
 """
 
-import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,251 +23,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanplans.proof.meeting import Left, Meeting
 from titanplans.proof.simulate import refuse_a_rank
+from titanplans.proof.thread_groups import ThreadGroup, asking_noted
 from titanplans.torch_private import groups_of_threads, know_by_thread
-from titanplans.torch_private import threaded_groups as threaded
 
 T = TypeVar("T")
-_END = "the end of its work"
-
-
-class Apart(RuntimeError):
-    """The ranks lost each other: they called different collectives, or one on tensors that don't match."""
-
-
-class _Left(BaseException):
-    """Ends a rank's work because another rank's has failed. No `Exception`, so that models let it pass."""
-
-
-class Meeting:
-    """Where the ranks wait for each other, and hand over to the next."""
-
-    def __init__(self, ranks: int, replica: int):
-        self.ranks = ranks
-        self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
-        """The ranks' numbers in the world."""
-        self.asked: dict[str, None] = {}
-        """Python modules, but torch's and ours, that asked for a rank's number in the world."""
-        self._turns = [threading.Semaphore(0) for _ in range(ranks)]
-        self._turns[0].release()
-        self._brought: dict[int, tuple[Any, Any, Callable]] = {}
-        self._depths = [0] * ranks
-        self._failure: BaseException | None = None
-        self._result: Any = None
-        self._shallowest: int | None = None
-        """Where all ranks are at the end of a `together`: the depth of the outermost."""
-        self._ended = False
-        self._stopped = False
-
-    def __call__(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> Any:
-        """Bring `value`, wait for the other ranks, and return what `act` makes of all values, in rank order.
-
-        Ranks that bring another `what` have lost each other, which is the failure of all.
-        """
-        self._arrive(rank, what, value, act)
-        if self._failure is not None:
-            raise _Left
-        return self._result
-
-    def together(self, rank: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns on this rank, or raise on every rank what it raised on the first to fail."""
-        self._depths[rank] += 1
-        result = None
-        try:
-            result = work()
-        except _Left:
-            if self._stopped:
-                raise
-        except BaseException as error:  # noqa: BLE001 -- raised again below, on every rank
-            self._failure = self._failure or error
-        finally:
-            self._depths[rank] -= 1
-        if (failure := self._end(rank, self._depths[rank])) is not None:
-            raise failure
-        return result  # type: ignore[return-value]
-
-    def wait(self, rank: int) -> None:
-        """Wait for this rank's turn."""
-        self._turns[rank].acquire()
-        if self._stopped:
-            raise _Left
-
-    def hand_over(self, rank: int) -> None:
-        """Let the next rank run."""
-        self._turns[(rank + 1) % self.ranks].release()
-
-    def stop(self) -> None:
-        """End every rank's work at its next collective."""
-        self._stopped = True
-        for turn in self._turns:
-            turn.release()
-
-    def _end(self, rank: int, depth: int) -> BaseException | None:
-        """Wait until every rank has ended its work; return the failure of any."""
-        while True:
-            self._arrive(rank, (_END, depth), None, lambda values: None)
-            if self._ended:
-                return self._result
-            if self._shallowest is not None and self._shallowest < depth:
-                raise _Left  # the others have left this work for good
-
-    def _arrive(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> None:
-        self._brought[rank] = what, value, act
-        if len(self._brought) == self.ranks:
-            self._settle([self._brought[r] for r in range(self.ranks)])
-            self._brought.clear()
-        self.hand_over(rank)
-        self.wait(rank)
-
-    def _settle(self, brought: list[tuple[Any, Any, Callable]]) -> None:
-        """Do what all ranks came for. Called by the last to arrive; what it leaves is read before the next time."""
-        whats = [what for what, _, _ in brought]
-        ends = [what[1] for what in whats if what[0] == _END]
-        alike = all(what == whats[0] for what in whats)
-        self._ended = alike and bool(ends)
-        self._shallowest = min(ends) if len(ends) == self.ranks else None
-        if self._ended:
-            self._result, self._failure = self._failure, None
-        elif self._failure is None and not alike:
-            self._failure = Apart(
-                "the ranks called different collectives: "
-                + "; ".join(f"rank {rank} {_words(what)}" for rank, what in enumerate(whats))
-            )
-        elif self._failure is None:
-            try:
-                with torch.no_grad():
-                    self._result = brought[0][2]([value for _, value, _ in brought])
-            except RuntimeError as error:  # of torch: tensors that the collective can't take
-                self._failure = Apart(f"{_words(whats[0])}: {error}")
-
-
-def _words(what: tuple) -> str:
-    return _END if what[0] == _END else ", ".join(what)
-
-
-class _ThreadGroup(threaded.ProcessLocalGroup):
-    """torch's process group of threads, whose ranks meet at `meeting`, where those that disagree are found out."""
-
-    meeting: Meeting
-
-    def __init__(self, rank: int, size: int, in_world: list[int]):
-        super().__init__(rank, size)
-        self.in_world = in_world
-        """Its ranks' numbers in the world; none for the default group."""
-
-    def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
-        name = type(collective).__name__
-        if self.in_world != self.meeting.in_world and (self.in_world or not _goes_over_all(collective)):
-            self._refuse(name)
-        shapes = [f"{tuple(t.shape)} {t.dtype}" for t in threaded.flatten_list(tensors)]
-        settings = [f"{key} = {setting}" for key, setting in vars(collective).items()]
-        self.meeting(self._rank % self.meeting.ranks, (name, *settings, *shapes), value, collective.work)
-        return threaded.ret_work(value)
-
-    def _refuse(self, name: str) -> NoReturn:
-        called = f"{_caller()} called {name} on "
-        if self.in_world and set(self.in_world) <= set(self.meeting.in_world):
-            raise RuntimeError(
-                f"{called}a group of {self.size()} of the mesh's {self.meeting.ranks} ranks, and ranks that are threads "
-                "meet all together: take one process a rank, under torchrun (--process-group)"
-            )
-        group = (
-            f"the group of ranks {', '.join(map(str, self.in_world))}"
-            if self.in_world
-            else "the default group"
-        )
-        raise RuntimeError(
-            f"{called}{group}, in which other data-parallel ranks are, too: use the mesh's group, mesh.get_group()"
-        )
-
-    def barrier(self, opts=None):  # type: ignore[override]
-        return self._meet(_Barrier(), (), None)
-
-    def allreduce(self, tensors, opts):  # type: ignore[override]
-        return self._meet(threaded.AllReduce(opts.reduceOp), tensors, tensors)
-
-    allreduce_coalesced = allreduce  # type: ignore[assignment]
-
-    def broadcast(self, tensors, opts):  # type: ignore[override]
-        return self._meet(threaded.Broadcast(opts.rootRank), tensors, tensors)
-
-    def scatter(self, outputs, inputs, opts):  # type: ignore[override]
-        return self._meet(threaded.Scatter(opts.rootRank), outputs, (outputs, inputs))
-
-    def gather(self, outputs, inputs, opts):  # type: ignore[override]
-        return self._meet(threaded.Gather(opts.rootRank), inputs, (outputs, inputs))
-
-    def allgather(self, outputs, inputs, opts=None):  # type: ignore[override]
-        return self._meet(threaded.AllGather(), inputs, (outputs, inputs))
-
-    def reduce_scatter(self, outputs, inputs, opts):  # type: ignore[override]
-        return self._meet(threaded.ReduceScatter(opts.reduceOp.op), outputs, (outputs, inputs))
-
-    def alltoall(self, outputs, inputs, opts=None):  # type: ignore[override]
-        return self._meet(threaded.AllToAll(), (), (outputs, inputs))
-
-    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):  # type: ignore[override]
-        return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
-
-
-def _running() -> Iterator[str]:
-    """Yield the names of the Python modules whose code runs on this thread, but the proof's, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"] != threading.__name__:
-        if not (name := frame.f_globals["__name__"]).startswith("titanplans.proof."):
-            yield name
-        frame = frame.f_back
-
-
-def _caller() -> str:
-    """Return who called torch: a Python module, or, where none but torch is running, the backward."""
-    return next((name for name in _running() if name.partition(".")[0] != "torch"), "the backward")
-
-
-def _goes_over_all(collective: Any) -> bool:
-    """Whether ranks with no threads may be left out of what is called on the default group.
-
-    That is a barrier, and torch's question to all of the world if DTensors are equal, which a right replica answers as the
-    others do.
-    """
-    if isinstance(collective, _Barrier):
-        return True
-    asks = next(name for name in _running() if name not in _COLLECTIVES)
-    return asks.startswith("torch.distributed.tensor.")
-
-
-class _Barrier:
-    def work(self, data: list) -> None:
-        """Nothing: they have met."""
-
-
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.overrides")
-
-
-@contextmanager
-def _asking_noted() -> Iterator[None]:
-    """Note who asks `dist.get_rank()`: it may do one thing in one replica, and another thing in the other."""
-    own = dist.get_rank
-
-    def get_rank(group: dist.ProcessGroup | None = None) -> int:
-        who = next(_running())
-        if group is None and who.partition(".")[0] not in ("torch", "titanplans"):
-            _ThreadGroup.meeting.asked[who] = None
-        return own(group)
-
-    dist.get_rank = get_rank
-    try:
-        yield
-    finally:
-        dist.get_rank = own
-
-
-dist.Backend.register_backend(
-    "titanplans_threads",
-    lambda options, _: _ThreadGroup(options.group_rank, options.group_size, options.global_ranks_in_group),
-    extended_api=True,
-    devices=["cpu"],
-)
 
 
 class Thread:
@@ -310,7 +70,7 @@ class Pool:
     def __enter__(self) -> "Pool":
         refuse_a_rank()
         self._stack.enter_context(groups_of_threads())
-        self._stack.enter_context(_asking_noted())
+        self._stack.enter_context(asking_noted())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -349,7 +109,7 @@ class _Ranks:
             thread.start()
 
     def run(self, work: Callable[[Thread], T]) -> T:
-        meeting = _ThreadGroup.meeting = Meeting(self.degree, self.replica)
+        meeting = ThreadGroup.meeting = Meeting(self.degree, self.replica)
         for queue in self._work:
             queue.put((work, meeting))
         try:
@@ -392,7 +152,7 @@ class _Ranks:
                 meeting.wait(rank)
                 with torch.autograd.set_multithreading_enabled(False):
                     result = meeting.together(rank, partial(be, work, meeting))
-            except _Left:
+            except Left:
                 pass
             except BaseException as error:  # noqa: BLE001 -- raised again in the caller's thread
                 failure = error

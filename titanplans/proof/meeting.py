@@ -1,0 +1,124 @@
+"""Where ranks that are threads wait for each other, take turns, and are found out if they do different things."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+_END = "the end of its work"
+
+
+class Apart(RuntimeError):
+    """The ranks lost each other: they called different collectives, or one on tensors that don't match."""
+
+
+class Left(BaseException):
+    """Ends a rank's work because another rank's has failed. No `Exception`, so that models let it pass."""
+
+
+class Meeting:
+    """Where the ranks wait for each other, and hand over to the next."""
+
+    def __init__(self, ranks: int, replica: int):
+        self.ranks = ranks
+        self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
+        """The ranks' numbers in the world."""
+        self.asked: dict[str, None] = {}
+        """Python modules, but torch's and ours, that asked for a rank's number in the world."""
+        self._turns = [threading.Semaphore(0) for _ in range(ranks)]
+        self._turns[0].release()
+        self._brought: dict[int, tuple[Any, Any, Callable]] = {}
+        self._depths = [0] * ranks
+        self._failure: BaseException | None = None
+        self._result: Any = None
+        self._shallowest: int | None = None
+        """Where all ranks are at the end of a `together`: the depth of the outermost."""
+        self._ended = False
+        self._stopped = False
+
+    def __call__(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> Any:
+        """Bring `value`, wait for the other ranks, and return what `act` makes of all values, in rank order.
+
+        Ranks that bring another `what` have lost each other, which is the failure of all.
+        """
+        self._arrive(rank, what, value, act)
+        if self._failure is not None:
+            raise Left
+        return self._result
+
+    def together(self, rank: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns on this rank, or raise on every rank what it raised on the first to fail."""
+        self._depths[rank] += 1
+        result = None
+        try:
+            result = work()
+        except Left:
+            if self._stopped:
+                raise
+        except BaseException as error:  # noqa: BLE001 -- raised again below, on every rank
+            self._failure = self._failure or error
+        finally:
+            self._depths[rank] -= 1
+        if (failure := self._end(rank, self._depths[rank])) is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def wait(self, rank: int) -> None:
+        """Wait for this rank's turn."""
+        self._turns[rank].acquire()
+        if self._stopped:
+            raise Left
+
+    def hand_over(self, rank: int) -> None:
+        """Let the next rank run."""
+        self._turns[(rank + 1) % self.ranks].release()
+
+    def stop(self) -> None:
+        """End every rank's work at its next collective."""
+        self._stopped = True
+        for turn in self._turns:
+            turn.release()
+
+    def _end(self, rank: int, depth: int) -> BaseException | None:
+        """Wait until every rank has ended its work; return the failure of any."""
+        while True:
+            self._arrive(rank, (_END, depth), None, lambda values: None)
+            if self._ended:
+                return self._result
+            if self._shallowest is not None and self._shallowest < depth:
+                raise Left  # the others have left this work for good
+
+    def _arrive(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> None:
+        self._brought[rank] = what, value, act
+        if len(self._brought) == self.ranks:
+            self._settle([self._brought[r] for r in range(self.ranks)])
+            self._brought.clear()
+        self.hand_over(rank)
+        self.wait(rank)
+
+    def _settle(self, brought: list[tuple[Any, Any, Callable]]) -> None:
+        """Do what all ranks came for. Called by the last to arrive; what it leaves is read before the next time."""
+        whats = [what for what, _, _ in brought]
+        ends = [what[1] for what in whats if what[0] == _END]
+        alike = all(what == whats[0] for what in whats)
+        self._ended = alike and bool(ends)
+        self._shallowest = min(ends) if len(ends) == self.ranks else None
+        if self._ended:
+            self._result, self._failure = self._failure, None
+        elif self._failure is None and not alike:
+            self._failure = Apart(
+                "the ranks called different collectives: "
+                + "; ".join(f"rank {rank} {_words(what)}" for rank, what in enumerate(whats))
+            )
+        elif self._failure is None:
+            try:
+                with torch.no_grad():
+                    self._result = brought[0][2]([value for _, value, _ in brought])
+            except RuntimeError as error:  # of torch: tensors that the collective can't take
+                self._failure = Apart(f"{_words(whats[0])}: {error}")
+
+
+def _words(what: tuple) -> str:
+    return _END if what[0] == _END else ", ".join(what)

@@ -1,0 +1,144 @@
+"""Process groups of ranks that are threads: torch's, whose collectives are meetings, in a world larger than the mesh.
+
+The world is that of a job with two data-parallel replicas, and the threads are one of them. The ranks of the other have no
+threads, so what would wait for them is refused: a plan that takes the default group for the mesh's is wrong. So is what
+waits for some of the threads only, as the groups of a mesh of two dimensions, since threads meet all together.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from titanplans.proof.meeting import Meeting
+from titanplans.torch_private import threaded_groups as threaded
+
+BACKEND = "titanplans_threads"
+
+
+class ThreadGroup(threaded.ProcessLocalGroup):
+    """torch's process group of threads, whose ranks meet at `meeting`, where those that disagree are found out."""
+
+    meeting: Meeting
+
+    def __init__(self, rank: int, size: int, in_world: list[int]):
+        super().__init__(rank, size)
+        self.in_world = in_world
+        """Its ranks' numbers in the world; none for the default group."""
+
+    def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
+        name = type(collective).__name__
+        if self.in_world != self.meeting.in_world and (self.in_world or not _goes_over_all(collective)):
+            self._refuse(name)
+        shapes = [f"{tuple(t.shape)} {t.dtype}" for t in threaded.flatten_list(tensors)]
+        settings = [f"{key} = {setting}" for key, setting in vars(collective).items()]
+        self.meeting(self._rank % self.meeting.ranks, (name, *settings, *shapes), value, collective.work)
+        return threaded.ret_work(value)
+
+    def _refuse(self, name: str) -> NoReturn:
+        called = f"{_caller()} called {name} on "
+        if self.in_world and set(self.in_world) <= set(self.meeting.in_world):
+            raise RuntimeError(
+                f"{called}a group of {self.size()} of the mesh's {self.meeting.ranks} ranks, and ranks that are threads "
+                "meet all together: take one process a rank, under torchrun (--process-group)"
+            )
+        group = (
+            f"the group of ranks {', '.join(map(str, self.in_world))}"
+            if self.in_world
+            else "the default group"
+        )
+        raise RuntimeError(
+            f"{called}{group}, in which other data-parallel ranks are, too: use the mesh's group, mesh.get_group()"
+        )
+
+    def barrier(self, opts=None):  # type: ignore[override]
+        return self._meet(_Barrier(), (), None)
+
+    def allreduce(self, tensors, opts):  # type: ignore[override]
+        return self._meet(threaded.AllReduce(opts.reduceOp), tensors, tensors)
+
+    allreduce_coalesced = allreduce  # type: ignore[assignment]
+
+    def broadcast(self, tensors, opts):  # type: ignore[override]
+        return self._meet(threaded.Broadcast(opts.rootRank), tensors, tensors)
+
+    def scatter(self, outputs, inputs, opts):  # type: ignore[override]
+        return self._meet(threaded.Scatter(opts.rootRank), outputs, (outputs, inputs))
+
+    def gather(self, outputs, inputs, opts):  # type: ignore[override]
+        return self._meet(threaded.Gather(opts.rootRank), inputs, (outputs, inputs))
+
+    def allgather(self, outputs, inputs, opts=None):  # type: ignore[override]
+        return self._meet(threaded.AllGather(), inputs, (outputs, inputs))
+
+    def reduce_scatter(self, outputs, inputs, opts):  # type: ignore[override]
+        return self._meet(threaded.ReduceScatter(opts.reduceOp.op), outputs, (outputs, inputs))
+
+    def alltoall(self, outputs, inputs, opts=None):  # type: ignore[override]
+        return self._meet(threaded.AllToAll(), (), (outputs, inputs))
+
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):  # type: ignore[override]
+        return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
+
+
+def _running() -> Iterator[str]:
+    """Yield the names of the Python modules whose code runs on this thread, but the proof's, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"] != threading.__name__:
+        if not (name := frame.f_globals["__name__"]).startswith("titanplans.proof."):
+            yield name
+        frame = frame.f_back
+
+
+def _caller() -> str:
+    """Return who called torch: a Python module, or, where none but torch is running, the backward."""
+    return next((name for name in _running() if name.partition(".")[0] != "torch"), "the backward")
+
+
+def _goes_over_all(collective: Any) -> bool:
+    """Whether ranks with no threads may be left out of what is called on the default group.
+
+    That is a barrier, and torch's question to all of the world if DTensors are equal, which a right replica answers as the
+    others do.
+    """
+    if isinstance(collective, _Barrier):
+        return True
+    asks = next(name for name in _running() if name not in _COLLECTIVES)
+    return asks.startswith("torch.distributed.tensor.")
+
+
+class _Barrier:
+    def work(self, data: list) -> None:
+        """Nothing: they have met."""
+
+
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.overrides")
+
+
+@contextmanager
+def asking_noted() -> Iterator[None]:
+    """Note who asks `dist.get_rank()`: it may do one thing in one replica, and another thing in the other."""
+    own = dist.get_rank
+
+    def get_rank(group: dist.ProcessGroup | None = None) -> int:
+        rank, who = own(group), next(_running())
+        if group is None and who.partition(".")[0] not in ("torch", "titanplans"):
+            ThreadGroup.meeting.asked[who] = None
+        return rank
+
+    dist.get_rank = get_rank
+    try:
+        yield
+    finally:
+        dist.get_rank = own
+
+
+dist.Backend.register_backend(
+    BACKEND,
+    lambda options, _: ThreadGroup(options.group_rank, options.group_size, options.global_ranks_in_group),
+    extended_api=True,
+    devices=["cpu"],
+)
