@@ -136,18 +136,21 @@ class Life:
         return children(self.pid)
 
     def end(self) -> int:
-        """Wait until the launcher has ended, and then all else; what has not ended by itself is counted and killed."""
+        """Wait until the launcher and the ranks have ended; what has not ended by itself is counted and killed."""
         self.wait_until(lambda: False)
         assert self.status is not None
+        self.wait_for(_ranks_left)
+        return self.status
+
+    def wait_for(self, left_behind: Callable[[], list[int]]) -> None:
         deadline = time.monotonic() + GRACE
-        while left := _left_behind():
+        while left := left_behind():
             if time.monotonic() > deadline:
                 self.orphans += len(left)
                 for pid in left:
                     os.kill(pid, signal.SIGKILL)
                 deadline += GRACE
             time.sleep(0.005)
-        return self.status
 
 
 def children(pid: int) -> list[int]:
@@ -163,6 +166,18 @@ def _left_behind() -> list[int]:
     while (found := children(os.getpid())) and os.waitpid(-1, os.WNOHANG)[0]:
         pass
     return found
+
+
+def _ranks_left() -> list[int]:
+    """Of these all but loaders' workers, which end within five seconds, and write nothing."""
+    return [pid for pid in _left_behind() if _name(pid) != "pt_data_worker"]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 class Survival:
@@ -235,9 +250,13 @@ class Survival:
     # Faults
 
     def fault(self) -> None:
-        kind = self.draw.choice(self.kinds)
+        kind = self.draw.choice(KILLS if self.draw.random() < 0.5 else self.kinds)
         self.counts["faults"] += 1
         self.kind_counts[kind] += 1
+        print(
+            f"{self.counts['faults']:5} {kind:9} at step {self.goes_on_at} {' '.join(self.options)}",
+            flush=True,
+        )
         for aside in self.checkpoints.glob("set-aside-*"):
             shutil.rmtree(aside)  # the disk is small
         if kind in KILLS:
@@ -298,7 +317,8 @@ class Survival:
         """Break a file of the newest checkpoint, see it refused, and do what the error says."""
         from titanplans.training.checkpoint import folder
 
-        if not (present := folder.steps(self.checkpoints)):
+        present = folder.steps(self.checkpoints)
+        if not present or self.options:  # what was damaged before is still to be left
             return
         newest = folder.checkpoint_path(self.checkpoints, present[-1])
         path = self.draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
@@ -311,13 +331,20 @@ class Survival:
         status = life.end()
         said = life.said
         advised = re.search(r"checkpoint\.load_step = (\d+) resumes from the newest that is whole", said)
-        if status != 2 or str(path) not in said or said.count("error:") != 1 or "Traceback" in said:
+        if (
+            status != 2
+            or str(path.relative_to(self.folder)) not in said
+            or said.count("error:") != 1
+            or "Traceback" in said
+        ):
             self.problem("untold", f"{path.name} was {kind}, and the exit status is {status}", life)
         if advised:
             self.options = (f"--checkpoint.load_step={advised[1]}",)
             self.goes_on_at = int(advised[1]) + 1
         else:
-            shutil.rmtree(newest)
+            if "no other is whole" not in said or len(present) > 1:
+                self.problem("untold", f"of {present} none is offered", life)
+            shutil.rmtree(self.checkpoints)
             self.goes_on_at = 1
 
     def fill_the_disk(self) -> None:
@@ -356,6 +383,9 @@ class Survival:
         disturbed, self.losses, self.goes_on_at = self.losses, {}, 1
         alone = self.start(f"--training.steps={steps}", "--checkpoint.no-enable")
         alone.end()
+        alone.wait_for(_left_behind)
+        if alone.orphans:
+            self.problem("orphans", f"{alone.orphans} processes were left", alone)
         self.look(alone)
         for step, losses in disturbed.items():
             if losses != self.losses.get(step):

@@ -6,6 +6,7 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 import worlds
 from test_trainer import train, write_inputs
@@ -193,6 +194,98 @@ def on_two_ranks(rank: int) -> dict:
     for cases in (rewinds, damages, changed_options, not_finite, full):
         found |= cases(rank, folder)
     return found
+
+
+BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=4")
+FOUR = {
+    "tp 2 x fsdp 2": (TP, "--parallelism.data_parallel_shard_degree=2"),
+    "tp 4": ("--parallelism.tensor_parallel_degree=4",),
+    "fsdp 4": ("--parallelism.data_parallel_shard_degree=4",),
+    "hsdp": ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"),
+    "ddp": ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=4"),
+}
+
+
+def state_of(trainer) -> dict:
+    """Return all of training's state, whole: weights, moments, schedule, step, random generators."""
+    from torch.distributed.tensor import DTensor
+
+    states = trainer.checkpointer.states
+    tensors = {**states["model"].state_dict(), **states["optimizer"].state_dict()}
+    tensors |= {
+        "step": torch.tensor(trainer.step),
+        "epoch": torch.tensor(trainer.lr_schedulers.schedulers[0].last_epoch),
+    }
+    tensors |= {
+        "rng": trainer.state_dict()["rng"]["cpu"]
+        if trainer._loaded_rng is None
+        else trainer._loaded_rng["cpu"]
+    }
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in tensors.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def resharded(folder: Path, *degrees: str) -> tuple[list[str], dict[int, float]]:
+    """Go on from step 4 at other degrees; return what of the state is not what was saved, bit for bit, and the losses."""
+    loaded = {}
+
+    def prepare(trainer) -> None:
+        load = trainer.checkpointer.load
+
+        def loads(step):
+            load(step)
+            loaded.update(state_of(trainer))
+
+        trainer.checkpointer.load = loads
+
+    options = (*SAVES, *BATCH, *degrees, "--checkpoint.load_step=4", "--checkpoint.load_only")
+    losses = train(folder, "dense", "reshard", *options, prepare=prepare)[0].losses()
+    saved = torch.load(folder / "state.pt")
+    assert saved.keys() == loaded.keys()
+    return [name for name in saved if not torch.equal(saved[name], loaded[name])], losses
+
+
+def on_four_ranks(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+
+    def prepare(trainer) -> None:
+        save = trainer.checkpointer.save
+
+        def saves(step, last_step=False):
+            if step == 4:
+                state = state_of(trainer)
+                if rank == 0:
+                    torch.save(state, folder / "state.pt")
+            return save(step, last_step=last_step)
+
+        trainer.checkpointer.save = saves
+
+    first = (*SAVES, *BATCH, *FOUR["tp 2 x fsdp 2"])
+    found = {"whole": train(folder, "dense", "reshard", *first, prepare=prepare)[0].losses()}
+    return found | {name: resharded(folder, *degrees) for name, degrees in FOUR.items()}
+
+
+def on_one_rank(rank: int) -> dict:
+    return {"one process": resharded(Path(os.environ["TEST_FOLDER"]))}
+
+
+@pytest.fixture(scope="module")
+def resumed_at(folder):
+    return worlds.run(on_four_ranks, 4) | worlds.run(on_one_rank, 1)
+
+
+@pytest.mark.parametrize("degrees", [*FOUR, "one process"])
+def test_a_checkpoint_goes_on_at_any_degree(resumed_at, degrees):
+    differing, losses = resumed_at[degrees]
+    assert not differing
+    whole = {step: loss for step, loss in resumed_at["whole"].items() if step > 4}
+    # float32: sums over other numbers of ranks are rounded in another order.
+    assert losses == pytest.approx(whole, rel=1e-5)
+    if degrees == "tp 2 x fsdp 2":
+        assert losses == whole
 
 
 @pytest.fixture(scope="module")

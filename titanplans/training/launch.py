@@ -199,7 +199,9 @@ def _wait_for_all_or_a_failure(processes: list[BaseProcess]) -> list[int | None]
         if any(codes) or None not in codes:
             return codes
         # Of those that ran a moment ago: asked anew, all may have ended, and waiting for none of them never ends.
-        connection.wait([p.sentinel for p, code in zip(processes, codes, strict=True) if code is None])
+        # The sentinel is a pipe, which a rank's loader workers hold open until they end, seconds later: so ask, too.
+        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+        connection.wait(running, timeout=0.1)
 
 
 def _stop(processes: list[BaseProcess], seconds: float) -> None:

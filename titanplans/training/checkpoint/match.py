@@ -93,16 +93,16 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
     Raises:
         ConfigError: with what differs; or it holds the weights alone.
     """
-    if (checkpoint / CARD).is_file():
-        if (wrong := damage(checkpoint, names=(".metadata",))) is not None:
-            instead = folder.remedy(checkpoint) if key == "checkpoint.folder" else "take another checkpoint"
-            raise ConfigError(f"{key}: {wrong}; {instead}")
-        if differing := changes(read_card(checkpoint).model, model_card(model.config)):
-            raise ConfigError(
-                f"{key}: {checkpoint} is of another model ({differing}); name another folder, or go back to that model"
-            )
+    has_card = (checkpoint / CARD).is_file()
+    if has_card and (wrong := damage(checkpoint, names=(".metadata",))) is not None:
+        raise _damaged(checkpoint, key, wrong)
     index = Reader(checkpoint).read_metadata()
-    _refuse_cut(checkpoint, index, key)
+    if (wrong := _cut(checkpoint, index)) is not None:
+        raise _damaged(checkpoint, key, wrong)
+    if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config))):
+        raise ConfigError(
+            f"{key}: {checkpoint} is of another model ({differing}); name another folder, or go back to that model"
+        )
     saved = index.state_dict_metadata
     there = {
         name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
@@ -124,15 +124,20 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         )
 
 
-def _refuse_cut(checkpoint: Path, index: Metadata, key: str) -> None:
-    """Refuse a checkpoint whose files are shorter than its index says: one without a card has no checksums."""
+def _damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
+    instead = folder.remedy(checkpoint) if key == "checkpoint.folder" else "take another checkpoint"
+    return ConfigError(f"{key}: {wrong}; {instead}")
+
+
+def _cut(checkpoint: Path, index: Metadata) -> str | None:
+    """Return which file of a checkpoint is shorter than its index says, in words: one without a card has no checksums."""
     sizes: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():
         sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
-    for name, size in sizes.items():
-        path = checkpoint / name
+    for path, size in ((checkpoint / name, size) for name, size in sizes.items()):
         if not path.is_file() or path.stat().st_size < size:
-            raise ConfigError(f"{key}: {path} is cut short or gone; take another checkpoint")
+            return f"{path} is cut short or gone"
+    return None
 
 
 def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -1,0 +1,140 @@
+"""A checkpoint with checksums and renames against torch's plain one of the same state, side by side.
+
+    python -m benchmarks.checkpoints [--gigabytes 1] [--rounds 5] [--folder /tmp] [--steps 600]
+
+Saving, by turns in one process: `dcp.save` as torch has it, which syncs its files too, and ours, which also takes a
+checksum of each byte, writes the card and renames the folder. Then what `titanplans check` does, and loading with and
+without checksums; the files are in the system's cache, so reading costs least and checksums weigh most. Then a tiny job on
+two ranks of a CPU that saves every second step, synchronously and asynchronously: its memory and its open files.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from titanplans.training.checkpoint.card import Card, damage
+from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+
+TENSORS = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not")
+    parser.add_argument(
+        "--folder", help="a folder on the disk to measure; default: the system's for temporary files"
+    )
+    parser.add_argument("--steps", type=int, default=600, help="of the job whose memory is measured")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        measure(folder, options.gigabytes, options.rounds)
+        for mode in ("disabled", "async"):
+            watch(folder / mode, mode, options.steps)
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure(folder: Path, gigabytes: float, rounds: int) -> None:
+    torch.manual_seed(0)
+    state = {f"weight{i}": torch.randn(int(gigabytes * 1e9 / 4 / TENSORS)) for i in range(TENSORS)}
+    loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    plain, ours = folder / "plain", folder / "step-1"
+    card = Card(1, "training", {}, {}, {})
+    nothing = {"no_dist": True}
+    variants: dict[str, Callable[[], object]] = {
+        "save: torch": lambda: dcp.save(state, storage_writer=FileSystemWriter(plain), **nothing),
+        "save: with checksums and renames": lambda: dcp.save(
+            state, storage_writer=Writer(ours, card), **nothing
+        ),
+        "titanplans check": lambda: damage(ours),
+        "load: torch": lambda: dcp.load(loaded, storage_reader=FileSystemReader(ours), **nothing),
+        "load: without checksums": lambda: dcp.load(
+            loaded, storage_reader=Reader(ours), planner=Planner(), **nothing
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 1):
+        for name in reversed(variants) if turn % 2 else variants:
+            if name.startswith("save"):
+                shutil.rmtree(plain if name == "save: torch" else ours, ignore_errors=True)
+                os.sync()  # what the one before has left to be written is not this one's
+            begin = time.perf_counter()
+            variants[name]()
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    assert damage(ours) is None
+    times["load: with checksums"] = [
+        sum(pair) for pair in zip(times["titanplans check"], times["load: without checksums"], strict=True)
+    ]
+    print(f"\n{gigabytes} GB in {TENSORS} tensors, one process, {folder.parent}, torch {torch.__version__}\n")
+    print(f"{'':34}{'median s':>10}{'fastest s':>11}{'GB/s':>8}{'ratio':>8}")
+    for name, seconds in times.items():
+        median, first = (
+            statistics.median(seconds),
+            times[f"{name.partition(':')[0]}: torch"] if ":" in name else seconds,
+        )
+        ratio = statistics.median(a / b for a, b in zip(seconds, first, strict=True))
+        print(f"{name:34}{median:10.3f}{min(seconds):11.3f}{gigabytes / median:8.2f}{ratio:8.2f}")
+
+
+JOB = """
+[model]
+name = "gla"
+flavor = "debug"
+[training]
+local_batch_size = 1
+seq_len = 64
+mixed_precision_param = "float32"
+[parallelism]
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "none"
+[checkpoint]
+enable = true
+interval = 2
+keep_latest_k = 2
+[metrics]
+log_freq = 1
+enable_jsonl = true
+"""
+
+
+def watch(folder: Path, mode: str, steps: int) -> None:
+    """Print resident memory and open files of both ranks while a job trains and saves."""
+    folder.mkdir()
+    (folder / "job.toml").write_text(JOB)
+    options = (f"--training.steps={steps}", f"--checkpoint.async_mode={mode}", "--job.dump_folder=out")
+    command = (sys.executable, "-m", "titanplans", "train", "job.toml", *options)
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
+    rows, due = folder / "out" / "metrics.jsonl", steps // 6
+    print(f"\nasync_mode = {mode}: {'step':>6}{'MB of each rank':>20}{'open files':>14}")
+    while process.poll() is None:
+        done = len(rows.read_text().splitlines()) if rows.exists() else 0
+        if done >= due:
+            ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            pages = [int(Path(f"/proc/{rank}/statm").read_text().split()[1]) for rank in ranks]
+            megabytes = " ".join(f"{count * resource.getpagesize() / 1e6:.0f}" for count in pages)
+            files = " ".join(str(len(os.listdir(f"/proc/{rank}/fd"))) for rank in ranks)
+            print(f"{'':23}{done:>6}{megabytes:>20}{files:>14}", flush=True)
+            due += steps // 6
+        time.sleep(0.05)
+    if process.returncode:
+        raise SystemExit(f"the job ended with exit status {process.returncode}")
+
+
+if __name__ == "__main__":
+    main()
