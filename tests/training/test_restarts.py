@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import Job, descendants, gone
 
+from titanplans.training.launch import _store_on_this_machine
 from titanplans.training.main import main
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")
@@ -37,6 +38,12 @@ def by_torchrun(backend, endpoint, words):
         start_method="fork",
     )
     elastic_launch(config, worker)(words[1:])
+
+
+def free_endpoint():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def worker(words):
@@ -72,16 +79,22 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     steps = job.steps[-1]
     assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
     assert job.steps[-1] == steps + 2
-    assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
-    assert f"step-{steps + 2} is there: the job has taken its training.steps = {steps + 2}" in job.out
+    # Its last checkpoint holds the weights alone. It is finished, by whatever starts it, and can be prolonged.
+    for by in (None, partial(by_torchrun, "static", free_endpoint())):
+        restarts = () if by else ("--max-restarts=1",)
+        assert job.run(f"--training.steps={steps + 2}", *restarts, by=by) == 0
+        assert (
+            job.out.count(f"step-{steps + 2} is there: the job has taken its training.steps = {steps + 2}")
+            == 1
+        )
+        assert job.losses == []
+    assert job.run(f"--training.steps={steps + 4}", "--max-restarts=1") == 0
+    assert job.steps[-1] == job.losses[-1][0] == steps + 4
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_torchrun_restarts_ranks(job, backend):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    process = job.start(by=partial(by_torchrun, backend, endpoint))
+    process = job.start(by=partial(by_torchrun, backend, free_endpoint()))
     for number, rank in enumerate((0, 1)):
         kill(job, process, rank, number)
     job.wait_for(process, lambda: job.out.count("Training starts at") == 3)
@@ -90,3 +103,30 @@ def test_torchrun_restarts_ranks(job, backend):
     ranks = descendants(process.pid)
     process.kill()
     assert gone(ranks, 10)
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_what_a_killed_launcher_leaves_ends(job, when):
+    process = job.start("--training.dataloader.num_workers=1", "--checkpoint.async_mode=async")
+    job.wait_for(process, lambda: len(descendants(process.pid)) >= 2)
+    if when == "later":
+        job.wait_for_steps(process, 6)
+        assert len(descendants(process.pid)) == 4  # two ranks, each with a worker
+    left = descendants(process.pid)
+    process.kill()
+    process.join()
+    assert gone(left, 5)
+    assert not list(job.folder.glob("out/checkpoint/.*.removed"))
+
+
+def test_only_this_machine_reaches_the_store():
+    store = _store_on_this_machine()
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
+    assert [address for address in listening if address.endswith(f":{store.port:04X}")] == [
+        f"0100007F:{store.port:04X}"
+    ]

@@ -189,6 +189,10 @@ def _run(
         TORCHELASTIC_RESTART_COUNT=str(restart),
         TORCHELASTIC_ERROR_FILE=str(error_file(folder, local_rank)),
     )
+    if Path(
+        "/sys/class/net/lo"
+    ).exists():  # gloo takes the address of the host's name, which others may reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     finish(run_rank(job))
 
 

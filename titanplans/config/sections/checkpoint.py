@@ -57,7 +57,7 @@ class Checkpoint(Options):
     """Save the initial weights as step-0, on one process, and stop."""
 
     save_on_signal: bool = False
-    """At SIGTERM, save after the step that runs, and end with exit status 0; a second signal ends at once."""
+    """At SIGTERM, save after two more steps at most, and end with exit status 0; another signal ends at once."""
 
     load_only: bool = False
     """Load, but never save."""

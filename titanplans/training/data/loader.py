@@ -5,6 +5,8 @@ torchtitan's loader keeps a place for each data-parallel rank, as a pickle, and 
 
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +24,7 @@ from titanplans.training.data.dataset import Batch, PackedText
 from titanplans.training.data.fingerprint import Fingerprint, check_files
 from titanplans.training.data.sources import open_source
 from titanplans.training.data.streams import Place, Share, Streams, divide, merged
+from titanplans.training.orphans import end_with_parent
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 
@@ -102,6 +105,7 @@ class TextDataLoader(BaseDataLoader):
             batch_size=None,
             collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
             num_workers=config.num_workers,
+            worker_init_fn=_live_as_long_as_the_rank if workers else None,
             persistent_workers=workers and config.persistent_workers,
             pin_memory=config.pin_memory,
             prefetch_factor=config.prefetch_factor if workers else None,
@@ -174,6 +178,12 @@ class TextDataLoader(BaseDataLoader):
         if self._fingerprint is None:
             self._fingerprint = Fingerprint.of(self._source.files)
         return self._fingerprint
+
+
+def _live_as_long_as_the_rank(worker: int) -> None:
+    """Let a worker end with its rank, and not before: a scheduler's SIGTERM reaches it, too, and the rank may still save."""
+    end_with_parent(os.getppid())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _as_it_is(share: Batch | DataError) -> Batch | DataError:
