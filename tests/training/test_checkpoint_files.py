@@ -13,10 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titanplans.cli.check import main as check
+from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.match import changes, to_resume
+from titanplans.training.checkpoint.match import changes, finished, to_resume
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
 
 
@@ -206,3 +207,18 @@ def test_changes_are_named_up_to_five():
     assert changes({"a": 1, "b": None}, {"a": 1}) == ""
     assert changes({"a": 1}, {"a": "x"}) == 'a = 1, now "x"'
     assert changes({}, dict.fromkeys("abcdefg", 0)).endswith("e = unset, now 0 and 2 more keys")
+
+
+def test_a_job_is_finished_by_a_checkpoint_of_its_own_branch(tmp_path):
+    options = {"checkpoint.enable": True, "checkpoint.folder": str(tmp_path), "training.steps": 4}
+    anew = build_job(options | {"checkpoint.load_step": 2})
+    last = write(tmp_path, 4, holds="weights")
+    assert finished(build_job(options)) == last
+    assert finished(build_job(options | {"training.steps": 5})) is None
+    assert finished(anew) is None
+    assert finished(anew, restarted=True) is None  # killed before it had loaded step 2
+    shutil.rmtree(last)
+    card = Card(4, "weights", {}, {"checkpoint.load_step": 2}, {})
+    dcp.save(state(1.0), storage_writer=Writer(last, card), no_dist=True)
+    assert finished(anew) is None
+    assert finished(anew, restarted=True) == last

@@ -74,7 +74,10 @@ def test_a_path_that_can_not_be_written_to(folder, key, path, why):
     assert there(folder) == before
 
 
-@pytest.mark.parametrize("name", ["parallelism.json", "metrics.jsonl", "config.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["parallelism.json", "metrics.jsonl", "config.json", "titanplans.lock", "checkpoint/titanplans.lock"],
+)
 def test_a_folder_where_a_file_is_to_be_written(name):
     (Path("outputs") / name).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"outputs/{name} is a folder, and a file is to be written there"):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.values import show
 from titanplans.training.jsonl import FILE_NAME, read_rows
+from titanplans.training.lock import LOCK
 from titanplans.training.parallelism_report import FILE
 
 
@@ -30,6 +31,7 @@ def outputs(job: JobConfig) -> Iterator[Output]:
     dump = Path(job.job.dump_folder)
     yield Output("job.dump_folder", dump, False)
     yield Output("job.dump_folder", dump / FILE, True)
+    yield Output("job.dump_folder", dump / LOCK, True)
     if job.metrics.enable_jsonl:
         yield Output("job.dump_folder", dump / FILE_NAME, True)
     if job.job.save_config_file is not None:
@@ -44,6 +46,8 @@ def outputs(job: JobConfig) -> Iterator[Output]:
     for key, wanted in folders.items():
         if wanted:
             yield Output(key, dump / attrgetter(key)(job), False)
+    if folders["checkpoint.folder"]:
+        yield Output("checkpoint.folder", dump / job.checkpoint.folder / LOCK, True)
 
 
 def check_outputs(job: JobConfig) -> None:

@@ -25,10 +25,8 @@ from torchtitan.tools.logging import logger
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.match import changes, to_resume
+from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
-
-_LOAD_STEP = "checkpoint.load_step"
 
 
 class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
@@ -82,15 +80,10 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         return loaded
 
     def _step_to_load(self, step: int) -> int:
-        if step != -1 and not (self.config.restarted and self._has_gone_on_from(step)):
+        if step != -1 and not (self.config.restarted and has_gone_on_from(self.path, step)):
             return step
         newest = to_resume(self.path)
         return -1 if newest is None else int(newest.name.removeprefix("step-"))
-
-    def _has_gone_on_from(self, load_step: int) -> bool:
-        """Whether the newest checkpoint is of a job that began at `load_step`: this one, before a launcher restarted it."""
-        newest = folder.checkpoint_path(self.path, folder.steps(self.path)[-1])
-        return damage(newest, names=()) is None and read_card(newest).job.get(_LOAD_STEP) == load_step
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool

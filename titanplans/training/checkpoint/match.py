@@ -27,6 +27,8 @@ _INCIDENTAL = {
     "output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 
+_LOAD_STEP = "checkpoint.load_step"
+
 
 def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Return what of a model's config two models must share to share weights: `Card.model`."""
@@ -70,15 +72,25 @@ def to_resume(path: Path, step: int = -1) -> Path | None:
 def finished(job: JobConfig, *, restarted: bool = False) -> Path | None:
     """Return the last checkpoint of a job that has taken all its steps; None if there are some left, or it begins anew.
 
-    One that a launcher has `restarted` has obeyed load_step the first time, and does not begin anew by it.
+    One that a launcher has `restarted` begins anew only if it had not come to it before.
     """
-    checkpoint = job.checkpoint
-    if not checkpoint.enable or checkpoint.load_only or (checkpoint.load_step != -1 and not restarted):
+    checkpoint, path = job.checkpoint, own_folder(job)
+    if not checkpoint.enable or checkpoint.load_only:
         return None
-    path = own_folder(job)
+    if checkpoint.load_step != -1 and not (restarted and has_gone_on_from(path, checkpoint.load_step)):
+        return None
     present = folder.steps(path)
     last = present[-1] if present else 0
     return folder.checkpoint_path(path, last) if last >= job.training.steps else None
+
+
+def has_gone_on_from(path: Path, load_step: int) -> bool:
+    """Whether the newest checkpoint is of a job that began at `load_step`: this one, before a launcher restarted it."""
+    present = folder.steps(path)
+    if not present:
+        return False
+    newest = folder.checkpoint_path(path, present[-1])
+    return damage(newest, names=()) is None and read_card(newest).job.get(_LOAD_STEP) == load_step
 
 
 def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool) -> None:
