@@ -204,7 +204,12 @@ def on_two_ranks(rank: int) -> dict:
     batch = ("--training.local_batch_size=2", "--training.global_batch_size=4")
     other_degrees = {
         "dp 2": (4, *batch),
-        "ddp 2": (8, *batch, "--parallelism.data_parallel_replicate_degree=2"),
+        "ddp 2": (
+            8,
+            *batch,
+            "--parallelism.data_parallel_strategy=ddp",
+            "--parallelism.data_parallel_replicate_degree=2",
+        ),
         "tp 2": (12, DEGREE),
     }
     for name, (step, *options) in other_degrees.items():
