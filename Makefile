@@ -38,7 +38,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 bench: $(VENV)/installed
-	for name in cpu_kernels tp_step parallelize compile float8; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in cpu_kernels tp_step parallelize compile float8 checkpoints; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -23,6 +23,8 @@ LONGEST = (
     "proof_holds",
     "compile_architectures",
     "train_cli",
+    "survival",
+    "checkpoint_jobs",
     "compile",
     "combinations",
     "mutants",

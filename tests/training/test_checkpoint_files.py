@@ -150,6 +150,32 @@ def test_a_checkpoint_without_a_card_is_refused(tmp_path):
         folder.steps(tmp_path)
 
 
+def test_what_is_not_ours_is_neither_taken_for_a_checkpoint_nor_replaced(tmp_path):
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / "notes").write_text("mine")
+    with pytest.raises(BaseException, match=r"step-4 has no titanplans\.json"):
+        write(tmp_path, 4)
+    with pytest.raises(ConfigError, match=r"step-4 has no titanplans\.json.*move it away"):
+        folder.steps(tmp_path)
+    assert (tmp_path / "step-4" / "notes").read_text() == "mine"
+
+
+def test_a_damaged_checkpoint_offers_the_newest_that_is_whole(tmp_path):
+    for step in (2, 4, 6, 8):
+        write(tmp_path, step)
+    for step, name in ((6, "__0_0.distcp"), (8, CARD)):
+        content = (tmp_path / f"step-{step}" / name).read_bytes()
+        (tmp_path / f"step-{step}" / name).write_bytes(content[:-5])
+    offered = r"checkpoint\.load_step = 4 resumes from the newest that is whole"
+    with pytest.raises(ConfigError, match=rf"step-8/titanplans\.json is damaged .*; {offered}"):
+        to_resume(tmp_path)
+    folder.discard(tmp_path)
+    assert folder.remedy(tmp_path / "step-8") == offered.replace("\\", "")
+    for step in (2, 4):
+        (tmp_path / f"step-{step}" / ".metadata").unlink()
+    assert folder.remedy(tmp_path / "step-8") == "no other is whole: move the folder away"
+
+
 def test_what_came_later_is_set_aside_by_number(tmp_path):
     for step in (4, 20, 22):
         write(tmp_path, step)
