@@ -1,5 +1,7 @@
 """torchrun's variables: a place among the ranks, none, or a sentence."""
 
+from pathlib import Path
+
 import pytest
 
 from titanplans.errors import ParallelError
@@ -65,3 +67,16 @@ def test_rank_alone_is_no_rank_and_an_address_alone_is_no_job_of_torchruns(monke
     monkeypatch.setenv("RANK", "0")
     assert main(["no_such_job.toml"]) == 2
     assert "MASTER_ADDR set, but not WORLD_SIZE" in capsys.readouterr().err.replace("RANK, ", "")
+
+
+def test_restarts_are_torchruns_where_it_has_started_the_ranks(monkeypatch, capsys):
+    for name, value in WHOLE.items():
+        monkeypatch.setenv(name, value)
+    job = str(Path(__file__).parents[1] / "configs" / "gla_debug.toml")
+    assert main([job, "--max-restarts=2"]) == 2
+    assert (
+        "torchrun has started this rank, and restarts it: torchrun --max-restarts 2"
+        in capsys.readouterr().err
+    )
+    assert main([job, "--max-restarts", "-1"]) == 2
+    assert "--max-restarts -1: expected a number of restarts, 0 or more" in capsys.readouterr().err
