@@ -25,7 +25,8 @@ from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.loss import CrossEntropyLoss
 from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import model_spec
-from titanplans.training.trainer import Trainer, Validator
+from titanplans.training.trainer import Trainer
+from titanplans.training.validator import Validator
 
 
 def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Config:

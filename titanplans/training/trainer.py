@@ -1,4 +1,4 @@
-"""torchtitan's `Trainer` and `Validator` with this project's differences.
+"""torchtitan's `Trainer` with this project's differences; its `Validator` is in `titanplans.training.validator`.
 
 A resumed run repeats the losses of an undisturbed one to the last bit, so checkpoints hold the random generators. A run
 that ends early finishes its writes. When gradients are communicated is decided in `titanplans.parallel`. The loop, the
@@ -7,18 +7,16 @@ optimizer step, checkpoints and validation are torchtitan's.
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torchtitan.components.validate
 import torchtitan.trainer
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_module, device_type
 
 from titanplans.config import by_job_key
 from titanplans.errors import Diverged
@@ -31,6 +29,7 @@ from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import LanguageModel
 from titanplans.training.optimizer import prepare_optimizer
 from titanplans.training.parallelism_report import JobReport
+from titanplans.training.random_state import get_rng_state, set_rng_state
 from titanplans.training.step import Skipped, clipping
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -250,59 +249,7 @@ class Trainer(torchtitan.trainer.Trainer):
         torch.distributed.destroy_process_group()
 
 
-class Validator(torchtitan.components.validate.Validator):
-    """torchtitan's, in sizes of its own, which counts neither into the time nor into the tokens of training."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(torchtitan.components.validate.Validator.Config):
-        """torchtitan's, with the sizes of [validation], under names that `build` does not hand over itself."""
-
-        own_batch_size: int
-        """Sequences at a time on one data-parallel rank."""
-
-        own_seq_len: int
-        """Tokens in a sequence."""
-
-        unshard: bool = False
-        """Gather the weights, sharded by FSDP2, once for all batches."""
-
-    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
-    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
-
-    def __init__(self, config: Config, **kwargs: Any):
-        kwargs |= {"local_batch_size": config.own_batch_size, "seq_len": config.own_seq_len}
-        super().__init__(config, **kwargs)
-        self._validated = 0  # the last step that was
-
-    def should_validate(self, step: int) -> bool:
-        """Whether it is due at `step`, and not done: torchtitan's loop asks again once the step is saved."""
-        return step != self._validated and super().should_validate(step)
-
-    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
-        """Log the loss over `steps` batches of the validation data, in nats per token."""
-        lm: Any = model_parts[0].lm
-        whole = gradient_sync.unsharded(lm) if self.config.unshard else nullcontext()
-        with self.metrics_processor.paused(), whole:
-            super().validate(model_parts, step)
-        self._validated = step
-
-
 def _raised_in(error: RuntimeError, function: Callable[..., Any]) -> bool:
     """Whether a `raise` of this very function made the error, and nothing that it calls."""
     *_, (innermost, _line) = traceback.walk_tb(error.__traceback__)
     return type(error) is RuntimeError and innermost.f_code is function.__code__
-
-
-def get_rng_state() -> dict[str, torch.Tensor]:
-    """The states of torch's generators on this rank: the CPU's, and the accelerator's if there is one."""
-    state = {"cpu": torch.get_rng_state()}
-    if device_type != "cpu":
-        state[device_type] = device_module.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Set the generators to what `get_rng_state` returned."""
-    torch.set_rng_state(state["cpu"])
-    if device_type != "cpu":
-        device_module.set_rng_state(state[device_type])
