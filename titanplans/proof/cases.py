@@ -12,7 +12,6 @@ from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, case_name
 from titanplans.proof.sample import Sampler, longest_block
-from titanplans.proof.tolerance import DRAWS
 from titanplans.proof.training import Loss
 from titanplans.proof.world import World, Worlds
 from titanplans.tensor_parallel.custom import PlanSource
@@ -86,16 +85,19 @@ class Proof:
             )
         return min(block, _LONGEST)
 
-    def run(self, cases: Sequence[Case], plain: Scenario) -> tuple[list[CaseResult], list[str]]:
-        """Prove `cases`, those that share a reference together, and explain those that fail.
+    def run(
+        self, cases: Sequence[Case], groups: Sequence[Sequence[int]], plain: Scenario, turns: Iterator[int]
+    ) -> tuple[dict[int, CaseResult], list[str]]:
+        """Prove those of `groups` whose numbers are in `turns`, and explain cases that fail.
 
         Returns:
-            The results, and what they don't show.
+            The results by the cases' numbers, and what they don't show.
         """
         unreached: list[str] = []
         results: dict[int, CaseResult] = {}
         hidden: dict[str, dict[str, None]] = {}
-        for whole, members in _by_reference(cases).items():
+        for members in map(groups.__getitem__, turns):
+            whole = cases[members[0]][1].whole
             self.progress("the whole model")
             reference = self._reference(whole, beside=whole.dtype != plain.dtype)
             if reference.hidden:
@@ -118,8 +120,8 @@ class Proof:
         blame = Blame(
             lambda options, scenario: self._prove(recorded(scenario.whole), options, scenario), plain
         )
-        ordered = [results[at] for at in range(len(cases))]
-        return [one if one.passed else blame.explain(one) for one in ordered], unreached
+        explained = {at: one if one.passed else blame.explain(one) for at, one in sorted(results.items())}
+        return explained, unreached
 
     def _reference(self, scenario: Scenario, **settings: bool) -> Reference:
         return Reference(self.model, scenario, self.sampler, self.seed, self.losses, **settings)
@@ -138,23 +140,9 @@ class Proof:
         return result
 
 
-def shares(cases: Sequence[Case], processes: int) -> list[list[int]]:
-    """Divide the numbers of `cases` among processes, each reference once, so that all have about as much work."""
-    groups = _by_reference(cases)
-
-    def trainings(part: list[int]) -> int:
-        references = {cases[at][1].whole for at in part}
-        return (1 + DRAWS) * len(references) + sum(cases[at][0].degree for at in part)
-
-    parts: list[list[int]] = [[] for _ in range(min(processes, len(groups)))]
-    for group in sorted(groups.values(), key=trainings, reverse=True):
-        min(parts, key=trainings).extend(group)
-    return parts
-
-
-def _by_reference(cases: Sequence[Case]) -> dict[Scenario, list[int]]:
-    """Return the numbers of the cases that share a reference, by what of them the whole model sees."""
+def by_reference(cases: Sequence[Case]) -> list[list[int]]:
+    """Return the numbers of the cases that share a reference, group by group, those that take the most work first."""
     groups: dict[Scenario, list[int]] = {}
     for at, (_, scenario) in enumerate(cases):
         groups.setdefault(scenario.whole, []).append(at)
-    return groups
+    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].degree for at in group))

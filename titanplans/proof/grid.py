@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import PlanError, either
-from titanplans.proof.cases import CONDITIONS, Proof, shares
+from titanplans.proof.cases import CONDITIONS, Proof, by_reference
 from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.modes import exact_float8
 from titanplans.proof.patches import unpatched
@@ -123,11 +123,12 @@ def verify(
             sampler = Sampler(model, inputs, sequence_dim, seed)
             proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
             cases, trained = proof.cases(accepted, plain, conditions)
-            parts = shares(cases, processes)
+            groups = by_reference(cases)
             results: dict[int, CaseResult] = {}
-            found = side_by_side([partial(proof.run, [cases[at] for at in part], plain) for part in parts])
-            for part, (proved, unreached) in zip(parts, found, strict=True):
-                results |= zip(part, proved, strict=True)
+            for proved, unreached in side_by_side(
+                partial(proof.run, cases, groups, plain), len(groups), processes
+            ):
+                results |= proved
                 proof.unreached += unreached
     return Report(
         f"{type(model).__name__}, {plan_name}",

@@ -6,7 +6,8 @@ Ranks that are threads run one at a time, so one process keeps one core busy.
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -15,24 +16,27 @@ from titanplans.errors import UserError
 T = TypeVar("T")
 
 
-def side_by_side(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Return what each of `work` returns, which can be pickled; one runs here.
+def side_by_side(work: Callable[[Iterator[int]], T], number: int, processes: int) -> list[T]:
+    """Return what `work` returns in each of so many processes, which can be pickled.
 
-    The others need Linux, and a process in which torch has neither run a backward nor used a second thread: what is
+    It is given an iterator over its share of `range(number)`: each process takes the next number when it is done with one.
+    Several processes need Linux, and a process in which torch has neither run a backward nor used a second thread: what is
     forked later has no autograd, and waits for threads that it does not have.
 
     Raises:
         UserError: what one of them raised.
         RuntimeError: a process ended without a result.
     """
-    if len(work) == 1:
-        return [work[0]()]
+    if min(number, processes) == 1:
+        return [work(iter(range(number)))]
     context = multiprocessing.get_context("fork")
+    taken = context.Value("i", 0)
     running = []
     try:
-        for one in work:
+        for _ in range(min(number, processes)):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_do, args=(one, sender), daemon=True)
+            turns = _turns(taken, number)
+            process = context.Process(target=_do, args=(partial(work, turns), sender), daemon=True)
             process.start()
             sender.close()
             running.append((process, receiver))
@@ -41,6 +45,15 @@ def side_by_side(work: Sequence[Callable[[], T]]) -> list[T]:
         for process, _ in running:
             process.terminate()
             process.join()
+
+
+def _turns(taken: Any, number: int) -> Iterator[int]:
+    while True:
+        with taken.get_lock():
+            at, taken.value = taken.value, taken.value + 1
+        if at >= number:
+            return
+        yield at
 
 
 def _result(process: Any, receiver: Connection) -> Any:
