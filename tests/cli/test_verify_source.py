@@ -1,11 +1,15 @@
 """Models cut to fewer blocks and tokens, and the memory that a proof needs."""
 
+import gc
+
 import pytest
 import torch
 import zoo
+from transformers import Qwen2VLConfig
 
 from titanplans import modeling, registered_plans
-from titanplans.cli.verify.cut import cut
+from titanplans.cli.verify.cut import _smaller, _with_vocabulary, cut
+from titanplans.cli.verify.main import main
 from titanplans.cli.verify.prepare import check_memory, memory
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.errors import VerifyError
@@ -101,3 +105,17 @@ def test_a_small_proof_fits():
     check_memory(small, 32, torch.float64, CPU)
     with pytest.raises(VerifyError, match=r"the logits of 1,000,000,000 tokens take .* a smaller --seq-len"):
         check_memory(small, 10**9, torch.float64, CPU)
+
+
+def test_special_tokens_of_images_and_videos_stay_different():
+    config = Qwen2VLConfig(text_config={"vocab_size": 152_064})
+    size = _smaller(config)
+    small = _with_vocabulary(config, size)
+    special = (small.image_token_id, small.video_token_id, small.vision_start_token_id)
+    assert size == 768
+    assert special == (359, 360, 356)  # as far from the end as they were
+
+
+def test_the_garbage_collector_is_on_after_a_refusal():
+    assert main(["verify", "no-such-model"]) == 2
+    assert gc.isenabled()

@@ -133,9 +133,8 @@ class Proof:
             return prove_case(reference, self.plan, options, scenario, world)
 
         result = self.worlds.run(options.degree, prove)
-        if (
-            result.passed and result.notes
-        ):  # Who asked for a rank's number in the world may do another thing there.
+        # Who asked for a rank's number in the world may do another thing there.
+        if result.passed and result.notes:
             result = self.worlds.run(options.degree, prove, replica=0)
         return result
 

@@ -45,8 +45,8 @@ def cut(
             f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens; take fewer, or leave it out"
         )
     if vocab_size is None:
-        vocab_size = _smaller(tokens)
-    if vocab_size is not None and vocab_size < tokens:
+        vocab_size = _smaller(config)
+    if vocab_size < tokens:
         config = _with_vocabulary(config, vocab_size)
         notes.append(f"a vocabulary of {vocab_size:,} instead of {tokens:,} (--vocab-size)")
     if notes:
@@ -89,9 +89,32 @@ def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
             values[name] = value | {"layers": [layer for layer in value["layers"] if layer < after]}
 
 
-def _smaller(tokens: int) -> int:
-    """Return a vocabulary that every degree up to 4, 6, 8, 12 and 16 divides as it does `tokens`, also in blocks of 16."""
-    return tokens if tokens < 768 else 384 + tokens % 384
+def _smaller(config: PretrainedConfig) -> int:
+    """Return a vocabulary that every degree up to 4, 6, 8, 12 and 16 divides as it does the whole, also in blocks of 16."""
+    tokens = config.get_text_config().vocab_size
+    sizes = range(384 + tokens % 384, tokens, 384) if tokens >= 768 else ()
+    return next((size for size in sizes if _holds(config, size)), tokens)
+
+
+def _special(values: dict[str, Any]) -> dict[str, int]:
+    return {
+        key: value
+        for key, value in values.items()
+        if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+
+
+def _moved(token: int, before: int, tokens: int) -> int:
+    """Return the number of a special token once the vocabulary is cut: its distance from the end stays if its row goes."""
+    return token if token < tokens else max(token - before + tokens, 0)
+
+
+def _holds(config: PretrainedConfig, tokens: int) -> bool:
+    """Whether special tokens that differ still do in a vocabulary cut to `tokens`."""
+    before = config.get_text_config().vocab_size
+    inner = [values for _, values in _parts(config, config.to_dict())]
+    special = {token for values in inner for token in _special(values).values() if 0 <= token < before}
+    return len({_moved(token, before, tokens) for token in special}) == len(special)
 
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
@@ -100,7 +123,5 @@ def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
     for _, inner in _parts(config, values):
         if inner.get("vocab_size") == before:
             inner["vocab_size"] = tokens
-        for key, value in inner.items():
-            if key.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= tokens:
-                inner[key] = max(value - before + tokens, 0)
+        inner |= {key: _moved(token, before, tokens) for key, token in _special(inner).items()}
     return type(config).from_dict(values)

@@ -48,6 +48,8 @@ def main(argv: list[str], *, alone: bool = False) -> int:
     except BrokenPipeError:  # who reads has enough, as `head` does: what is still to be flushed goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    finally:
+        gc.enable()  # which `_verify` has left off if the subject was refused
 
 
 def _verify(request: Namespace, rank: int, alone: bool) -> int:
