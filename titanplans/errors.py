@@ -86,7 +86,7 @@ class Diverged(RunError):
 
 
 class NotSaved(RunError):
-    """A checkpoint can't be written: the disk is full, for one."""
+    """A checkpoint, metrics or the log can't be written: the disk is full, for one."""
 
 
 def either(values: Sequence[object]) -> str:

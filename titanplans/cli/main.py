@@ -20,6 +20,7 @@ import threading
 from typing import NoReturn
 
 from titanplans.errors import as_line, nearest
+from titanplans.training.disk import is_refusal, reason
 from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "check")
@@ -44,6 +45,12 @@ def run(argv: list[str] | None = None) -> NoReturn:
             raise
         mute_stdout()
         status = 128 + signal.SIGPIPE
+    except OSError as error:
+        if not is_refusal(error):
+            raise
+        mute_stdout()  # which is flushed again at the end
+        print(f"error: {error.filename or 'stdout'} can't be written ({reason(error)})", file=sys.stderr)
+        status = 1
     if proves:
         exit_now(status)
     writes = any(

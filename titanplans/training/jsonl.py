@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titanplans.errors import ConfigError
+from titanplans.training.disk import naming
 
 FILE_NAME = "metrics.jsonl"
 
@@ -26,11 +27,12 @@ class JsonlWriter:
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Write `{"step": step, **metrics}`; a figure that is not finite, which JSON has no word for, is null."""
-        if self._file is None:
-            self._file = _open_from(self.path, step)
         row = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()  # a run that is killed leaves what it has logged
+        with naming(self.path):
+            if self._file is None:
+                self._file = _open_from(self.path, step)
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()  # a run that is killed leaves what it has logged
 
     def close(self) -> None:
         """Close the file; `log` would open it again."""

@@ -7,8 +7,10 @@ other libraries' progress off the screen. An ERROR is always shown.
 import logging
 import os
 import sys
+import threading
 import warnings
 
+from titanplans.training.disk import is_refusal, naming
 from titanplans.training.exit_status import mute_stdout
 
 # torchtitan's own progress that is no news, by the file and the function that logs it, with the reason.
@@ -43,17 +45,33 @@ def init_logging(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in _NOT_WARNED:
         warnings.filterwarnings("ignore", message=message)
+    threading.excepthook = _in_thread
     os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's native log has its own switch; 5 is silent
 
 
 class _Screen(logging.StreamHandler):
-    """Where nobody reads stdout any more, the job goes on: a pager that is closed ends no training."""
+    """Where nobody reads stdout any more, the job goes on: a pager that is closed ends no training. A full disk does.
+
+    Threads that save and remove checkpoints log, too; they go on with it, and the main thread's next line meets the same.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exception(), BrokenPipeError):
-            return super().handleError(record)
-        mute_stdout()
-        print("stdout was closed: the job goes on without its log", file=sys.stderr)
+        error = sys.exception()
+        if isinstance(error, BrokenPipeError):
+            mute_stdout()
+            print("stdout was closed: the job goes on without its log", file=sys.stderr)
+        elif not is_refusal(error):
+            super().handleError(record)
+        elif threading.current_thread() is threading.main_thread():
+            mute_stdout()  # what waits to be written would fail again at the end of the process
+            with naming("stdout"):
+                raise
+
+
+def _in_thread(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread leaves its error to the main thread, too, which says in one line that the disk is full."""
+    if not (is_refusal(args.exc_value) and type(args.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(args)
 
 
 def _worth_showing(record: logging.LogRecord) -> bool:

@@ -1,7 +1,8 @@
 """From the command line to an exit status: read the job, check it, run it.
 
     0          trained, or printed what was asked for; or ended by SIGTERM after it has saved (checkpoint.save_on_signal)
-    1          a rank failed: its traceback is above, and the other ranks were stopped; or the loss is not finite: one line
+    1          a rank failed: its traceback is above, and the other ranks were stopped; or the loss is not
+               finite, or the disk is full: one line
     2          the job can't be run as written: one line says why
     128 + N    stopped by signal N
 
@@ -14,10 +15,11 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-from titanplans.config import ConfigError, load_job
+from titanplans.config import ConfigError, JobConfig, load_job
 from titanplans.config.arguments import take_max_restarts
-from titanplans.errors import UserError
+from titanplans.errors import RunError, UserError
 from titanplans.torchrun import Ranks, read_ranks, restarted
+from titanplans.training.disk import one_line
 from titanplans.training.exit_status import refuse
 from titanplans.training.logs import init_logging
 from titanplans.training.orphans import end_with_parent
@@ -44,41 +46,58 @@ def main(argv: list[str]) -> int:
                     f"--max-restarts {restarts}"
                 )
             init_logging(rank)
-            for note in job.notes:
-                logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
-            # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
-            import torch
-
-            from titanplans.modeling import kernels
-            from titanplans.training.checkpoint.match import finished
-            from titanplans.training.checks import check_job
-            from titanplans.training.device import prepare_device
-            from titanplans.training.launch import launch, local_ranks
-            from titanplans.training.lock import locked
-            from titanplans.training.rank import run_rank
-
-            kernels.install(prepare_device())
-            ranks = torchrun.world_size if torchrun else local_ranks(job)
-            if not torchrun and ranks > 1:
-                torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
-            check_job(job, ranks)
-            if (last := finished(job, restarted=restarted(os.environ))) is not None:
-                if rank == 0:
-                    print(
-                        f"{last} is there: the job has taken its training.steps = {job.training.steps} and is finished"
-                    )
-                return 0
-            if not torchrun and (ranks > 1 or restarts):
-                with locked(job):  # by this process, which outlives every rank
-                    return launch(job, ranks, restarts)
-            if not torchrun:
-                os.environ.update(_ALONE)
-        with locked(job) if rank == 0 else nullcontext():
-            return run_rank(job)
+            with one_line(lambda: _left(job)):
+                for note in job.notes:
+                    logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
+                return _run(job, torchrun, restarts)
     except UserError as error:
         return refuse(error, rank)
+    except RunError as error:
+        refuse(error, rank)
+        return 1
     except Stopped as stopped:
         return stopped.exit_status
+
+
+def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
+    """Check the job and train: as the launcher of its ranks, or as one of them."""
+    # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
+    import torch
+
+    from titanplans.modeling import kernels
+    from titanplans.training.checkpoint.match import finished
+    from titanplans.training.checks import check_job
+    from titanplans.training.device import prepare_device
+    from titanplans.training.launch import launch, local_ranks
+    from titanplans.training.lock import locked
+    from titanplans.training.rank import run_rank
+
+    kernels.install(prepare_device())
+    rank = torchrun.rank if torchrun else 0
+    ranks = torchrun.world_size if torchrun else local_ranks(job)
+    if not torchrun and ranks > 1:
+        torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
+    check_job(job, ranks)
+    if (last := finished(job, restarted=restarted(os.environ))) is not None:
+        if rank == 0:
+            print(
+                f"{last} is there: the job has taken its training.steps = {job.training.steps} and is finished"
+            )
+        return 0
+    if not torchrun and (ranks > 1 or restarts):
+        with locked(job):  # by this process, which outlives every rank
+            return launch(job, ranks, restarts)
+    if not torchrun:
+        os.environ.update(_ALONE)
+    with locked(job) if rank == 0 else nullcontext():
+        return run_rank(job)
+
+
+def _left(job: JobConfig) -> str:
+    from titanplans.training.checkpoint.folder import newest
+    from titanplans.training.checkpoint.match import own_folder
+
+    return newest(own_folder(job))
 
 
 def _launched(environ: Mapping[str, str]) -> Ranks | None:

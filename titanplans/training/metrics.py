@@ -20,6 +20,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titanplans.errors import UserError
+from titanplans.training.disk import naming
 from titanplans.training.jsonl import FILE_NAME, JsonlWriter
 
 _A100_PEAK_FLOPS = 312e12
@@ -40,6 +41,7 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any):
         super().__init__(config, dump_folder=dump_folder, **kwargs)
+        self._folder = dump_folder
         if config.enable_jsonl:
             self._add_jsonl(Path(dump_folder), every_rank=config.save_for_all_ranks)
         if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
@@ -112,7 +114,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             scalars["time_metrics/left(s)"] = left
             fields.append((self.color.white, f"left {format_seconds(left)}"))
 
-        self.logger.log(scalars | (extra_metrics or {}), step)
+        self._write(scalars | (extra_metrics or {}), step)
         self._print(fields)
         self._last_step = step
         self._start_interval()
@@ -122,7 +124,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         memory, memory_text = self._memory()
         scalars = {"validation_metrics/loss": loss}
         scalars |= {f"validation_metrics/{name}": value for name, value in memory.items()}
-        self.logger.log(scalars | (extra_metrics or {}), step)
+        self._write(scalars | (extra_metrics or {}), step)
         self._print(
             [
                 (self.color.yellow, f"step {step:>{len(str(self.total_steps or step))}}"),
@@ -140,6 +142,10 @@ class MetricsProcessor(titan.MetricsProcessor):
         finally:
             self.ntokens_since_last_log = tokens
             self.time_last_log += time.perf_counter() - started
+
+    def _write(self, scalars: dict[str, Any], step: int) -> None:
+        with naming(self._folder):
+            self.logger.log(scalars, step)
 
     def _build_metric_logger(
         self, *, config: titan.MetricsProcessor.Config, **kwargs: Any

@@ -18,6 +18,7 @@ from titanplans.config import by_job_key
 from titanplans.observe.summary import after_step, at_start
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import parallelism_report
+from titanplans.training.disk import naming
 
 FILE = "parallelism.json"
 
@@ -96,7 +97,8 @@ class JobReport:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: a sweep may read it while the job runs.
         part = self.file.with_suffix(".part")
-        part.write_text(json.dumps(self.report.values, indent=1) + "\n")
+        with naming(part):
+            part.write_text(json.dumps(self.report.values, indent=1) + "\n")
         os.replace(part, self.file)
 
 

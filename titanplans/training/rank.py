@@ -6,6 +6,7 @@ import threading
 
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
+from titanplans.training import disk
 from titanplans.training.device import prepare_device
 from titanplans.training.exit_status import SAID, exit_now, fail, refuse
 from titanplans.training.logs import init_logging
@@ -46,17 +47,21 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
     device_type = prepare_device()
     # From here on the model libraries and torchtitan are imported, which needs both of the above.
     from titanplans.modeling import kernels
+    from titanplans.training.checkpoint.folder import newest
+    from titanplans.training.checkpoint.match import own_folder
     from titanplans.training.checks import import_custom
     from titanplans.training.job import trainer_config
     from titanplans.training.trainer import Trainer
 
     kernels.install(device_type)
     import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
-    trainer = Trainer(trainer_config(job))
+    with disk.one_line(lambda: newest(own_folder(job))):
+        trainer = Trainer(trainer_config(job))
     trainer.asked_to_end = asked.is_set
-    try:
-        trainer.train()
-    except Stopped:
+    with disk.one_line(trainer.left):
+        try:
+            trainer.train()
+        except Stopped:
+            trainer.close()
+            raise
         trainer.close()
-        raise
-    trainer.close()

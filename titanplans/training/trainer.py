@@ -172,7 +172,7 @@ class Trainer(torchtitan.trainer.Trainer):
             if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
                     f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
-                    f"(training.skip_nan_inf_limit), so no later one will be; {self._left()}. Resume with a lower "
+                    f"(training.skip_nan_inf_limit), so no later one will be; {self.left()}. Resume with a lower "
                     "optimizer.lr, or leave out the data that they read"
                 )
             return norms[-1]
@@ -204,11 +204,12 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
-            f"step {self.step}: the {what} is not finite, so the weights are lost; {self._left()}. Lower optimizer.lr, "
+            f"step {self.step}: the {what} is not finite, so the weights are lost; {self.left()}. Lower optimizer.lr, "
             "lengthen lr_scheduler.warmup_steps, or set training.skip_nan_inf = true to leave such steps out"
         )
 
-    def _left(self) -> str:
+    def left(self) -> str:
+        """Return in words from where the job can go on, once what is being written is there."""
         if not self.config.checkpoint.enable:
             return "nothing was saved (checkpoint.enable = false)"
         return self.checkpointer.left()  # pyrefly: ignore[missing-attribute]

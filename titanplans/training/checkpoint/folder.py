@@ -44,6 +44,14 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for path, match in named if _is_ours(path))
 
 
+def newest(folder: Path) -> str:
+    """Return in words which checkpoint in `folder` is the newest."""
+    present = steps(folder)
+    if not present:
+        return "there is no checkpoint yet"
+    return f"the newest complete checkpoint is {checkpoint_path(folder, present[-1]).name}"
+
+
 def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
     """Return in words from where a job whose checkpoint is damaged can go on. `damage` is asked of the others."""
     for step in reversed(steps(damaged.parent)):

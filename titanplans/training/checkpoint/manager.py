@@ -3,7 +3,6 @@
 When a checkpoint is due, what goes into it and in which thread it is written are torchtitan's.
 """
 
-import errno
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
+from titanplans.training import disk
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
@@ -211,22 +211,15 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 if isinstance(cause, UserError):
                     raise cause from None
                 if isinstance(cause, OSError):
-                    full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-                    why = "no space is left" if full else (cause.strerror or str(cause))
-                    raise NotSaved(f"{what} ({why}); {self.left()}") from failed
+                    raise NotSaved(f"{what} ({disk.reason(cause)}); {self.left()}") from failed
                 if cause is not None:
                     raise RuntimeError(f"{what}: {type(cause).__name__}: {cause}") from failed
             raise
 
     def left(self) -> str:
-        """Return in words from where the job can go on, once what is being written is there. All ranks call it."""
+        """Return in words from where the job can go on, once what is being written is there."""
         self.maybe_wait_for_saving()
-        present = folder.steps(self.path)
-        return (
-            f"the newest complete checkpoint is step-{present[-1]}"
-            if present
-            else "there is no checkpoint yet"
-        )
+        return folder.newest(self.path)
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -1,0 +1,85 @@
+"""A disk that is full when a run writes its metrics or its log: one line, as where it is full at a save."""
+
+import contextlib
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Job, _titanplans
+from survival import _small_disk
+
+from titanplans.errors import NotSaved
+from titanplans.training.disk import naming, one_line
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk, and looks into /proc")
+
+
+def on_a_small_disk(words):
+    Path("out").mkdir()
+    if not _small_disk(Path("out"), megabytes=8):
+        sys.exit("no mount")
+    _titanplans(words)
+
+
+def with_stdout_full(words):
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    _titanplans(words)
+
+
+def fill(folder):
+    """Write until no space is left."""
+    with (folder / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+
+
+@pytest.mark.parametrize(
+    ("writer", "refused", "ranks"),
+    [("jsonl", "out/metrics.jsonl", 2), ("jsonl", "out/metrics.jsonl", 1), ("tensorboard", "out", 1)],
+)
+def test_metrics_that_meet_a_full_disk_end_the_job_in_one_line(tmp_path, writer, refused, ranks):
+    job = Job(tmp_path)
+    options = ("--checkpoint.interval=100000", "--checkpoint.enable_first_step_checkpoint")
+    options += (f"--metrics.enable_{writer}", f"--parallelism.tensor_parallel_degree={ranks}")
+    process = job.start(*options, by=on_a_small_disk)
+    try:
+        job.wait_for_steps(process, 2)
+    except AssertionError:
+        if job.err == "no mount\n":
+            pytest.skip("no disk may be mounted here")
+        raise
+    fill(Path(f"/proc/{process.pid}/root{tmp_path}/out"))
+    assert job.end(process) == 1
+    assert job.err == (
+        f"error: {refused} can't be written (no space is left); the newest complete checkpoint is step-1\n"
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_log_that_meets_a_full_disk_ends_the_job_in_one_line(tmp_path, ranks):
+    job = Job(tmp_path)
+    assert job.run(f"--parallelism.tensor_parallel_degree={ranks}", by=with_stdout_full) == 1
+    assert job.err == "error: stdout can't be written (no space is left); there is no checkpoint yet\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.ENOSPC, "no space is left"),
+        (errno.EDQUOT, "Disk quota exceeded"),
+        (errno.EFBIG, "File too large"),
+        (errno.EIO, "Input/output error"),
+        (errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_what_a_disk_refuses_has_the_systems_reason(number, why):
+    with pytest.raises(NotSaved) as raised, one_line(lambda: "step-4 is left"), naming("out/rows"):
+        raise OSError(number, os.strerror(number))
+    assert str(raised.value) == f"out/rows can't be written ({why}); step-4 is left"
+
+
+def test_what_no_disk_refused_stays_what_it_is():
+    with pytest.raises(PermissionError), one_line(lambda: ""):
+        raise PermissionError(errno.EACCES, "may not")

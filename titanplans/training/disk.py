@@ -1,0 +1,55 @@
+"""A disk that takes no more, wherever a run meets it first: one line says which file, why, and what is left.
+
+A checkpoint's own errors come to `titanplans.training.checkpoint.manager` from all ranks together; what is here is for
+what one rank writes by itself: its log, metrics, reports. Needs no torch.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from titanplans.errors import NotSaved
+
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def reason(error: OSError) -> str:
+    """Return why the system has refused, in words."""
+    return "no space is left" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether a disk refuses to be written to: it is full, the quota is used up, it fails, or became read-only."""
+    return isinstance(error, OSError) and error.errno in _REFUSALS
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let an error of the system in the body have the file's name: by itself it has one only where a file is opened."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextmanager
+def one_line(left: Callable[[], str]) -> Iterator[None]:
+    """Make one line of a disk that refuses in the body.
+
+    Args:
+        left: asked then from where the job can go on.
+
+    Raises:
+        NotSaved: the disk refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_refusal(error):
+            raise
+        raise NotSaved(
+            f"{error.filename or 'a file'} can't be written ({reason(error)}); {left()}"
+        ) from error
