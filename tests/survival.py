@@ -2,7 +2,7 @@
 
     python tests/survival.py --faults 1000 --seed 7      as `make survive N=1000`; the seed repeats the faults
 
-One job on two ranks of a CPU, of some milliseconds a step, saves every second step, at random in the thread of training or
+A job on two ranks of a CPU, of some milliseconds a step, saves every second step, at random in the thread of training or
 in another. It is killed (a rank, all processes, the launcher, a worker of a loader) while it starts, trains or saves;
 its newest checkpoint is cut or a bit of it flipped; the disk is full; a gradient is not finite. Each time it is started
 again by the same command, or by what the error advises. Every loss that was logged is compared, bit for bit, with those of
@@ -75,6 +75,8 @@ KILLS = ("rank", "all", "launcher", "worker")
 FAULTS = (*KILLS, "cut", "flip", "disk", "limit", "overflow", "nan")
 _NOT_FINITE = "not finite.*; (the newest complete checkpoint|there is no checkpoint)"
 SECONDS = 120  # after which a process that was to do something is taken to hang
+SHOWN = ("faults", "resumes", "mismatches", "orphans", "files", "untold")
+OF_A_JOB = 50  # faults, after which its losses are compared
 GRACE = 10  # seconds in which processes whose launcher is gone have to end
 
 
@@ -129,7 +131,7 @@ class Life:
                 return False
             if time.monotonic() > deadline:
                 raise AssertionError(f"it hangs:\n{self.said}")
-            time.sleep(0.002)
+            time.sleep(0.005)
         return True
 
     def ranks(self) -> list[int]:
@@ -254,7 +256,7 @@ class Survival:
         self.counts["faults"] += 1
         self.kind_counts[kind] += 1
         print(
-            f"{self.counts['faults']:5} {kind:9} at step {self.goes_on_at} {' '.join(self.options)}",
+            f"{self.counts['faults']:5} {self.parallel:5} {kind:9} at step {self.goes_on_at} {' '.join(self.options)}",
             flush=True,
         )
         for aside in self.checkpoints.glob("set-aside-*"):
@@ -454,27 +456,30 @@ def survive(faults: int, seed: int, results: str) -> None:
     small = _small_disk(base / "disk", 12)
     os.environ["TMPDIR"] = tempfile.tempdir = f"{base}/tmp"
     try:
-        for half, parallel in enumerate(PARALLEL):
+        jobs = max(2, -(-faults // OF_A_JOB))
+        for number in range(jobs):
+            parallel = list(PARALLEL)[number % 2]
             folder = base / "disk" / parallel
             folder.mkdir()
-            survival = Survival(folder, seed + half, parallel, small)
-            for _ in range(faults // 2 + (faults % 2 and half)):
+            survival = Survival(folder, seed + number, parallel, small)
+            for _ in range(faults * (number + 1) // jobs - faults * number // jobs):
                 survival.fault()
             survival.compare()
             counts += survival.counts
             kinds += survival.kind_counts
             shutil.rmtree(folder)
+            print(_words(counts, begin), flush=True)
     finally:
         if small:
             ctypes.CDLL(None).umount2(os.fsencode(base / "disk"), 2)
         shutil.rmtree(base)
-    shown = {name: counts[name] for name in ("faults", "resumes", "mismatches", "orphans", "files", "untold")}
-    print(f"seed {seed}: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")
-    print(
-        f"{'  '.join(f'{name} {count}' for name, count in shown.items())}  in {time.monotonic() - begin:.0f} s",
-        flush=True,
-    )
-    Path(results).write_text(json.dumps(shown))
+    print(f"seed {seed}: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}", flush=True)
+    Path(results).write_text(json.dumps({name: counts[name] for name in SHOWN}))
+
+
+def _words(counts: Counter[str], begin: float) -> str:
+    seconds = time.monotonic() - begin
+    return f"{'  '.join(f'{name} {counts[name]}' for name in SHOWN)}  in {seconds:.0f} s"
 
 
 def run(faults: int, seed: int) -> dict[str, int]:

@@ -89,7 +89,22 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
         )
         assert job.losses == []
     assert job.run(f"--training.steps={steps + 4}", "--max-restarts=1") == 0
+    assert "Training completed" in job.out
+    assert "Sleeping" not in job.out
     assert job.steps[-1] == job.losses[-1][0] == steps + 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
+    options = (
+        f"--parallelism.tensor_parallel_degree={ranks}",
+        "--optimizer.lr=1e30",
+        "--checkpoint.no-enable",
+    )
+    assert job.run(*options, "--lr_scheduler.warmup_steps=0", "--max-restarts=2") == 1
+    (line,) = (line for line in job.err.splitlines() if "Warning" not in line and "_warn_" not in line)
+    assert line.startswith("error: step 2: the ")
+    assert job.out.count("Training starts at") == 1
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])

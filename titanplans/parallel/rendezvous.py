@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titanplans.errors import ParallelError
 from titanplans.torchrun import Ranks, read_ranks
 
-_SECONDS = 0.05
+_SECONDS = 0.01
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """How a process ends: a refusal prints one line, a failure its traceback; each has its exit status.
 
-When several ranks fail, all but the first fail because that one is gone. The launcher (`titanplans.training.launch` or
-torchrun) finds the first: each rank writes its exception to the file that TORCHELASTIC_ERROR_FILE names.
+When several ranks fail, all but the first fail because that one is gone. Who has started them finds the first: our launcher
+by the reports that they leave (`titanplans.training.failures`), torchrun by the file that TORCHELASTIC_ERROR_FILE names.
 """
 
 import atexit
@@ -12,17 +12,21 @@ import traceback
 from typing import NoReturn
 
 from titanplans.errors import RunError, UserError, as_line
-
-SAID = 3
-"""How one of several ranks ends that has said why in its one line, to whoever started them."""
+from titanplans.training.failures import REPORTS, leave_report
 
 
 def refuse(error: UserError | RunError, rank: int) -> int:
-    """Print the error on one line and return 2. Ranks other than 0 print it only if rank 0 has not ended the job."""
-    if rank != 0:
-        # Rank 0 mostly has the same error; the launcher stops this rank as soon as it has exited.
-        time.sleep(3.0)
+    """Say the error on one line and return 2. Our launcher prints it; else the rank does.
+
+    Under torchrun, ranks other than 0 print it only if rank 0 has not ended the job.
+    """
     line = as_line(str(error))
+    if REPORTS in os.environ:
+        leave_report(rank, line=line)
+        return 2
+    if rank != 0:
+        # Rank 0 mostly has the same error; torchrun stops this rank as soon as it has exited.
+        time.sleep(3.0)
     print(f"error: {line}" if rank == 0 else f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
     return 2
 
@@ -30,9 +34,12 @@ def refuse(error: UserError | RunError, rank: int) -> int:
 def fail(error: Exception, rank: int) -> int:
     """Report `error` with its traceback and return 1. Call it in the `except` block that handles `error`.
 
-    A rank that torchrun or `titanplans.training.launch` started writes it to the error file, which they print.
+    Of a rank that our launcher or torchrun has started, these print it.
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    what, lines = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    if REPORTS in os.environ:
+        leave_report(rank, how=f"failed: {one_line(what)}", traceback=lines)
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
         # Not at the top: a mistake in a TOML file is reported without importing torch.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -40,8 +47,8 @@ def fail(error: Exception, rank: int) -> int:
         time.sleep(1.0)
         get_error_handler().record_exception(error)
     else:
-        print(f"rank {rank}: {''.join(traceback.format_exception(error))}", file=sys.stderr, end="")
-        print(f"error: rank {rank} failed: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
+        print(f"rank {rank}: {lines}", file=sys.stderr, end="")
+        print(f"error: rank {rank} failed: {one_line(what)}", file=sys.stderr)
     return 1
 
 

@@ -1,12 +1,19 @@
-"""Which of several ranks failed first, and how each did, from what they leave behind."""
+"""Which of several ranks failed first, and how each did, from what they leave behind.
+
+A rank that our launcher has started leaves a report in the launcher's folder before it ends, and prints nothing: the
+launcher prints the first, once. The others fail because that one is gone, so they write theirs later.
+"""
 
 import json
+import os
 import signal
+import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from titanplans.training.exit_status import one_line
+REPORTS = "TITANPLANS_REPORTS"
+"""Names the folder of the reports, in the environment of a rank that our launcher has started."""
 
 
 class Failure(NamedTuple):
@@ -15,35 +22,50 @@ class Failure(NamedTuple):
     rank: int
     status: int
     """The process's exit code; negative: the signal that killed it."""
-    time: float
-    """When it wrote its exception to the file, in seconds; 0: it wrote none."""
-    how: str
-    traceback: str
+    time: int = 0
+    """When it wrote its report, in nanoseconds; 0: it wrote none."""
+    how: str = ""
+    line: str = ""
+    """All that there is to say, of a job that can't be run or go on; else there is a traceback."""
+    traceback: str = ""
 
 
-def error_file(folder: Path, rank: int) -> Path:
-    """Return where a rank writes its exception."""
-    return folder / f"rank_{rank}.json"
+def leave_report(rank: int, *, how: str = "", line: str = "", traceback: str = "") -> None:
+    """Write what `failures` reads of this rank, in the folder that REPORTS names."""
+    path = _path(Path(os.environ[REPORTS]), rank)
+    report = {"time": time.time_ns(), "how": how, "line": line, "traceback": traceback}
+    path.with_suffix(".writing").write_text(json.dumps(report))
+    path.with_suffix(".writing").rename(path)
 
 
 def failures(processes: list[BaseProcess], folder: Path) -> list[Failure]:
     """Return the ranks that failed by themselves, the first to fail first.
 
-    A rank that was killed or refused the job writes no exception, so it counts as the first: its absence causes those of
-    the others.
+    A rank that was killed leaves no report, so it counts as the first: its absence causes those of the others. Of those
+    that have a line, which are mostly the same, the lowest rank's comes first.
     """
     found = []
     for rank, process in enumerate(processes):
-        status, file = process.exitcode, error_file(folder, rank)
+        status, path = process.exitcode, _path(folder, rank)
         if not status:
             continue
-        if not file.exists():
-            found.append(Failure(rank, status, 0.0, _how(status), ""))
-            continue
-        left = json.loads(file.read_text())["message"]
-        how = f"failed: {one_line(left['message'])}"
-        found.append(Failure(rank, status, file.stat().st_mtime, how, left["extraInfo"]["py_callstack"]))
-    return sorted(found, key=lambda failure: failure.time)
+        if path.exists():
+            found.append(Failure(rank, status, **json.loads(path.read_text())))
+        else:
+            found.append(Failure(rank, status, how=_how(status)))
+    found.sort(key=lambda failure: failure.time)
+    if found and found[0].line:
+        found.sort(key=lambda failure: (not failure.line, failure.rank))
+    return found
+
+
+def is_decided(found: list[Failure]) -> bool:
+    """Whether no rank that still runs can turn out to be the one to report."""
+    return found[0].time == 0 or (found[0].line != "" and found[0].rank == 0)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.json"
 
 
 def _how(status: int) -> str:

@@ -5,6 +5,7 @@ rank that failed first is reported with its traceback, the others in a line each
 """
 
 import importlib
+import math
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,14 +26,15 @@ from torch.distributed import TCPStore
 from titanplans.config import JobConfig
 from titanplans.errors import UserError
 from titanplans.parallel.process_group import default_device_type
-from titanplans.training.exit_status import SAID, finish
-from titanplans.training.failures import Failure, error_file, failures
+from titanplans.training.exit_status import finish
+from titanplans.training.failures import REPORTS, Failure, failures, is_decided
 from titanplans.training.orphans import end_with_parent
 from titanplans.training.rank import run_rank
 from titanplans.training.signals import Stopped, stop_on_signals
 
-# How long the other ranks may take to end by themselves, and then again after SIGTERM; then SIGKILL.
+# How long the other ranks may take to end by themselves, where the first may be one of them, and then after SIGTERM.
 _GRACE_SECONDS = 2.0
+_SECONDS_TO_LOOK = 0.02
 _HOST = "127.0.0.1"
 
 
@@ -88,8 +91,12 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
         if not failed:
             return 0
         first = failed[0]
-        if first.status in (2, SAID):  # which the rank has printed
-            return 2 if first.status == 2 else 1
+        if first.line:
+            print(
+                f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}",
+                file=sys.stderr,
+            )
+            return first.status
         which = f"rank {first.rank} (pid {processes[first.rank].pid}) {first.how}"
         if asked or not left:
             break
@@ -150,13 +157,15 @@ def _attempt(
                 processes += context.processes
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if not any(_wait_for_all_or_a_failure(processes)):
-                return asked, processes, []
-            _join(processes, _GRACE_SECONDS)
-        except Stopped:
+            _wait(processes, lambda codes: any(codes) or None not in codes)
+            failed = failures(processes, folder)
+            if failed and not is_decided(failed):
+                _wait(processes, lambda codes: None not in codes, _GRACE_SECONDS)
+                failed = failures(processes, folder)
+        except Stopped as stopped:
             _stop(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
+            print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
             raise
-    failed = failures(processes, folder)
     _stop(processes, _GRACE_SECONDS)
     return asked, processes, failed
 
@@ -187,7 +196,7 @@ def _run(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT=str(restart),
-        TORCHELASTIC_ERROR_FILE=str(error_file(folder, local_rank)),
+        **{REPORTS: str(folder)},
     )
     if Path(
         "/sys/class/net/lo"
@@ -196,30 +205,25 @@ def _run(
     finish(run_rank(job))
 
 
-def _wait_for_all_or_a_failure(processes: list[BaseProcess]) -> list[int | None]:
-    """Wait until one has failed or all have ended; return the exit codes."""
-    while True:
-        codes = [process.exitcode for process in processes]
-        if any(codes) or None not in codes:
-            return codes
+def _wait(
+    processes: list[BaseProcess], enough: Callable[[list[int | None]], bool], seconds: float = math.inf
+) -> None:
+    """Wait until their exit codes, None of those that run, are enough, or for so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not enough(codes := [process.exitcode for process in processes]):
+        if (left := deadline - time.monotonic()) <= 0:
+            return
         # Of those that ran a moment ago: asked anew, all may have ended, and waiting for none of them never ends.
-        # The sentinel is a pipe, which a rank's loader workers hold open until they end, seconds later: so ask, too.
+        # The sentinel is a pipe, which a rank's loader workers hold open until they have ended: so ask, too.
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
-        connection.wait(running, timeout=0.1)
+        connection.wait(running, timeout=min(_SECONDS_TO_LOOK, left))
 
 
 def _stop(processes: list[BaseProcess], seconds: float) -> None:
     """End them by SIGTERM, or after some seconds by SIGKILL."""
     for process in processes:
         process.terminate()
-    _join(processes, seconds)
+    _wait(processes, lambda codes: None not in codes, seconds)
     for process in processes:
         process.kill()
         process.join()
-
-
-def _join(processes: list[BaseProcess], seconds: float) -> None:
-    """Give them so many seconds, together, to end by themselves."""
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))

@@ -8,7 +8,8 @@ from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
 from titanplans.training import disk
 from titanplans.training.device import prepare_device
-from titanplans.training.exit_status import SAID, exit_now, fail, refuse
+from titanplans.training.exit_status import exit_now, fail, refuse
+from titanplans.training.failures import REPORTS
 from titanplans.training.logs import init_logging
 from titanplans.training.signals import Stopped, stop_on_signals
 
@@ -29,10 +30,10 @@ def run_rank(job: JobConfig) -> int:
         status = refuse(error, rank)
     except RunError as error:
         refuse(error, rank)
-        status = SAID if world_size > 1 else 1
+        status = 1
     except Stopped as stopped:
         status = stopped.exit_status
-        if rank == 0:
+        if rank == 0 and REPORTS not in os.environ:  # our launcher says it
             print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
     except Exception as error:  # noqa: BLE001
         # Any error: the other ranks wait for this one, so it must end at once and report why.

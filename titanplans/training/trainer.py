@@ -35,6 +35,10 @@ from titanplans.training.step import Skipped, clipping
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
+class _Over(BaseException):
+    """Leaves torchtitan's loop after the last step: behind it rank 0 sleeps for 2 seconds, so that others may end first."""
+
+
 class Trainer(torchtitan.trainer.Trainer):
     """`Trainer(config).train()`, then `close()`.
 
@@ -97,15 +101,19 @@ class Trainer(torchtitan.trainer.Trainer):
             return super().init_distributed()
 
     def should_continue_training(self) -> bool:
-        """Whether steps are left. Under checkpoint.save_on_signal saves and ends where a rank was asked to."""
+        """True while steps are left. Under checkpoint.save_on_signal saves and ends where a rank was asked to.
+
+        Raises:
+            _Over: none are, for `train`.
+        """
         if not super().should_continue_training():
-            return False
+            raise _Over
         if self._ending is not None and self._ending.is_last(self.step):
             self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
             logger.info(
                 f"SIGTERM: the job ends after step {self.step}, which is saved; the same command goes on"
             )
-            return False
+            raise _Over
         return True
 
     def train(self) -> None:
@@ -117,7 +125,11 @@ class Trainer(torchtitan.trainer.Trainer):
             self.checkpointer.save(curr_step=0, last_step=True)
         else:
             self.report.start()
-            super().train()
+            try:
+                super().train()
+            except _Over:
+                logger.info("Training completed")
+                torch.distributed.barrier()  # all end together: rank 0 may keep the store
 
     def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
         """torchtitan's, which on a resumed run starts with the random generators of the checkpoint.
