@@ -1,7 +1,9 @@
 """Corpora: what is read, how it is split, in which order, and to which stream."""
 
+import gzip
 import json
-from itertools import chain
+import re
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -182,13 +184,89 @@ def test_rows_of_jsonl_and_parquet_are_the_same_documents(corpus):
             assert sorted(read(source)) == sorted(expected)
 
 
-def test_rows_that_are_no_text_are_refused_when_opened(corpus):
-    (corpus / "null.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
-    with pytest.raises(DataError, match=r"text_column = 'text': .*null\.jsonl, line 2 holds no value"):
-        open_source("local", str(corpus / "null.jsonl"), split="all")
-    (corpus / "number.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
-    with pytest.raises(DataError, match=r"line 1 holds a value of type int "):
-        open_source("local", str(corpus / "number.jsonl"), split="all")
+def jsonl(*rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet(**columns) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+A, INT = {"text": "a"}, "holds a value of type int where there should be texts"
+LATIN = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"ok", b"na\xefve"]).buffers())
+NO_TEXT = {  # of the second file of two, the first of which is good: what is said after its name
+    "numbers.jsonl": (jsonl({"text": 1}, {"text": 2}), rf", (line|row) 1 {INT}"),
+    "booleans.jsonl": (jsonl({"text": True}), ", (line|row) 1 holds a value of type bool"),
+    "a number.jsonl": (jsonl(A, A, {"text": 1}, A), rf", (line|row) 3 {INT}"),
+    "nested.jsonl": (jsonl(A, {"text": ["a"]}, A), ", (line|row) 2 holds a value of type list"),
+    "all nested.jsonl": (jsonl({"text": {"a": 1}}), ", (line|row) 1 holds a value of type dict"),
+    "null.jsonl": (jsonl(A, {"text": None}), ", (line|row) 2 holds no value"),
+    "no such key.jsonl": (jsonl(A, {"body": "a"}), ", line 2 has the columns 'body'|, row 2 holds no value"),
+    "other column.jsonl": (jsonl({"body": "b"}), "(, line 1)? has the columns 'body'; name the one with the text"),
+    "latin.jsonl": (jsonl(A) + b'{"text": "na\xefve"}', r" can't be read as json \(line 2: 'utf-8' codec"),
+    "surrogate.jsonl": (jsonl(A) + b'{"text": "\\ud800"}', ", line 2 holds half of a character"),
+    "cut.jsonl": (jsonl(A, A)[:-5], r" can't be read as json \(line 2: "),
+    "array.json": (json.dumps(["a", "b", 3]).encode(), rf", row 3 ({INT}|holds a value of type int)"),
+    "numbers.parquet": (parquet(text=[1, 2]), f", row 1 {INT}"),
+    "null.parquet": (parquet(text=["a", None]), ", row 2 holds no value"),
+    "nested.parquet": (parquet(text=[{"a": 1}]), ", row 1 holds a value of type dict"),
+    "binary.parquet": (parquet(text=[b"a"]), ", row 1 holds a value of type bytes"),
+    "other column.parquet": (parquet(body=["a"]), " has the columns 'body'; name the one with the text"),
+    "latin.parquet": (parquet(text=LATIN), r", row 2 is not UTF-8 \(invalid \w+ byte at its byte 2\)"),
+    "cut.parquet": (parquet(text=["a"])[:-5], r" can't be read (as parquet )?\(ArrowInvalid: .*Parquet magic bytes"),
+    "numbers.csv": (b"text\n1\n", f", row 1 {INT}"),
+    "numbers.jsonl.gz": (gzip.compress(jsonl(A, {"text": 1})), f", row 2 {INT}"),
+    "cut.jsonl.gz": (gzip.compress(jsonl(*TEXTS))[:-20], r" can't be read \(EOFError: Compressed file ended"),
+}  # fmt: skip
+GOOD = {
+    "jsonl": jsonl(A, A), "json": b'["a"]', "parquet": parquet(text=["a", "b"]), "csv": b"text\na\n",
+    "gz": gzip.compress(jsonl(A)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_a_row_that_is_no_text_is_named_with_its_file(corpus, name, capfd):
+    content, said = NO_TEXT[name]
+    (corpus / f"train-0.{name.rpartition('.')[2]}").write_bytes(GOOD[name.rpartition(".")[2]])
+    (corpus / f"train-1 {name}").write_bytes(content)
+    opened = [lambda: open_source(str(corpus))]
+    if name.endswith(("jsonl", "json", "parquet")):
+        opened.append(lambda: open_source("local", str(corpus), split="all"))
+    for source in opened:
+        with pytest.raises(DataError) as error:
+            read(source())
+        assert re.search(re.escape(str(corpus / f"train-1 {name}")) + f"({said})", str(error.value))
+        assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_other_columns_and_empty_files_do_no_harm(corpus):
+    rows = [A, {"text": "b", "n": 1}, {"text": "c", "n": "1"}, {"n": {"n": [1]}, "text": "d"}]
+    for part, texts in {"rows": jsonl(*rows), "empty": b"", "other": jsonl({"x": 0, "text": "e"})}.items():
+        (corpus / f"train-{part}.jsonl").write_bytes(texts)
+    assert sorted(read(open_source(str(corpus)))) == sorted(
+        read(open_source("json", str(corpus), split="all"))
+    )
+    assert "".join(sorted(read(open_source(str(corpus))))) == "abcde"
+    folder = corpus / "parquet"
+    folder.mkdir()
+    tables = [{"text": ["a"], "n": [1]}, {"n": ["x"], "text": pyarrow.array(["b"]).dictionary_encode()}]
+    for part, table in enumerate(tables):
+        (folder / f"{part}.parquet").write_bytes(parquet(**table))
+    assert sorted(read(open_source(str(folder)))) == ["a", "b"]
+    (folder / "2.parquet").write_bytes(parquet(text=pyarrow.array([], pyarrow.string())))
+    assert sorted(read(open_source("local", str(folder), split="all"))) == ["a", "b"]
+
+
+def test_a_folder_with_a_script_is_refused_in_one_line(corpus):
+    write_jsonl(corpus / "train-0.jsonl", TEXTS)
+    (corpus / f"{corpus.name}.py").write_text("raise SystemExit\n")
+    with pytest.raises(
+        DataError, match=r"^[^\n]*can't be opened \(RuntimeError: Dataset scripts are no longer supported"
+    ):
+        open_source(str(corpus))
 
 
 @pytest.mark.parametrize("kind", ["rows.jsonl", "rows.parquet", "stream"])
@@ -196,11 +274,13 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
     texts = [f"{i} " + f"word{i} 日本語 " * 20_000 for i in range(3)] + ["", "short", "x" * 200_000]
     if kind == "stream":
         write_jsonl(corpus / "train.jsonl", texts)
-        documents = list(open_source(str(corpus)).documents(0, 0, 1, None))
+        stream = open_source(str(corpus))
+        documents = list(stream.documents(0, 0, 1, None))
         assert "".join(text for _, text in documents) == "".join(texts)
         for i, (position, _) in enumerate(documents):
             position = json.loads(json.dumps(position))
-            assert list(open_source(str(corpus)).documents(0, 0, 1, position)) == documents[i:]
+            # The next position is the same, so what follows it is, too.
+            assert list(islice(stream.documents(0, 0, 1, position), 2)) == documents[i : i + 2]
         pieces = [text for _, text in documents]
     else:
         file = corpus / kind
@@ -221,24 +301,6 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
     assert max(len(piece.encode()) for piece in pieces) <= 2 * PIECE_BYTES
     assert len(pieces) > 20
     assert all(piece.endswith(" ") for piece in pieces if "word" in piece)
-
-
-def test_a_stream_whose_later_rows_have_no_text_is_refused_in_one_line(corpus):
-    write_jsonl(corpus / "train-0.jsonl", ["a"] * 30)
-    write_jsonl(corpus / "train-1.jsonl", ["b"] * 30, column="body")
-    with pytest.raises(
-        DataError, match=r"^[^\n]*can't be read further \(CastError: [^\n]*column names don't match"
-    ):
-        read(open_source(str(corpus)))
-    (corpus / "train-1.jsonl").unlink()
-    write_jsonl(corpus / "train-0.jsonl", ["a"] * 30 + [3])
-    with pytest.raises(DataError, match=r"text_column = 'text': a row holds a value of type int where"):
-        read(open_source(str(corpus)))
-    (corpus / f"{corpus.name}.py").write_text("raise SystemExit\n")
-    with pytest.raises(
-        DataError, match=r"can't be opened \(RuntimeError: Dataset scripts are no longer supported"
-    ):
-        open_source(str(corpus))
 
 
 # --- order and streams

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from titanplans.training.data.split import check_split, in_split
 from titanplans.training.reading import refusing
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import Dataset
 
 
@@ -42,16 +43,12 @@ class Rows:
         check_split(split)
         self.files = [(file.relative_to(root).as_posix(), file) for file in files]
         states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        which = str(files[0]) if len(files) == 1 else f"one of the {len(files)} files beside {files[0]}"
-        with (
-            quietly(),
-            refusing(f"{which} can't be read as {file_format}", "repair the file or leave it out"),
-        ):
-            rows = _json(states, text_column) if file_format == "json" else _parquet(files, text_column)
-            # As they lie in the files: Arrow's own scalars copy a row, which for each piece of a long one is slow.
-            self._chunks = [
-                _offsets_and_bytes(chunk) for chunk in rows.data.column(text_column).chunks if len(chunk)
-            ]
+        with quietly():
+            rows = _arrow(states, file_format, text_column)
+        # As they lie in the files: Arrow's own scalars copy a row, which for each piece of a long one is slow.
+        self._chunks = [
+            _offsets_and_bytes(chunk) for chunk in rows.data.column(text_column).chunks if len(chunk)
+        ]
         lengths = np.concatenate([np.diff(offsets) for offsets, _ in self._chunks] or [np.arange(0)])
         self._chunk_starts = np.cumsum([0, *(len(offsets) - 1 for offsets, _ in self._chunks)])
         numbers = np.flatnonzero(in_split(np.arange(len(lengths)), split))
@@ -59,13 +56,12 @@ class Rows:
         self._numbers = np.repeat(numbers, pieces)
         first = np.cumsum(pieces) - pieces
         self._starts = (np.arange(len(self._numbers)) - np.repeat(first, pieces)) * PIECE_BYTES
-        self._where = which
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def text(self, i: int) -> str:
-        """Document `i`. Raises DataError if it is not UTF-8."""
+        """Document `i`."""
         number, start = int(self._numbers[i]), int(self._starts[i])
         row = self._row(number)
 
@@ -73,13 +69,7 @@ class Rows:
             return row[place : place + length]
 
         begin, end = (cut(read, place, PIECE_BYTES, len(row)) for place in (start, start + PIECE_BYTES))
-        try:
-            return str(row[begin:end], "utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self._where}: row {number} is not UTF-8 ({error.reason} at its byte {begin + error.start}); "
-                "repair the file or leave it out"
-            ) from error
+        return str(row[begin:end], "utf-8")
 
     def _row(self, number: int) -> memoryview:
         which = int(np.searchsorted(self._chunk_starts, number, "right")) - 1
@@ -113,28 +103,12 @@ def quietly() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _parquet(files: Sequence[Path], text_column: str) -> "Dataset":
-    from datasets import Value, load_dataset
-
-    rows = load_dataset("parquet", data_files=[str(file) for file in files], split="train")
-    where = str(files[0])
-    check_column(rows.column_names, text_column, where)
-    rows = cast("Dataset", rows.select_columns([text_column]))
-    # Now rather than at the hour when training reaches such a row. Reads metadata only.
-    feature = rows.features[text_column]
-    kind = feature.dtype if isinstance(feature, Value) else type(feature).__name__
-    if kind not in ("string", "large_string"):
-        raise _no_text(text_column, where, f"values of type {kind}")
-    if empty := rows.data.column(text_column).null_count:
-        raise _no_text(text_column, where, f"{empty} of {len(rows)} rows without a value")
-    return rows
-
-
-def _json(states: list[tuple[str, int, int]], text_column: str) -> "Dataset":
+def _arrow(states: list[tuple[str, int, int]], file_format: str, text_column: str) -> "Dataset":
     """The rows as Arrow, in a file of the cache that is named by what was read; the first process to come makes it."""
     from datasets import Dataset, Features, Value, config
     from datasets.arrow_writer import ArrowWriter
 
+    tables = {"json": _json, "parquet": _parquet}[file_format]
     name = hashlib.sha256(json.dumps([states, text_column]).encode()).hexdigest()[:32]
     path = Path(config.HF_DATASETS_CACHE) / "titanplans" / f"{name}.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,39 +116,96 @@ def _json(states: list[tuple[str, int, int]], text_column: str) -> "Dataset":
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             partial = path.with_suffix(".partial")
-            texts = _texts([name for name, _, _ in states], text_column)
             with ArrowWriter(path=str(partial), features=Features({text_column: Value("string")})) as writer:
-                for batch in _batches(texts):
-                    writer.write_batch({text_column: batch})
+                for file, _, _ in states:
+                    with refusing(
+                        f"{file} can't be read as {file_format}", "repair the file or leave it out"
+                    ):
+                        for table in tables(file, text_column):
+                            writer.write_table(table)
                 writer.finalize()
             partial.replace(path)
     return Dataset.from_file(str(path))
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of at most 1,000 texts, and of about 64 MB: Arrow's texts of one column of a batch end at 2 GB."""
+def _parquet(file: str, text_column: str) -> Iterator["pyarrow.Table"]:
+    from pyarrow.parquet import ParquetFile
+
+    rows = 0
+    with ParquetFile(file) as parquet:
+        check_column(parquet.schema_arrow.names, text_column, file)
+        for batch in parquet.iter_batches(1000, columns=[text_column]):
+            yield text_table(batch, text_column, file, rows)
+            rows += len(batch)
+
+
+def _json(file: str, text_column: str) -> Iterator["pyarrow.Table"]:
+    """Tables of at most 1,000 texts, and of about 64 MB: Arrow's texts of one column of a table end at 2 GB."""
+    import pyarrow
+
     batch, length = [], 0
-    for text in texts:
+    for text in texts(file, text_column):
         batch.append(text)
         length += len(text)
         if len(batch) == 1000 or length > 2**26:
-            yield batch
+            yield pyarrow.table({text_column: batch})
             batch, length = [], 0
-    if batch:
-        yield batch
+    yield pyarrow.table({text_column: pyarrow.array(batch, pyarrow.string())})
 
 
-def _texts(files: list[str], text_column: str) -> Iterator[str]:
-    for name in files:
-        for where, row in _objects(Path(name)):
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{where} holds a value of type {type(row).__name__} where there should be an object with "
-                    f"{text_column!r}; repair the file or leave it out"
-                )
-            if text_column not in row:
-                check_column(list(row), text_column, where)
-            yield as_text(row[text_column], text_column, where)
+def text_table(
+    table: "pyarrow.Table | pyarrow.RecordBatch", text_column: str, file: str, before: int
+) -> "pyarrow.Table":
+    """The texts of a table alone; `before` it there were so many rows in the file.
+
+    Raises:
+        DataError: there is no such column, or a row that is no text; names the file, and the row from 1 on.
+    """
+    import pyarrow
+
+    check_column(table.schema.names, text_column, file)
+    column = table.column(text_column)
+    if column.null_count or str(column.type) not in ("string", "large_string") or not _is_utf8(column):
+        column = [
+            _as_text(value, text_column, f"{file}, row {number}")
+            for number, value in enumerate(column, before + 1)
+        ]
+    return pyarrow.table({text_column: column})
+
+
+def _is_utf8(column: Any) -> bool:
+    import pyarrow
+
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        return False
+    return True
+
+
+def _as_text(scalar: Any, text_column: str, where: str) -> str:
+    try:
+        value = scalar.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8 ({error.reason} at its byte {error.start}); repair the file or leave it out"
+        ) from error
+    if "json" in str(scalar.type):  # of a column with rows of several types
+        value = json.loads(value)
+    return as_text(value, text_column, where)
+
+
+def texts(file: str, text_column: str) -> Iterator[str]:
+    """The rows of a file of JSON. Raises DataError for the first that has no text, or can't be read; names its line."""
+    for where, row in _objects(Path(file)):
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{where} holds a value of type {type(row).__name__} where there should be an object with "
+                f"{text_column!r}; repair the file or leave it out"
+            )
+        if text_column not in row:
+            check_column(list(row), text_column, where)
+        yield as_text(row[text_column], text_column, where)
 
 
 def _objects(file: Path) -> Iterator[tuple[str, Any]]:
@@ -202,7 +233,7 @@ def _objects(file: Path) -> Iterator[tuple[str, Any]]:
     if isinstance(whole, dict) and _is_columns(whole):
         columns = zip(*whole.values(), strict=True)
         whole = [dict(zip(whole, values, strict=True)) for values in columns]
-    for number, row in enumerate(whole if isinstance(whole, list) else [whole]):
+    for number, row in enumerate(whole if isinstance(whole, list) else [whole], 1):
         yield f"{file}, row {number}", {"text": row} if isinstance(row, str) else row
 
 
