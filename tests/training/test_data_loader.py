@@ -2,9 +2,11 @@
 
 import json
 import re
+import subprocess
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice
+from multiprocessing import active_children
 
 import pytest
 import torch
@@ -400,3 +402,16 @@ def test_sequence_length_and_batch_size_may_change_between_runs(build, corpora):
     for stream in range(BATCH):
         tokens = torch.cat([b[stream] for b in before] + [b[0] for b in after[stream::2]])
         assert torch.equal(tokens, torch.cat([b[stream] for b in whole])[: len(tokens)])
+
+
+def test_a_worker_ends_when_its_rank_says_so_and_for_nobody_else(build, corpora):
+    others = active_children()
+    batches = iter(build(replace(corpora["text"], num_workers=1)))
+    next(batches)
+    (worker,) = set(active_children()) - set(others)
+    subprocess.run(["kill", str(worker.pid)], check=True)  # as a scheduler does, of every process
+    list(islice(batches, 9))
+    assert worker.is_alive()
+    worker.terminate()  # as Python does at the exit of a process that an error ends, and waits
+    worker.join(60)
+    assert worker.exitcode == 0

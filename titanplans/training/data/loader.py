@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,9 +183,20 @@ class TextDataLoader(BaseDataLoader):
 
 
 def _live_as_long_as_the_rank(worker: int) -> None:
-    """Let a worker end with its rank, and not before: a scheduler's SIGTERM reaches it, too, and the rank may still save."""
+    """Let a worker end with its rank, and not before: a scheduler's SIGTERM reaches it, too, and the rank may still save.
+
+    The rank's own ends it: Python sends one as it exits, and waits for the worker.
+    """
     end_with_parent(os.getppid())
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere it can't be asked who has sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_rank_asks, daemon=True).start()
+
+
+def _end_when_the_rank_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _as_it_is(share: Batch | DataError) -> Batch | DataError:
