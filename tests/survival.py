@@ -192,7 +192,7 @@ class Survival:
         self.counts: Counter[str] = Counter()
         self.kind_counts: Counter[str] = Counter()
         self.losses: dict[int, set[float]] = {}
-        self.seconds_to_start = 3.0
+        self.seconds_to_start = 1.0
         self.options: tuple[str, ...] = ()  # what the last error has advised
         self.compares = True  # whether the losses are to be those of the undisturbed run
         self.goes_on_at = 1  # a step

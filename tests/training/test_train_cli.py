@@ -12,84 +12,34 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import Job
 
-from titanplans.cli.main import main
+from titanplans.cli.main import main, run
 
 TRAIN = Path(__file__).parents[2] / "train.py"
-CONFIG = {
-    "model_type": "gla",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_heads": 4,
-    "vocab_size": 4096,
-    "intermediate_size": 64,
-}
-JOB = """
-[job]
-dump_folder = "out"
-[model]
-config = "gla.json"
-[training]
-dataset_path = "text"
-local_batch_size = 2
-seq_len = 32
-steps = 1000
-mixed_precision_param = "float32"
-[parallelism]
-tensor_parallel_degree = 2
-[activation_checkpoint]
-mode = "none"
-[checkpoint]
-enable = true
-interval = 5
-keep_latest_k = 0
-[metrics]
-log_freq = 1
-[debug]
-seed = 5
-"""
-LOSS = re.compile(r"step +(\d+)  loss +([\d.]+)")
 
 
 @pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "job.toml").write_text(JOB)
-    (tmp_path / "gla.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "text").mkdir()
-    for number in range(60):
-        text = " ".join(f"the {i * number % 97} quick {i + number} foxes" for i in range(80))
-        (tmp_path / "text" / f"{number}.txt").write_text(text)
-    return tmp_path
+def job(tmp_path):
+    return Job(tmp_path)
 
 
-def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen:
+def start(job: Job, *options: str) -> subprocess.Popen:
+    """Start it as a user does: a new process, which imports everything."""
     return subprocess.Popen(
         [sys.executable, str(TRAIN), *options],
-        cwd=folder,
-        stdout=(folder / "stdout").open("w"),
-        stderr=(folder / "stderr").open("w"),
-        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environment,
+        cwd=job.folder,
+        stdout=(job.folder / "stdout").open("w"),
+        stderr=(job.folder / "stderr").open("w"),
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
     )
 
 
-def run(folder: Path, *options: str, **environment: str) -> tuple[int, str, str]:
-    process = start(folder, *options, **environment)
-    try:
-        status = process.wait(timeout=300)
-    finally:
-        process.kill()
-    return status, (folder / "stdout").read_text(), (folder / "stderr").read_text()
-
-
-def losses(folder: Path) -> dict[int, str]:
-    return {int(step): loss for step, loss in LOSS.findall((folder / "stdout").read_text())}
-
-
-def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
+def wait_for_step(job: Job, process: subprocess.Popen, step: int) -> None:
     deadline = time.monotonic() + 300
-    while max(losses(folder), default=0) < step:
-        assert process.poll() is None, (folder / "stderr").read_text()
-        assert time.monotonic() < deadline, (folder / "stdout").read_text()
+    while max(dict(job.losses), default=0) < step:
+        assert process.poll() is None, job.err
+        assert time.monotonic() < deadline, job.out
         time.sleep(0.05)
 
 
@@ -99,10 +49,10 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
-def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folder):
-    process = start(folder, "job.toml")
+def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(job):
+    process = start(job, "job.toml", "--checkpoint.keep_latest_k=0")
     try:
-        wait_for_step(folder, process, 13)
+        wait_for_step(job, process, 13)
         first, second = ranks_of(process)
         os.kill(second, signal.SIGKILL)
         killed = time.monotonic()
@@ -111,34 +61,36 @@ def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(folde
     finally:
         process.kill()
     assert not Path(f"/proc/{first}").exists(), "the other rank lives on"
-    lines = (folder / "stderr").read_text().splitlines()
-    assert f"rank 1 (pid {second}) was killed by SIGKILL" in lines[-1]
-    assert "Traceback" not in "".join(lines)
-    undisturbed = losses(folder)
+    *others, last = job.err.splitlines()
+    assert last.startswith(f"error: rank 1 (pid {second}) was killed by SIGKILL")
+    assert all(line.startswith("rank 0 failed: ") for line in others), others
+    undisturbed = dict(job.losses)
 
     # From an earlier checkpoint than the newest, for more steps to compare.
-    for path in (folder / "out" / "checkpoint").glob("step-*"):
+    for path in (job.folder / "out" / "checkpoint").glob("step-*"):
         if path.name != "step-5":
             shutil.rmtree(path)
     last = max(undisturbed)
-    process = start(folder, "job.toml", "--metrics.enable_wandb", WANDB_MODE="offline")
-    try:
-        wait_for_step(folder, process, last)
-        process.send_signal(signal.SIGINT)  # and so a job is ended in order
-        assert process.wait(timeout=20) == 130
-    finally:
-        process.kill()
-    repeated = {step: loss for step, loss in losses(folder).items() if step <= last}
+    resumed = job.start("--checkpoint.keep_latest_k=0", "--metrics.enable_wandb", by=offline)
+    job.wait_for(resumed, lambda: max(dict(job.losses), default=0) >= last)
+    os.kill(resumed.pid, signal.SIGINT)  # and so a job is ended in order
+    assert job.end(resumed) == 130
+    repeated = {step: loss for step, loss in job.losses if step <= last}
     assert repeated == {step: undisturbed[step] for step in range(6, last + 1)}
-    assert "Traceback" not in (folder / "stderr").read_text()
-    (recorded,) = (folder / "out").rglob("run-*.wandb")
+    assert "Traceback" not in job.err
+    (recorded,) = (job.folder / "out").rglob("run-*.wandb")
     assert recorded.stat().st_size > 0
 
 
+def offline(words):
+    os.environ["WANDB_MODE"] = "offline"
+    run(words)
+
+
 @pytest.fixture
-def refused(folder, monkeypatch, capsys):
+def refused(job, monkeypatch, capsys):
     """Return a function that runs `titanplans train` in this process, for a job that does not start."""
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(job.folder)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     root = logging.getLogger()
@@ -173,11 +125,11 @@ def test_bad_input_is_one_line_and_status_2(refused, options, named):
     assert "step" not in stdout
 
 
-def test_print_config_starts_nothing(folder, refused):
+def test_print_config_starts_nothing(job, refused):
     status, stdout, stderr = refused("job.toml", "--print-config")
     assert (status, stderr) == (0, "")
     assert "tensor_parallel_degree = 2" in stdout
-    assert not (folder / "out").exists()
+    assert not (job.folder / "out").exists()
 
 
 def test_rank_of_torchrun_checks_against_its_world(refused, monkeypatch):
@@ -211,15 +163,20 @@ if "RANK" in os.environ:  # in the process of a rank, which is a new one where a
 """
 
 
-def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_is_named(folder, refused):
-    (folder / "my_plans.py").write_text(MY_PLANS)
+def with_plans_beside(words):
+    sys.path.insert(0, os.getcwd())
+    run(words)
+
+
+def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_is_named(job, refused):
+    (job.folder / "my_plans.py").write_text(MY_PLANS)
     granite = {"model_type": "granite", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     granite |= {"num_attention_heads": 4, "vocab_size": 4096}
-    (folder / "gla.json").write_text(json.dumps(granite))
+    (job.folder / "gla.json").write_text(json.dumps(granite))
     options = ("--experimental.custom_import", "my_plans", "--checkpoint.no-enable")
-    status, out, err = run(folder, "job.toml", *options, PYTHONPATH=str(folder))
-    assert status == 1
-    assert len(LOSS.findall(out)) == 1, "the first step has the user's plan, and the second fails"
+    assert job.run(*options, by=with_plans_beside) == 1
+    err = job.err
+    assert len(job.losses) == 1, "the first step has the user's plan, and the second fails"
     assert err.count("Traceback (most recent call last):") == 1
     *_, other, last = err.splitlines()
     assert err.startswith("rank 1: Traceback")
@@ -228,7 +185,7 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
         r"error: rank 1 \(pid \d+\) failed: KeyError: 'first\\nsecond line'; the other ranks were stopped",
         last,
     )
-    status, out, err = refused("job.toml", *options[2:])
+    status, _, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
     assert "no plan is registered for GraniteForCausalLM" in err
 
@@ -245,24 +202,17 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
 )
 @pytest.mark.parametrize("where", ["module", "plan"])
 def test_code_of_the_users_own_that_ends_the_process_ends_in_a_sentence(
-    folder, refused, monkeypatch, body, raised, where
+    job, refused, monkeypatch, body, raised, where
 ):
     name = f"users_{abs(hash((body, where)))}"
     method = body.replace("\n", "\n        ")
     plan = (
         f"from titanplans import TPPlan\nclass P(TPPlan):\n    def attn_plan(self, attn):\n        {method}\n"
     )
-    (folder / f"{name}.py").write_text(body if where == "module" else plan)
-    monkeypatch.syspath_prepend(folder)
+    (job.folder / f"{name}.py").write_text(body if where == "module" else plan)
+    monkeypatch.syspath_prepend(job.folder)
     option = f"--experimental.custom_import={name}" if where == "module" else f"--model.plan={name}:P"
     status, _, err = refused("job.toml", option)
     assert (status, err.count("\n")) == (2, 1)
     assert raised in err
     assert f"{name}.py, line " in err
-
-
-def test_a_loss_that_is_not_finite_is_one_line(folder):
-    options = ("--optimizer.lr=1e308", "--lr_scheduler.warmup_steps=0", "--checkpoint.no-enable")
-    status, _, err = run(folder, "job.toml", *options)
-    assert (status, err.count("\n")) == (1, 1)
-    assert err.startswith("error: step 2: the loss is not finite")
