@@ -1,5 +1,6 @@
 """Checkpoints of real jobs on several ranks: rewinds, damage, numbers that are not finite, full disks, other degrees."""
 
+import gc
 import logging
 import os
 import resource
@@ -10,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import worlds
 from test_trainer import train, write_inputs
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.errors import ConfigError, Diverged, NotSaved
 from titanplans.training.checkpoint.card import damage
@@ -188,10 +190,47 @@ def full(rank: int, folder: Path) -> dict:
     return found
 
 
+def held() -> dict[str, int]:
+    """What this process holds."""
+    present = gc.get_objects()
+    tensors = [each for each in present if type(each) is torch.Tensor]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {
+        "meshes": sum(type(each) is DeviceMesh for each in present),
+        "tensors": len(tensors),
+        "bytes of tensors": sum(storages.values()),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "objects": len(present),
+    }
+
+
+def many_saves(rank: int, folder: Path) -> dict:
+    found = {}
+    for mode in ("disabled", "async"):
+        after = found[mode] = {}
+
+        def prepare(trainer, after=after) -> None:
+            save = trainer.checkpointer.save
+
+            def saves(step, last_step=False):
+                trainer.checkpointer.maybe_wait_for_saving()
+                if step in (6, 30):
+                    after[step] = held()
+                return save(step, last_step=last_step)
+
+            trainer.checkpointer.save = saves
+
+        options = ("--checkpoint.interval=1", "--checkpoint.keep_latest_k=2", "--comm.trace_buf_size=0")
+        job = (TP, *SAVES, *options, f"--checkpoint.async_mode={mode}", "--training.steps=31")
+        train(folder, "dense", f"many-{mode}", *job, prepare=prepare)
+    return {"held": found}
+
+
 def on_two_ranks(rank: int) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
     found = {}
-    for cases in (rewinds, damages, changed_options, not_finite, full):
+    for cases in (rewinds, damages, changed_options, not_finite, full, many_saves):
         found |= cases(rank, folder)
     return found
 
@@ -375,3 +414,13 @@ def test_a_disk_that_refuses_is_one_line_and_nothing_half(two, mode, folder):
     )
     assert two[f"full {mode}", "names"] == ["step-2"]
     assert damage(path / "step-2") is None
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_saves_leave_nothing_behind_in_memory(two, mode):
+    early, late = two["held"][mode][6], two["held"][mode][30]
+    grown = {name: late[name] - early[name] for name in late}
+    # In 24 saves. What the test has recorded of each step is there, too.
+    assert grown.pop("objects") < 24 * 50
+    assert grown.pop("bytes of tensors") < 24 * 8
+    assert all(number < 24 for number in grown.values()), grown

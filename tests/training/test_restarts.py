@@ -84,7 +84,7 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
         restarts = () if by else ("--max-restarts=1",)
         assert job.run(f"--training.steps={steps + 2}", *restarts, by=by) == 0
         assert (
-            job.out.count(f"step-{steps + 2} is there: the job has taken its training.steps = {steps + 2}")
+            job.out.count(f"step-{steps + 2} is whole: the job has taken its training.steps = {steps + 2}")
             == 1
         )
         assert job.losses == []
@@ -92,6 +92,16 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     assert "Training completed" in job.out
     assert "Sleeping" not in job.out
     assert job.steps[-1] == job.losses[-1][0] == steps + 4
+    # What a finished job has left is read before it says so.
+    shard = job.folder / "out" / "checkpoint" / f"step-{steps + 4}" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    assert job.run(f"--training.steps={steps + 4}") == 2
+    assert (
+        f"the job is finished, but {shard.relative_to(job.folder)} is damaged: its checksum is not the one that was "
+        "written; checkpoint.load_step = "
+    ) in job.err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

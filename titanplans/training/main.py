@@ -65,6 +65,8 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     import torch
 
     from titanplans.modeling import kernels
+    from titanplans.training.checkpoint.card import damage
+    from titanplans.training.checkpoint.folder import remedy
     from titanplans.training.checkpoint.match import finished
     from titanplans.training.checks import check_job
     from titanplans.training.device import prepare_device
@@ -80,8 +82,10 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     check_job(job, ranks)
     if (last := finished(job, restarted=restarted(os.environ))) is not None:
         if rank == 0:
+            if (wrong := damage(last)) is not None:
+                raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")
             print(
-                f"{last} is there: the job has taken its training.steps = {job.training.steps} and is finished"
+                f"{last} is whole: the job has taken its training.steps = {job.training.steps} and is finished"
             )
         return 0
     if not torchrun and (ranks > 1 or restarts):

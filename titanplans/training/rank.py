@@ -1,5 +1,6 @@
 """What a rank does, whoever has started it: titanplans' launcher, torchrun, or nobody where there is one process only."""
 
+import gc
 import os
 import sys
 import threading
@@ -59,6 +60,7 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
     with disk.one_line(lambda: newest(own_folder(job))):
         trainer = Trainer(trainer_config(job))
     trainer.asked_to_end = asked.is_set
+    gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
     with disk.one_line(trainer.left):
         try:
             trainer.train()

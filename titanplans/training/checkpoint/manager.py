@@ -3,6 +3,7 @@
 When a checkpoint is due, what goes into it and in which thread it is written are torchtitan's.
 """
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -156,6 +157,9 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         step = int(checkpoint.name.removeprefix("step-"))
         writer = Writer(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))
         self._refuse_full(state_dict)
+        # What an asynchronous save has copied ends up in cycles, with a mesh for each DTensor. torchtitan has switched
+        # Python's collections off, and its own see young objects alone, which these no longer are when they are written.
+        gc.collect()
         with self._one_line(f"step {step} can't be saved in {self.path}"):
             if async_mode == AsyncMode.ASYNC:
                 return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
