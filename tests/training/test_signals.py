@@ -66,6 +66,9 @@ def test_sigterm_saves_once_more_and_no_step_is_lost_or_taken_twice(job, capsys,
         taken += job.losses
         last = taken[-1][0]
         assert f"SIGTERM: the job ends after step {last}, which is saved" in job.out
+        assert "Training completed" not in job.out
+        assert "Sleeping" not in job.out
+        assert job.err == ""  # the second and third resume: torch warns of nothing
         assert job.steps[-1] == last
         assert said(job) == []
     assert [step for step, _ in taken] == list(range(1, last + 1))

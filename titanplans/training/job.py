@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
@@ -25,6 +25,7 @@ from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.loss import CrossEntropyLoss
 from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import model_spec
+from titanplans.training.optimizer import LRSchedulers
 from titanplans.training.trainer import Trainer
 from titanplans.training.validator import Validator
 
@@ -112,8 +113,8 @@ def _optimizer(job: JobConfig) -> OptimizersContainer.Config:
     )
 
 
-def _lr_scheduler(job: JobConfig) -> LRSchedulersContainer.Config:
-    return LRSchedulersContainer.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)})
+def _lr_scheduler(job: JobConfig) -> LRSchedulers.Config:
+    return LRSchedulers.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)})
 
 
 def _training(job: JobConfig, world_size: int) -> TrainingConfig:

@@ -24,7 +24,6 @@ _NO_NEWS = {
 _MUTED_LOGGERS = ("torch.utils._pytree", "torch.distributed.tensor._redistribute")
 _NOT_WARNED = (
     "'set_vital' is deprecated",  # torchdata calls torch
-    "To get the last learning rate computed",  # torchtitan's schedule, of torch's, when it is loaded
     "Triton is not supported on current platform",  # FLA on a CPU, where titanplans.modeling.kernels takes its place
 )
 

@@ -1,8 +1,11 @@
-"""torchtitan's optimizers as a job says them, also after a checkpoint that was written under another implementation."""
+"""torchtitan's optimizers and learning rates as a job says them, whatever the job that has written the checkpoint said."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optimizer import LRSchedulersContainer
 
 from titanplans.parallel import Compile
 from titanplans.parallel.compile import compile_optimizer
@@ -35,3 +38,33 @@ def _keep_settings(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
         for own, loaded in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     return state_dict | {"param_groups": groups}
+
+
+class LRSchedulers(LRSchedulersContainer):
+    """torchtitan's. A checkpoint gives them the step alone: the rates are those of this job's schedule."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRSchedulersContainer.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+        def build(self, **components: Any) -> "LRSchedulers":
+            return LRSchedulers(LRSchedulersContainer.Config.build(self, **components).schedulers)
+
+    def __init__(self, schedulers: list[LRScheduler]):
+        self.schedulers = schedulers
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the step that was saved, and give each optimizer its rate for it."""
+        step = state_dict["last_epoch"]
+        schedulers: list[Any] = self.schedulers  # of torch's LambdaLR
+        for scheduler in schedulers:
+            rates = [
+                rate * factor(step)
+                for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            ]
+            scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": step, "_last_lr": rates})
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate

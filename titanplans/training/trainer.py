@@ -5,6 +5,7 @@ that ends early finishes its writes. When gradients are communicated is decided 
 optimizer step, checkpoints and validation are torchtitan's.
 """
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -107,6 +108,7 @@ class Trainer(torchtitan.trainer.Trainer):
             _Over: none are, for `train`.
         """
         if not super().should_continue_training():
+            logger.info("Training completed")
             raise _Over
         if self._ending is not None and self._ending.is_last(self.step):
             self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
@@ -125,11 +127,9 @@ class Trainer(torchtitan.trainer.Trainer):
             self.checkpointer.save(curr_step=0, last_step=True)
         else:
             self.report.start()
-            try:
+            with contextlib.suppress(_Over):
                 super().train()
-            except _Over:
-                logger.info("Training completed")
-                torch.distributed.barrier()  # all end together: rank 0 may keep the store
+            torch.distributed.barrier()  # all end together: rank 0 may keep the store
 
     def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
         """torchtitan's, which on a resumed run starts with the random generators of the checkpoint.

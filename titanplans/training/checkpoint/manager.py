@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import torchtitan.components.checkpointer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torchtitan.components.checkpointer.base import LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 
@@ -101,7 +101,6 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         with self._one_line(f"{checkpoint} can't be loaded"):
             dcp.load(state_dict, storage_reader=Reader(checkpoint), planner=Planner())
         self.states[MODEL].load_state_dict(state_dict)
-        _set_learning_rates(self.states[LR_SCHEDULER].schedulers)
 
     def _find_load_step(self, folder: str = "") -> int:
         return -1  # `_load` has looked
@@ -236,13 +235,3 @@ def _from_all(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _set_learning_rates(schedulers: list[torch.optim.lr_scheduler.LRScheduler]) -> None:
-    """Give each optimizer the rate that this job's schedule has for its step, not the one that was saved."""
-    for scheduler in schedulers:
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
