@@ -279,6 +279,29 @@ def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tm
     assert "holds only the weights" in refusal(job(**elsewhere, checkpoint__initial_load_model_only="false"))
 
 
+def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, weights):
+    """torchtitan's own, from which a job starts: it has no checksums, but its index says how long the shards are."""
+    initial = tmp_path / "theirs"
+    save(weights, checkpoint_id=initial, no_dist=True)
+    wanted = job(checkpoint__enable="true", checkpoint__initial_load_path=str(initial))
+    check_job(wanted, 1)
+    index, shard = initial / ".metadata", initial / "__0_0.distcp"
+    whole = {path: path.read_bytes() for path in (index, shard)}
+    for length in (0, 1, len(whole[shard]) // 2, len(whole[shard]) - 1):
+        shard.write_bytes(whole[shard][:length])
+        assert f"checkpoint.initial_load_path: {shard} is cut short or gone; take another" in refusal(wanted)
+    shard.unlink()
+    assert f"{shard} is cut short or gone; take another" in refusal(wanted)
+    shard.write_bytes(whole[shard])
+    for length in (0, 1, len(whole[index]) // 2, len(whole[index]) - 1):
+        index.write_bytes(whole[index][:length])
+        said = refusal(wanted)
+        assert said.startswith(f"{index} is damaged (")
+        assert said.endswith("; take another checkpoint")
+    index.unlink()
+    assert "is no checkpoint (a step-N folder with .metadata)" in refusal(wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
