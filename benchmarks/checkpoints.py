@@ -33,7 +33,9 @@ TENSORS = 48
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="timed rounds, after one that is not; 0: only the job"
+    )
     parser.add_argument(
         "--folder", help="a folder on the disk to measure; default: the system's for temporary files"
     )
@@ -41,7 +43,8 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        measure(folder, options.gigabytes, options.rounds)
+        if options.rounds:
+            measure(folder, options.gigabytes, options.rounds)
         for mode in ("disabled", "async"):
             watch(folder / mode, mode, options.steps)
     finally:
