@@ -176,6 +176,21 @@ def test_a_damaged_checkpoint_offers_the_newest_that_is_whole(tmp_path):
     assert folder.remedy(tmp_path / "step-8") == "no other is whole: move the folder away"
 
 
+def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
+    """Else it would stay the newest for ever, and each restart begin from it."""
+    for step in (4, 6):
+        write(tmp_path, step)
+    renamed = (tmp_path / "step-4").rename(tmp_path / "step-90")
+    with pytest.raises(ConfigError) as raised:
+        to_resume(tmp_path)
+    assert str(raised.value) == (
+        f"checkpoint.folder: {renamed} holds step 4: somebody has renamed it; "
+        "checkpoint.load_step = 6 resumes from the newest that is whole"
+    )
+    kept = (tmp_path / "step-90").rename(tmp_path / "best")  # by a name of its own it may be started from
+    assert damage(kept) is None
+
+
 def test_what_came_later_is_set_aside_by_number(tmp_path):
     for step in (4, 20, 22):
         write(tmp_path, step)

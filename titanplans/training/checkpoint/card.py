@@ -5,6 +5,7 @@ It is written last, so a folder with a card is whole; its last key is a checksum
 
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from titanplans.errors import ConfigError
 CARD = "titanplans.json"
 _FORMAT = 1
 _BLOCK = 2**22
+_NAME = re.compile(r"step-([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,12 @@ def damage(
     Each of several ranks reads the card, and a part of the other files; or only those of `names` are read.
     """
     try:
-        files = read_card(checkpoint).files
+        card = read_card(checkpoint)
     except ConfigError as error:
         return str(error)
+    if (named := _NAME.fullmatch(checkpoint.name)) and int(named[1]) != card.step:
+        return f"{checkpoint} holds step {card.step}: somebody has renamed it"
+    files = card.files
     for name in [name for name in files if names is None or name in names][rank::ranks]:
         path, (size, checksum) = checkpoint / name, files[name]
         try:
