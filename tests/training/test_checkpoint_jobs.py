@@ -329,10 +329,7 @@ def test_a_checkpoint_goes_on_at_any_degree(resumed_at, degrees):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jobs")
-    write_inputs(folder)
-    os.environ["TEST_FOLDER"] = str(folder)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,8 @@ def copy_step_4(folder: Path, name: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_is_resumed_at_every_degree(tmp_path, monkeypatch):
+def test_a_checkpoint_is_resumed_at_every_degree(tmp_path):
     write_inputs(tmp_path)
-    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     losses = worlds.run(on_four_ranks, 4)
     undisturbed, losses["one process"] = worlds.run(on_one_rank, 1)
     assert list(undisturbed) == list(range(1, 9))

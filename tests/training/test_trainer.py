@@ -61,7 +61,9 @@ DEGREE, LOSS_PARALLEL = "--parallelism.tensor_parallel_degree=2", "--parallelism
 VALIDATION = ("--validation.enable", "--validation.freq=4", "--validation.steps=2")
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path) -> Path:
+    """Write job, models and text into `folder`, where ranks find them by TEST_FOLDER; return it."""
+    os.environ["TEST_FOLDER"] = str(folder)
     (folder / "job.toml").write_text(JOB)
     for name, config in MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
@@ -70,6 +72,7 @@ def write_inputs(folder: Path) -> None:
     for number in range(60):
         picked = [words[(number * 7 + i * i) % len(words)] for i in range(120)]
         (folder / "text" / f"{number}.txt").write_text(" ".join(picked))
+    return folder
 
 
 class Recorder:
@@ -227,10 +230,7 @@ def on_one_rank_again(rank: int) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jobs")
-    write_inputs(folder)
-    os.environ["TEST_FOLDER"] = str(folder)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="module")

@@ -134,9 +134,7 @@ def on_two_ranks(rank: int) -> dict:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jobs")
-    write_inputs(folder)
-    os.environ["TEST_FOLDER"] = str(folder)
+    write_inputs(tmp_path_factory.mktemp("jobs"))
     return worlds.run(on_two_ranks, 2)
 
 
