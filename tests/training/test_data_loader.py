@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from collections import Counter
 from dataclasses import replace
@@ -303,8 +304,8 @@ def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corp
             self.encoded += 1
             return tokenizer.encode(text, **kwargs)
 
-        def get_vocab_size(self):
-            return tokenizer.get_vocab_size()
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
 
     def counted(counting):
         return corpora["stdlib"].build(
@@ -322,12 +323,12 @@ def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corp
         next(batches)
     state, before = loader.state_dict(), first.encoded
     next(batches)
-    resumed = counted(second)
+    resumed, built = counted(second), second.encoded
     resumed.load_state_dict(state)
     next(iter(resumed))
     assert before > 30
     # Of each stream: the next ones, the one that it stopped in, and the one that the last label may have been read from.
-    assert second.encoded <= first.encoded - before + 2 * 4
+    assert second.encoded - built <= first.encoded - before + 2 * 4
 
 
 # --- what is not resumed
@@ -349,6 +350,25 @@ def test_a_state_of_other_data_is_refused(build, corpora, change, message):
     with pytest.raises(DataError, match=message) as refused:
         build(replace(corpora["text"], **change)).load_state_dict(state)
     assert "exclude_from_loading" in str(refused.value)
+
+
+def test_a_tokenizer_with_another_merge_is_refused(build, corpora, tmp_path):
+    shutil.copytree(default_tokenizer_path(), tmp_path / "other")
+    values = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    values["model"]["merges"].pop()  # as many tokens
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(values))
+    state = build(corpora["text"]).state_dict()
+    other = HuggingFaceTokenizer.Config().build(tokenizer_path=str(tmp_path / "other"))
+    loader = corpora["text"].build(
+        dp_rank=0, dp_world_size=1, tokenizer=other, seq_len=SEQ_LEN, local_batch_size=BATCH
+    )
+    with pytest.raises(
+        DataError, match=r"^tokenizer, by its own tokens = '.*': the checkpoint's data loader had '"
+    ):
+        loader.load_state_dict(state)
+    values = json.loads(state["place"])
+    del values["identity"]["tokenizer, by its own tokens"]
+    loader.load_state_dict({"place": json.dumps(values)})  # of before the key
 
 
 def test_a_corpus_that_changed_is_refused(build, tmp_path):

@@ -29,6 +29,7 @@ from titanplans.training.data.streams import Place, Share, Streams, divide, merg
 from titanplans.training.orphans import end_with_parent
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
+_SPLIT_UP = "tokenizer, by its own tokens"
 
 
 class TextDataLoader(BaseDataLoader):
@@ -98,6 +99,7 @@ class TextDataLoader(BaseDataLoader):
         self._batch_size = local_batch_size
         self._identity = self._source.identity | {
             "tokenizer": _describe(tokenizer),
+            _SPLIT_UP: _digest(_own_tokens(tokenizer)),
             "infinite": config.infinite,
         }
         self._fingerprint: Fingerprint | None = None
@@ -167,7 +169,8 @@ class TextDataLoader(BaseDataLoader):
         saved = Fingerprint.from_json(state["files"])
         moved = saved.files == self._taken().files != {}  # the same files, wherever they lie now
         same = {"dataset": state["identity"]["dataset"]} if moved else {}
-        check_identity(state["identity"], self._identity | same)
+        newer = {_SPLIT_UP: self._identity[_SPLIT_UP]}  # a key that checkpoints of before do not have
+        check_identity(newer | state["identity"], self._identity | same)
         check_files(saved, self._taken())
         self._place = self._windows.start = Place.from_json(state)
         if (size := state["global_batch_size"]) != self._share.global_batch:
@@ -205,4 +208,13 @@ def _as_it_is(share: Batch | DataError) -> Batch | DataError:
 
 def _describe(tokenizer: BaseTokenizer) -> str:
     ids = tokenizer.encode(_PROBE, add_bos=True, add_eos=True)
-    return f"{tokenizer.get_vocab_size()} tokens, {hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]}"
+    return f"{tokenizer.get_vocab_size()} tokens, {_digest(ids)}"
+
+
+def _own_tokens(tokenizer: BaseTokenizer) -> list[int]:
+    """The tokens of the text that all tokens make, one after another: a merge or a token that differs shows there."""
+    return tokenizer.encode(tokenizer.decode(list(range(tokenizer.get_vocab_size()))))
+
+
+def _digest(ids: list[int]) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]
