@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -104,6 +105,24 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     ) in job.err
 
 
+class Slow:
+    def __del__(self):
+        time.sleep(30 * int(os.environ["RANK"]))
+
+
+def slow_to_free(words):
+    """A training that holds what takes long to free, as workers of a loader do, and must not be interrupted."""
+    from titanplans.cli.main import run
+    from titanplans.training.trainer import Trainer
+
+    def train(self):
+        slow = Slow()  # noqa: F841
+        before(self)
+
+    before, Trainer.train = Trainer.train, train
+    run(words)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
     options = (
@@ -111,7 +130,7 @@ def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
         "--optimizer.lr=1e30",
         "--checkpoint.no-enable",
     )
-    assert job.run(*options, "--lr_scheduler.warmup_steps=0", "--max-restarts=2") == 1
+    assert job.run(*options, "--lr_scheduler.warmup_steps=0", "--max-restarts=2", by=slow_to_free) == 1
     assert job.err.startswith("error: step 2: the ")
     assert "is not finite" in job.err
     assert job.err.count("\n") == 1

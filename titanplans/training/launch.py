@@ -186,7 +186,10 @@ def _run(
 ) -> None:
     """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
     end_with_parent(launcher)
-    signal.set_wakeup_fd(-1)  # a fork has its parent's, which is told of signals to the parent
+    # A fork has its parent's handlers, and the pipe by which its parent is told of signals.
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
     os.environ.update(
         RANK=str(local_rank),
         LOCAL_RANK=str(local_rank),

@@ -23,24 +23,26 @@ def run_rank(job: JobConfig) -> int:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     asked = threading.Event()
+    ended_by: BaseException | None = None
     try:
         with stop_on_signals(first_sigterm=asked.set if job.checkpoint.save_on_signal else None):
             _train(job, rank, asked)
         return 0
     except UserError as error:
-        status = refuse(error, rank)
+        ended_by, status = error, refuse(error, rank)
     except RunError as error:
         refuse(error, rank)
-        status = 1
+        ended_by, status = error, 1
     except Stopped as stopped:
-        status = stopped.exit_status
+        ended_by, status = stopped, stopped.exit_status
         if rank == 0 and REPORTS not in os.environ:  # our launcher says it
             print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
     except Exception as error:  # noqa: BLE001
         # Any error: the other ranks wait for this one, so it must end at once and report why.
-        status = fail(error, rank)
+        ended_by, status = error, fail(error, rank)
     if world_size > 1:
         exit_now(status)
+    del ended_by  # its frames hold the trainer, whose end waits for loader workers; several ranks end without
     return status
 
 
