@@ -143,6 +143,19 @@ def test_only_checkpoints_of_ours_are_seen(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+def test_a_file_or_a_link_with_the_name_of_something_half_done_goes(tmp_path):
+    """Of a link the link alone."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "precious").touch()
+    (tmp_path / ".step-6.writing").touch()
+    (tmp_path / ".step-8.removed").symlink_to(kept)
+    (tmp_path / ".step-9.writing").symlink_to("nowhere")
+    folder.tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (kept / "precious").exists()
+
+
 def test_a_checkpoint_without_a_card_is_refused(tmp_path):
     write(tmp_path, 4)
     dcp.save(state(1.0), checkpoint_id=tmp_path / "step-6", no_dist=True)

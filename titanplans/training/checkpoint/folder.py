@@ -69,14 +69,14 @@ def commit(checkpoint: Path) -> None:
     writing_path(checkpoint).rename(checkpoint)
     sync(checkpoint.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _erase(replaced)
 
 
 def remove(checkpoint: Path) -> Path:
     """Take a checkpoint's name away, so that what is left of it can be removed at leisure; return where that is."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
     if removed.exists():
-        shutil.rmtree(removed)
+        _erase(removed)
     return checkpoint.rename(removed)
 
 
@@ -84,7 +84,7 @@ def discard(folder: Path) -> None:
     """Remove what was being written when it failed, so that a full disk is not full of it."""
     for path in list(_entries(folder)):
         if (match := _HALF.fullmatch(path.name)) and match.group(2) == "writing":
-            shutil.rmtree(path)
+            _erase(path)
 
 
 def tidy(folder: Path) -> None:
@@ -96,7 +96,7 @@ def tidy(folder: Path) -> None:
         if state == "replaced" and not (folder / name).exists():
             path.rename(folder / name)  # killed between two renames
         else:
-            shutil.rmtree(path)
+            _erase(path)
 
 
 def set_aside(folder: Path, later_than: int) -> Path | None:
@@ -132,6 +132,14 @@ def _is_ours(checkpoint: Path) -> bool:
         f"checkpoint.folder: {checkpoint} has no {CARD}: another program wrote it, or an older titanplans; move it "
         "away; if it is a checkpoint, start from it by checkpoint.initial_load_path"
     )
+
+
+def _erase(path: Path) -> None:
+    """Remove what has the name of something half done; of a link, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _entries(folder: Path) -> Iterator[Path]:
