@@ -1,6 +1,7 @@
 """The loader: its batches, its ranks, and that it goes on exactly where it stopped."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
 from titanplans.training.data import check_checkpoint
-from titanplans.training.data.loader import TextDataLoader
+from titanplans.training.data.loader import TextDataLoader, _live_as_long_as_the_rank
 from titanplans.training.data.sources import open_source
 from titanplans.training.data.streams import Place, merged
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -435,3 +436,23 @@ def test_a_worker_ends_when_its_rank_says_so_and_for_nobody_else(build, corpora)
     worker.terminate()  # as Python does at the exit of a process that an error ends, and waits
     worker.join(60)
     assert worker.exitcode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_worker_whose_rank_ended_before_it_asked_ends_at_once():
+    """Asked for its parent then, it would name another process, and live as long as that."""
+    reading, writing = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        own = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == own:
+                pass
+            os.write(writing, b"asks")
+            _live_as_long_as_the_rank(own, 0)
+            os.write(writing, b"lives")
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(rank, 0)
+    with os.fdopen(reading, "rb") as file:  # to the end: when the worker has ended, too
+        assert file.read() == b"asks"

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class TextDataLoader(BaseDataLoader):
             batch_size=None,
             collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
             num_workers=config.num_workers,
-            worker_init_fn=_live_as_long_as_the_rank if workers else None,
+            worker_init_fn=partial(_live_as_long_as_the_rank, os.getpid()) if workers else None,
             persistent_workers=workers and config.persistent_workers,
             pin_memory=config.pin_memory,
             prefetch_factor=config.prefetch_factor if workers else None,
@@ -185,12 +186,16 @@ class TextDataLoader(BaseDataLoader):
         return self._fingerprint
 
 
-def _live_as_long_as_the_rank(worker: int) -> None:
+def _live_as_long_as_the_rank(rank: int, worker: int) -> None:
     """Let a worker end with its rank, and not before: a scheduler's SIGTERM reaches it, too, and the rank may still save.
 
     The rank's own ends it: Python sends one as it exits, and waits for the worker.
+
+    Args:
+        rank: the process id of the rank: asked now, it may have ended already, and another be the parent.
+        worker: which of the rank's it is.
     """
-    end_with_parent(os.getppid())
+    end_with_parent(rank)
     if sys.platform == "linux":  # elsewhere it can't be asked who has sent a signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_the_rank_asks, daemon=True).start()
