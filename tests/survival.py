@@ -91,6 +91,8 @@ class Life:
                 self._run(folder, options, prepare, said.fileno())
         self.status: int | None = None
         self.orphans = 0
+        self.left: list[str] = []
+        """The names of these."""
 
     def _run(
         self, folder: Path, options: tuple[str, ...], prepare: Callable[[], None] | None, said: int
@@ -149,6 +151,7 @@ class Life:
         while left := left_behind():
             if time.monotonic() > deadline:
                 self.orphans += len(left)
+                self.left += map(_name, left)
                 for pid in left:
                     os.kill(pid, signal.SIGKILL)
                 deadline += GRACE
@@ -213,7 +216,7 @@ class Survival:
         """Wait for the end of a start, and look at what it has left behind."""
         status = life.end()
         if life.orphans:
-            self.problem("orphans", f"{life.orphans} processes were left", life)
+            self.problem("orphans", f"{life.orphans} processes were left: {life.left}", life)
         started = re.search(r"Training starts at step (\d+)", life.said)
         if started:
             self.counts["resumes"] += 1
@@ -387,7 +390,7 @@ class Survival:
         alone.end()
         alone.wait_for(_left_behind)
         if alone.orphans:
-            self.problem("orphans", f"{alone.orphans} processes were left", alone)
+            self.problem("orphans", f"{alone.orphans} processes were left: {alone.left}", alone)
         self.look(alone)
         for step, losses in disturbed.items():
             if losses != self.losses.get(step):
