@@ -27,8 +27,10 @@ OTHERS = {
     "_megatron_fsdp_model",
     "_reset_parameters",
     "_run_exitfuncs",
+    "_generate_tables",
 }
-"""Private names of transformers, megatron-fsdp and atexit, and a method that modules of torch's have."""
+"""Private names of transformers, megatron-fsdp and atexit, a method that modules of torch's have, and one that authors of
+data sets override in a builder of `datasets`."""
 PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "_fields"}
 """nn.Module's tables, which it documents for those who walk modules, and the methods of named tuples."""
 LIBRARIES = ("torch", "torchtitan", "torchao")
