@@ -18,6 +18,7 @@ SWITCHES = {
     "metrics.enable_jsonl": True,
     "profiling.enable_profiling": True,
     "profiling.enable_memory_snapshot": True,
+    "comm.trace_buf_size": 20_000,
 }
 INPUTS = {
     "model.config",

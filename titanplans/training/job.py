@@ -66,7 +66,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         activation_checkpoint=None,  # as the strategy says
         # torchtitan hands it to the loss, which is ours.
         compile=spread.compile,  # pyrefly: ignore[bad-argument-type]
-        comm=CommConfig(**vars(job.comm)),
+        comm=CommConfig(**vars(job.comm) | {"trace_buf_size": resolve.trace_buf_size(job)}),
         validator=_validator(job),
         debug=DebugConfig(
             **vars(job.debug), print_config=job.job.print_config, save_config_file=job.job.save_config_file

@@ -132,7 +132,7 @@ def _batches(job: JobConfig, world_size: int) -> Part:
 
 
 def _events(job: JobConfig) -> Part:
-    size = job.comm.trace_buf_size
+    size = resolve.trace_buf_size(job)
     what = "the events of the flight recorder"
     return Part(size * _EVENT, f"comm.trace_buf_size = {size}", what, "lower it; 0 switches the recorder off")
 

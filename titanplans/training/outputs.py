@@ -15,6 +15,7 @@ from titanplans.config.values import show
 from titanplans.training.jsonl import FILE_NAME, read_rows
 from titanplans.training.lock import LOCK
 from titanplans.training.parallelism_report import FILE
+from titanplans.training.resolve import trace_buf_size
 
 
 class Output(NamedTuple):
@@ -41,7 +42,7 @@ def outputs(job: JobConfig) -> Iterator[Output]:
         "checkpoint.folder": job.checkpoint.enable and not job.checkpoint.load_only,
         "profiling.save_traces_folder": job.profiling.enable_profiling,
         "profiling.save_memory_snapshot_folder": job.profiling.enable_memory_snapshot,
-        "comm.save_traces_folder": job.comm.trace_buf_size > 0,
+        "comm.save_traces_folder": trace_buf_size(job) > 0,
     }
     for key, wanted in folders.items():
         if wanted:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.errors import either, near_multiples
+from titanplans.parallel.process_group import default_device_type
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
@@ -100,6 +101,12 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         if p.data_parallel_strategy != "ddp":
             why += " (data_parallel_shard_degree = -1 takes what the others leave)"
     raise ConfigError(f"parallelism.{what} {why}, or start {product}")
+
+
+def trace_buf_size(job: JobConfig) -> int:
+    """Return the number of events that torch's flight recorder holds; NCCL alone writes them out."""
+    given = job.comm.trace_buf_size
+    return given if given is not None else 0 if default_device_type() == "cpu" else 20_000
 
 
 def global_batch_size(job: JobConfig, data_parallel: int) -> int:

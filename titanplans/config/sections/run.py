@@ -110,8 +110,8 @@ class Comm(Options):
     train_timeout_seconds: Seconds = 100
     """Seconds that a collective may take after the first step."""
 
-    trace_buf_size: Natural32 = 20000
-    """Events in the flight recorder's ring buffer; 0 switches it off."""
+    trace_buf_size: Natural32 | None = None
+    """Events in the ring of the flight recorder; 0 switches it off; unset: 20,000, but 0 over gloo, which writes none."""
 
     save_traces_folder: FilePath = "comm_traces"
     """Folder of the flight recorder's dumps, relative to dump_folder."""
