@@ -27,5 +27,5 @@ class Gemma3VisionPlan(Gemma3Plan):
     def model_plan(self, model: nn.Module) -> Plan:
         plan = super().model_plan(model)
         for part in ("model.vision_tower", "model.multi_modal_projector"):
-            plan |= self.each_of(model, part, self.replicated_before_stream())
+            plan |= self.each_of(model, part, self.replicated_off_stream())
         return plan

@@ -21,7 +21,7 @@ class MyPlan(Qwen3Plan):
     '''q_norm is treated as if each rank saw all heads.'''
 
     def attn_plan(self, attn):
-        return super().attn_plan(attn) | {"q_norm": self.replicated_before_stream()}
+        return super().attn_plan(attn) | {"q_norm": self.replicated_off_stream()}
 """
 ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 

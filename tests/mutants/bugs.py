@@ -3,6 +3,7 @@
 What the corpus has already (tests/mutants/faults.py) is not repeated here.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from mutants.faults import scale_gradient
 from titanplans import TPPlan
+from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import ParameterMemo
 from titanplans.tensor_parallel.plan import Plan
-from titanplans.tensor_parallel.styles import ReplicatedOnStream
+from titanplans.tensor_parallel.replicated import ReplicatedOnStream
 from titanplans.tensor_parallel.vocab import VocabHead
 
 HEADS, WIDTH = 4, 16
@@ -136,7 +138,7 @@ class LatentPlan(MixerPlan):
     def attn_plan(self, attn: nn.Module) -> Plan:
         plan = super().attn_plan(attn)
         del plan["k_proj"]
-        return plan | {"k_proj.0": self.replicated_before_stream(), "k_proj.1": self.colwise()}
+        return plan | {"k_proj.0": self.replicated_off_stream(), "k_proj.1": self.colwise()}
 
 
 # Styles.
@@ -145,8 +147,10 @@ class LatentPlan(MixerPlan):
 class CountedOnEveryRank(ReplicatedOnStream):
     """A replica on each rank that is taken for a shard: a norm over all shards counts it once for each."""
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
-        super().apply(module, mesh, memo)
+    def apply(
+        self, module: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout], memo: ParameterMemo
+    ) -> None:
+        super().apply(module, mesh, layouts, memo)
         for name, param in list(module._parameters.items()):
             module._parameters[name] = _with_local(param, param.to_local(), Shard(0))  # type: ignore[union-attr, arg-type]
             module.__dict__["_gradient_placements"][name] = (Shard(0),)
@@ -155,8 +159,10 @@ class CountedOnEveryRank(ReplicatedOnStream):
 class DrawnOnEveryRank(ReplicatedOnStream):
     """Each rank keeps what it drew itself."""
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
-        super().apply(module, mesh, memo)
+    def apply(
+        self, module: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout], memo: ParameterMemo
+    ) -> None:
+        super().apply(module, mesh, layouts, memo)
         rank = torch.arange(mesh.size()).narrow(0, mesh.get_local_rank(), 1)
         for name, param in list(module._parameters.items()):
             drawn = param.to_local() * (1 + 0.1 * rank)  # type: ignore[union-attr]

@@ -27,7 +27,9 @@ from mutants.site import Site
 from titanplans import TPOptions, TPPlan
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.plan import Plan
-from titanplans.tensor_parallel.styles import KVColwise, ReplicatedBeforeStream, Style
+from titanplans.tensor_parallel.projections import KVColwise
+from titanplans.tensor_parallel.replicated import ReplicatedOffStream
+from titanplans.tensor_parallel.styles import Style
 
 LOCAL_ATTRIBUTES = "local_attributes"
 """The one operator that is not done to a style: a mixer keeps the attributes of the whole one."""
@@ -134,7 +136,7 @@ def _of_attributes(architecture: Architecture, model: nn.Module, options: TPOpti
 def _blind(operator: Callable[[Site], Change], style: Style) -> bool:
     """Whether it makes no difference to the fault how the sequence is laid out, so that one case is enough."""
     return (operator in BLIND and style.inside) or (
-        operator is summed_again and isinstance(style, ReplicatedBeforeStream)
+        operator is summed_again and isinstance(style, ReplicatedOffStream)
     )
 
 

@@ -5,7 +5,6 @@ kind of style that it was.
 """
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.tensor_parallel.collectives import shard_size
-from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo, local_parameter
+from titanplans.tensor_parallel.layout import Layout
+from titanplans.tensor_parallel.local_parameters import ParameterMemo, local_parameter
+from titanplans.tensor_parallel.projections import Rowwise
 from titanplans.tensor_parallel.stream import Border, Stream
-from titanplans.tensor_parallel.styles import Region, Rowwise, Style
+from titanplans.tensor_parallel.styles import Region, Style
 from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
 
@@ -56,15 +57,13 @@ def summed_again(style: Style) -> Style:
 
 
 def _relabelled(style: Style, name: str, old: Any, new: Any) -> Style:
-    base = type(style).layouts
+    base = type(style).layout
 
-    def layouts(self: Style, module: nn.Module) -> Mapping[str, Layout]:
-        return {
-            n: layout._replace(gradient=new) if layout.gradient == old else layout
-            for n, layout in base(self, module).items()
-        }
+    def layout(self: Style, name: str, param: nn.Parameter) -> Layout | None:
+        right = base(self, name, param)
+        return right._replace(gradient=new) if right is not None and right.gradient == old else right
 
-    return _faulty(style, name, layouts=layouts)
+    return _faulty(style, name, layout=layout)
 
 
 # Borders of regions.
@@ -152,13 +151,14 @@ def _other_border(style: Style, name: str, kind: type[Border]) -> Style:
 def bias_on_every_rank(style: Rowwise) -> Style:
     """The bias is part of each rank's product, and so counted once for each rank."""
 
-    def layouts(self: Rowwise, module: nn.Module) -> Mapping[str, Layout]:
-        return {n: layout._replace(hidden=False) for n, layout in Rowwise.layouts(self, module).items()}
+    def layout(self: Rowwise, name: str, param: nn.Parameter) -> Layout | None:
+        right = Rowwise.layout(self, name, param)
+        return None if right is None else right._replace(hidden=False)
 
     def leave(self: Rowwise, border: Border, module, args, output):
         return border.leave(output)
 
-    return _faulty(style, "BiasOnEveryRank", layouts=layouts, _leave=leave)
+    return _faulty(style, "BiasOnEveryRank", layout=layout, _leave=leave)
 
 
 def bias_forgotten(style: Rowwise) -> Style:
@@ -171,12 +171,12 @@ def bias_forgotten(style: Rowwise) -> Style:
 def shifted(style: Style, rows: int) -> Style:
     """The shards begin `rows` further on: what a rank holds is not what its place says."""
 
-    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
-        for name, layout in self.layouts(module).items():
+    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, layouts: Any, memo: ParameterMemo) -> None:
+        for name, layout in layouts.items():
             if isinstance(layout.placement, Shard):
                 param = module._parameters[name]
                 param.data = param.data.roll(rows, layout.placement.dim)  # type: ignore[union-attr]
-        type(style).apply(self, module, mesh, memo)
+        type(style).apply(self, module, mesh, layouts, memo)
 
     return _faulty(style, f"ShiftedBy{rows}", apply=apply)
 
@@ -184,13 +184,12 @@ def shifted(style: Style, rows: int) -> Style:
 def other_head(style: Style) -> Style:
     """Ranks that share key/value heads read another head than theirs."""
 
-    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
-        type(style).apply(self, module, mesh, memo)
-        for name, rows in module.__dict__["_local_rows"].items():
-            if rows is not None:
-                first, size = rows
-                whole = module._parameters[name].shape[0]  # type: ignore[union-attr]
-                module.__dict__["_local_rows"][name] = (first + size) % whole, size
+    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, layouts: Any, memo: ParameterMemo) -> None:
+        type(style).apply(self, module, mesh, layouts, memo)
+        for name, reading in module.__dict__["_tp_readings"].items():
+            if reading.layout.rows is not None:
+                other = (reading.rank + reading.layout.rows.runs[0].sharing) % mesh.size()
+                module.__dict__["_tp_readings"][name] = reading._replace(rank=other)
 
     return _faulty(style, "OtherHead", apply=apply)
 
@@ -219,7 +218,7 @@ def offset_by_one(style: VocabEmbedding) -> Style:
 def untied(style: Style) -> Style:
     """The parameters are distributed without a look at what other modules hold."""
 
-    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
+    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, layouts: Any, memo: ParameterMemo) -> None:
         type(style).apply(self, module, mesh, ParameterMemo())
 
     return _faulty(style, "Untied", apply=apply)

@@ -9,16 +9,9 @@ from torch.distributed.tensor import Partial, Replicate
 
 from mutants import faults
 from mutants.site import Site
-from titanplans.tensor_parallel.styles import (
-    Colwise,
-    KVColwise,
-    Region,
-    ReplicatedBeforeStream,
-    ReplicatedInRegion,
-    ReplicatedOnStream,
-    Rowwise,
-    Style,
-)
+from titanplans.tensor_parallel.projections import Colwise, KVColwise, Rowwise
+from titanplans.tensor_parallel.replicated import ReplicatedInRegion, ReplicatedOffStream, ReplicatedOnStream
+from titanplans.tensor_parallel.styles import Region, Style
 from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
 SKIP, DROP = "skip", "drop"
@@ -49,7 +42,7 @@ def split(site: Site) -> Change:
     """Split, where it should be replicated."""
     return (
         Colwise()
-        if isinstance(site.style, ReplicatedInRegion | ReplicatedOnStream | ReplicatedBeforeStream)
+        if isinstance(site.style, ReplicatedInRegion | ReplicatedOnStream | ReplicatedOffStream)
         else SKIP
     )
 
@@ -143,22 +136,18 @@ def not_shared(site: Site) -> Change:
 
 def as_on_stream(site: Site) -> Change:
     """replicated_on_stream() for what stands in a region, or before the stream."""
-    other = isinstance(site.style, ReplicatedInRegion | ReplicatedBeforeStream)
+    other = isinstance(site.style, ReplicatedInRegion | ReplicatedOffStream)
     return ReplicatedOnStream(stream=site.plan.stream) if other else SKIP
 
 
 def as_in_region(site: Site) -> Change:
     """replicated_in_region() for what stands on the stream, or before it."""
-    return (
-        ReplicatedInRegion() if isinstance(site.style, ReplicatedOnStream | ReplicatedBeforeStream) else SKIP
-    )
+    return ReplicatedInRegion() if isinstance(site.style, ReplicatedOnStream | ReplicatedOffStream) else SKIP
 
 
 def as_before_stream(site: Site) -> Change:
-    """replicated_before_stream() for what stands on the stream, or in a region."""
-    return (
-        ReplicatedBeforeStream() if isinstance(site.style, ReplicatedOnStream | ReplicatedInRegion) else SKIP
-    )
+    """replicated_off_stream() for what stands on the stream, or in a region."""
+    return ReplicatedOffStream() if isinstance(site.style, ReplicatedOnStream | ReplicatedInRegion) else SKIP
 
 
 def other_loss(site: Site) -> Change:

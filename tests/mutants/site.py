@@ -8,8 +8,9 @@ from torch.distributed.tensor import Shard
 from titanplans import TPPlan
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.projections import KVColwise, Rowwise
 from titanplans.tensor_parallel.stream import Stream
-from titanplans.tensor_parallel.styles import KVColwise, Rowwise, Style
+from titanplans.tensor_parallel.styles import Style
 
 
 @dataclass(frozen=True)

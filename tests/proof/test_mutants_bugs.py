@@ -69,7 +69,7 @@ def reason(case) -> str:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_head_norms_not_summed(name):
-    norms = {norm: lambda plan, style: plan.replicated_before_stream() for norm in ("q_norm", "k_norm")}
+    norms = {norm: lambda plan, style: plan.replicated_off_stream() for norm in ("q_norm", "k_norm")}
     case, where = rejected(MODELS[name].build, bugs.changed(MODELS[name].plan, **norms))
     assert where == {"model.layers.1.self_attn.k_norm"}, "the first of the four that a backward meets"
     assert reason(case) == "each rank has its own share: not summed over the ranks"
@@ -90,7 +90,7 @@ def test_shared_projection_not_summed():
 
 
 def test_final_norm_differs_by_rank():
-    plan = bugs.changed(TinyPlan, norm=lambda plan, style: plan.replicated_before_stream())
+    plan = bugs.changed(TinyPlan, norm=lambda plan, style: plan.replicated_off_stream())
     case, where = rejected(Tiny, plan)
     assert where == {"norm"}
     assert "replicas" in failed(case)

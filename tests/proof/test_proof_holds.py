@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanplans import registered_plans
 from titanplans.errors import VerifyError
 from titanplans.proof import verify
-from titanplans.tensor_parallel.styles import ReplicatedInRegion
+from titanplans.tensor_parallel.replicated import ReplicatedInRegion
 
 
 @dataclass

@@ -7,14 +7,11 @@ from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titanplans.tensor_parallel.local_parameters import Layout, local_parameter
-from titanplans.tensor_parallel.styles import (
-    Colwise,
-    Region,
-    ReplicatedInRegion,
-    ReplicatedOnStream,
-    Rowwise,
-)
+from titanplans.tensor_parallel.layout import Layout
+from titanplans.tensor_parallel.local_parameters import local_parameter
+from titanplans.tensor_parallel.projections import Colwise, Rowwise
+from titanplans.tensor_parallel.replicated import ReplicatedInRegion, ReplicatedOnStream
+from titanplans.tensor_parallel.styles import Region
 from titanplans.tensor_parallel.vocab import VocabHead
 
 

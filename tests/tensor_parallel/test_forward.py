@@ -391,7 +391,7 @@ class Classifier(nn.Module):
 def test_a_head_of_ones_own(sequence_parallel):
     class Plan(plan("llama")):
         def model_plan(self, model):
-            return super().model_plan(model) | {"score": self.replicated_before_stream()}
+            return super().model_plan(model) | {"score": self.replicated_off_stream()}
 
     class OnStream(plan("llama")):
         def model_plan(self, model):

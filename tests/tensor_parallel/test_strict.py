@@ -24,7 +24,7 @@ from titanplans import (
 from titanplans.proof.simulate import ranks
 from titanplans.tensor_parallel.custom import RENAMED
 from titanplans.tensor_parallel.plan import prefixed
-from titanplans.tensor_parallel.styles import ReplicatedOnStream
+from titanplans.tensor_parallel.replicated import ReplicatedOnStream
 
 
 def edited(**edits):

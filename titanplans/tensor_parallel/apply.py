@@ -19,10 +19,12 @@ from titanplans.tensor_parallel.first_forward import check_first_forward
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.generation import let_generate
 from titanplans.tensor_parallel.inputs import Forwards, guard_forwards
-from titanplans.tensor_parallel.local_parameters import Layout, ParameterMemo
+from titanplans.tensor_parallel.layout import Layout
+from titanplans.tensor_parallel.local_code import set_attributes, set_functions
+from titanplans.tensor_parallel.local_parameters import ParameterMemo, localize
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.stream import Border, keep_border
-from titanplans.tensor_parallel.styles import Style, mark
+from titanplans.tensor_parallel.styles import Style, layouts_at, mark, target
 from titanplans.tensor_parallel.vocab import VocabHead
 from titanplans.tensor_parallel.whole_methods import refuse_whole_methods
 
@@ -101,22 +103,28 @@ def apply_plan(
     source = resolve_plan(plan, model, options)
     checked = check(source, model, dist.get_backend(tp_mesh.get_group()))
 
+    for name, functions in checked.functions.items():
+        set_functions(model.get_submodule(name), functions, tp_mesh)
     memo, layouts = ParameterMemo(), {}
     for key, style in checked.styles.items():
-        module = model.get_submodule(key)
+        found = target(key, model)
+        assert found is not None
         if isinstance(style, Style):
-            layouts |= {join(key, name): layout for name, layout in style.layouts(module).items()}
-            mark(module, key, checked.crossings.get(key))
-            style.apply(module, tp_mesh, memo)
-        elif style._apply(module, tp_mesh) is not module:
+            own = layouts_at(found, style, checked.styles)
+            layouts |= {join(found.path, name): layout for name, layout in own.items()}
+            if found.parameter is None:
+                mark(found.module, key, checked.crossings.get(key))
+                style.apply(found.module, tp_mesh, own, memo)
+            else:
+                localize(found.module, tp_mesh, own, memo)
+        elif style._apply(found.module, tp_mesh) is not found.module:
             reason = "it replaced the module; a style works in place"
-            raise PlanError(reason, key=key, style=style, module=module)
+            raise PlanError(reason, key=key, style=style, module=found.module)
     _check_distributed(model, checked.styles)
     _check_still_tied(model, checked.tied)
 
     for name, attributes in checked.attributes.items():
-        for attribute, value in attributes.items():
-            setattr(model.get_submodule(name), attribute, value)
+        set_attributes(model.get_submodule(name), attributes)
     border = Border(tp_mesh, source.stream)
     _guard(model, border, checked, loss_parallel)
     keep_border(model, border)

@@ -18,9 +18,12 @@ from titanplans.tensor_parallel.decoder import HEADS, Decoder, find_decoder, joi
 from titanplans.tensor_parallel.dropout import check_dropout
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
+from titanplans.tensor_parallel.local_code import Functions, check_attributes, check_functions, refuse
 from titanplans.tensor_parallel.plan import KV_HEADS, QUERY_HEADS, Plan, TPPlan
+from titanplans.tensor_parallel.projections import Rowwise
+from titanplans.tensor_parallel.replicated import ReplicatedOnStream
 from titanplans.tensor_parallel.sizes import check_degree
-from titanplans.tensor_parallel.styles import ReplicatedOnStream, Rowwise, Style, own_styles, split_key
+from titanplans.tensor_parallel.styles import Style, held, layouts_at, own_styles, split_key, target, targets
 from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 
@@ -44,6 +47,8 @@ class Checked:
     """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
     attributes: dict[str, dict[str, Any]]
     """What a mixer whose heads are split counts on each rank, by the mixer's name."""
+    functions: dict[str, Functions]
+    """Which functions the code of a split mixer calls, by the mixer's name."""
 
 
 def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Checked:
@@ -76,19 +81,17 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     begins_at = None
     if source.options.sequence_parallel and not embedding_begins_stream(styles, decoder):
         begins_at = (decoder if decoder.blocks else find_decoder(model)).blocks[0].module
-    attributes = {
-        name: source.plan_of(mixer).local_attributes(mixer)
-        for name, mixer in decoder.mixers.items()
-        if split_key(styles, name) is not None
-    }
+    attributes, functions = local_code(styles, decoder, source)
     crossings = float8_crossings(styles, model)
-    return Checked(styles, decoder, crossings, tied_parameters(model), begins_at, attributes)
+    return Checked(styles, decoder, crossings, tied_parameters(model), begins_at, attributes, functions)
 
 
 def _refuse(faults: Iterable[Fault], plan: Plan, model: nn.Module) -> None:
     """Raise a PlanError of the first of `faults`, if there is one."""
     for key, reason in faults:
-        raise PlanError(reason, key=key, style=plan[key], module=model.get_submodule(key))
+        found = target(key, model)
+        assert found is not None
+        raise PlanError(reason, key=key, style=plan[key], module=found.module)
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -109,13 +112,21 @@ def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:
             )
         if key in modules:
             continue
+        found = target(key, model)
+        if found is not None and isinstance(style, Style):
+            continue
+        if found is not None:
+            raise PlanError(
+                f"plan key '{key}' ({plan_name}) names a parameter, which only a style of titanplans takes, not "
+                f"{type(style).__name__}: self.colwise(), self.replicated_in_region() and the like"
+            )
         parent = key
         while parent not in modules:
             parent = parent.rpartition(".")[0]
-        children = [name for name, _ in modules[parent].named_children()]
+        children = [*dict(modules[parent].named_children()), *held(modules[parent])]
         raise PlanError(
-            f"plan key '{key}' ({plan_name}) matches no module: "
-            f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'no modules'}"
+            f"plan key '{key}' ({plan_name}) matches no module and no parameter: "
+            f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'none'}"
         )
 
 
@@ -129,23 +140,32 @@ def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
                 raise PlanError(
                     f"parameter '{join(name, param_name)}' is a DTensor already: apply a plan once, before FSDP"
                 )
-            if not _covered(plan.get(name), module, param_name):
+            if not _covered(plan, name, module, param_name):
+                own = join(name, param_name)
+                beside = f", whose style is for what it does, not for what it holds: add '{own}'"
                 raise PlanError(
-                    f"parameter '{join(name, param_name)}' {tuple(param.shape)} of {type(module).__name__} is covered by "
-                    f"no key of {plan_name}: add '{name}' with a style. What is not split is "
+                    f"parameter '{own}' {tuple(param.shape)} of {type(module).__name__} is covered by no key of {plan_name}"
+                    f"{beside if name in plan else f': add {name!r}'} with a style. What is not split is "
                     "replicated_in_region() inside a region, replicated_on_stream() outside"
                 )
 
 
-def _covered(style: ParallelStyle | None, module: nn.Module, param_name: str) -> bool:
+def _covered(plan: Plan, name: str, module: nn.Module, param_name: str) -> bool:
+    if join(name, param_name) in plan:
+        return True
+    style = plan.get(name)
     # A foreign style says nothing before it acts; what it left out is found afterwards.
     return param_name in style.layouts(module) if isinstance(style, Style) else style is not None
 
 
 def refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
-    """Yield each style that would be wrong on its module."""
-    for key, style in own_styles(plan).items():
-        if (reason := style.refusal(model.get_submodule(key))) is not None:
+    """Yield each style that would be wrong on its module, or for its parameter."""
+    for key, style, found in targets(plan, model):
+        if found.parameter is None:
+            reason = style.refusal(found.module)
+        else:
+            reason = style.parameter_refusal(found.parameter, held(found.module)[found.parameter])
+        if reason is not None:
             yield key, reason
 
 
@@ -154,7 +174,9 @@ def region_faults(plan: Plan) -> Iterator[Fault]:
     ours = own_styles(plan)
     opened = {key: style for key, style in ours.items() if style.opens}
     for key, style in ours.items():
-        if style.inside and not any(within(key, region) for region in opened):
+        # What the model holds for its blocks, such as a bound for each layer's gates, is read inside of them.
+        holds_regions = any(within(region, key.rpartition(".")[0]) for region in opened)
+        if style.inside and not holds_regions and not any(within(key, region) for region in opened):
             yield (
                 key,
                 "it stands in no region, so its input is not the whole sequence and its input's gradient is not summed: "
@@ -190,7 +212,7 @@ def mixer_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault
     ours = own_styles(plan)
     for name, mixer in decoder.mixers.items():
         keys = [key for key in plan if key == name or within(key, name)]
-        gathered = any(style.opens and (key == name or within(name, key)) for key, style in ours.items())
+        gathered = any(style.gathers and (key == name or within(name, key)) for key, style in ours.items())
         if source.options.sequence_parallel and keys and ours.keys() >= set(keys) and not gathered:
             yield (
                 keys[0],
@@ -227,8 +249,29 @@ def end_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault]:
                 yield (
                     key,
                     f"it stands behind the blocks of a model without a head ({either(HEADS)}), where every rank has the "
-                    "whole sequence and so the whole gradient: give it replicated_before_stream()",
+                    "whole sequence and so the whole gradient: give it replicated_off_stream()",
                 )
+
+
+def local_code(
+    plan: Plan, decoder: Decoder, source: TPPlan
+) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
+    """Return what the code of each split mixer counts and calls on a rank, by the mixer's name.
+
+    Raises:
+        PlanError: the mixer has no such attribute, or its code calls no such function.
+    """
+    attributes, functions = {}, {}
+    for name, mixer in decoder.mixers.items():
+        if split_key(plan, name) is None:
+            continue
+        owner = source.plan_of(mixer)
+        with as_user_error(f"plan {type(owner).__name__}"):
+            attributes[name], functions[name] = owner.local_attributes(mixer), owner.local_functions(mixer)
+        for reason in (check_attributes(mixer, attributes[name]), check_functions(mixer, functions[name])):
+            if reason is not None:
+                refuse(name, mixer, reason)
+    return attributes, functions
 
 
 def with_unnamed_mixers(decoder: Decoder, plan: Plan, source: TPPlan) -> Decoder:
@@ -262,8 +305,11 @@ def check_tied(plan: Plan, model: nn.Module) -> None:
         layouts = {}
         for name in names:
             key, _, param_name = name.rpartition(".")
+            key = name if name in plan else key
             if isinstance(style := plan[key], Style):
-                layouts[name] = style.layouts(model.get_submodule(key))[param_name].placement
+                found = target(key, model)
+                assert found is not None
+                layouts[name] = layouts_at(found, style, plan)[param_name].placement
         if len(set(layouts.values())) > 1:
             raise PlanError(
                 f"{' and '.join(f'{name} ({placement!r})' for name, placement in layouts.items())} are tied, so one "

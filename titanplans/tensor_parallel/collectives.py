@@ -7,9 +7,10 @@
     take_shard       own shard       all-gather
     sum_ranks        all-reduce      identity
     sum_gradients    identity        all-reduce
+    exchange         all-to-all      all-to-all
 
-Three pairs, in each of which one is the other's backward; so a backward may be differentiated again. A sequence that the
-number of ranks does not divide is filled up with zeros.
+Pairs, in each of which one is the other's backward (an exchange's is an exchange); so a backward may be differentiated
+again. A sequence that the number of ranks does not divide is filled up with zeros.
 """
 
 from typing import Any
@@ -56,6 +57,11 @@ def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return `x`, which is whole on every rank; what follows is each rank's share of the work."""
     return _apply(_SumGradients, lambda x, group: x, x, group)
+
+
+def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send `x[i]` to rank i; return the same shape, of which `[i]` has come from rank i."""
+    return _apply(_Exchange, all_to_all, x, group)
 
 
 def _apply(function: Any, without_gradient: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -129,6 +135,17 @@ class _Sum(torch.autograd.Function):
         return sum_gradients(grad, ctx.group), None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, group):
+        ctx.group = group
+        return all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        return exchange(grad, ctx.group), None
+
+
 # Without gradients. The operators themselves rather than their Python wrappers, whose names change between releases
 # of torch; waiting at once, since a Triton kernel can't read a pending wrapper.
 _c10d = torch.ops._c10d_functional
@@ -153,6 +170,12 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
     """Reduce `x` over the ranks of `group`, and wait; no gradient."""
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), operation, group[0]))
+
+
+def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send `x[i]` to rank i of `group`, whose ranks' shapes are equal, and wait; no gradient."""
+    name, ranks = group
+    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), [1] * ranks, [1] * ranks, name))
 
 
 def own_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:

@@ -33,9 +33,14 @@ STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
     "kv_colwise": lambda plan, mixer: plan.colwise() if mixer is None else plan.kv_colwise(mixer),
     "rowwise": lambda plan, mixer: plan.rowwise(),
     "rowwise_partial": lambda plan, mixer: plan.rowwise(reduce_output=False),
+    "rowwise_in_region": lambda plan, mixer: plan.rowwise_in_region(),
+    "split_norm": lambda plan, mixer: plan.split_norm(),
+    "gathered_in_region": lambda plan, mixer: plan.gathered_in_region(),
+    "added_to_sum": lambda plan, mixer: plan.added_to_sum(),
     "replicated_in_region": lambda plan, mixer: plan.replicated_in_region(),
     "replicated_on_stream": lambda plan, mixer: plan.replicated_on_stream(),
-    "replicated_before_stream": lambda plan, mixer: plan.replicated_before_stream(),
+    "replicated_off_stream": lambda plan, mixer: plan.replicated_off_stream(),
+    "end_of_stream": lambda plan, mixer: plan.end_of_stream(),
     "vocab_embedding": lambda plan, mixer: plan.vocab_embedding(),
     "vocab_embedding_begins_stream": lambda plan, mixer: plan.vocab_embedding(begins_stream=True),
     "vocab_head": lambda plan, mixer: plan.vocab_head(),
@@ -45,7 +50,8 @@ STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
 RENAMED = {
     "replicated": "replicated_in_region",
     "sequence_parallel": "replicated_on_stream",
-    "no_parallel": "replicated_before_stream",
+    "no_parallel": "replicated_off_stream",
+    "replicated_before_stream": "replicated_off_stream",
 }
 """Former names of styles, and today's."""
 
@@ -61,10 +67,13 @@ class DictPlan(TPPlan):
         plan: Plan = {}
         origin: dict[str, str] = {}
         names = [name for name, _ in model.named_modules()]
+        parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         decoder = find_decoder(model, required=False)
         mixers = decoder.mixers
         for pattern, style in self.patterns.items():
-            matched = [name for name in names if _matches(name, pattern)]
+            matched = [name for name in names if _matches(name, pattern)] or [
+                name for name in parameters if _matches(name, pattern)
+            ]
             if not matched:
                 plan[pattern] = self._style(
                     pattern, style, None

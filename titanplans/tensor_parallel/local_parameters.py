@@ -9,7 +9,7 @@ returns to the DTensor with the placement that the plan declares. What is set on
 not change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,22 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
+from titanplans.tensor_parallel.collectives import Group, exchange
+from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_weight import as_weight
 from titanplans.tensor_parallel.shards import take_shards
 from titanplans.torch_private import local_tensor
-
-
-class Layout(NamedTuple):
-    """How one parameter lies on the TP mesh, and how its local gradient does."""
-
-    placement: Placement
-    gradient: Placement
-    hidden: bool = False
-    """Read as None: a style adds it elsewhere (see `local_parameter`)."""
-    shared_heads: int | None = None
-    """The first dimension counts this many heads, of which several ranks share one: reading gives its rows."""
 
 
 class ParameterMemo(dict[int, nn.Parameter]):
@@ -73,27 +63,62 @@ def localize(
             memo.remember(param, known)
         module._parameters[name] = known
     if layouts:
-        gradients = {name: (layout.gradient,) for name, layout in layouts.items()}
-        rows = {name: _rows(module._parameters[name], layout, mesh) for name, layout in layouts.items()}
-        module.__dict__["_gradient_placements"] = module.__dict__.get("_gradient_placements", {}) | gradients
-        module.__dict__["_local_rows"] = module.__dict__.get("_local_rows", {}) | rows
-        uneven = {name for name, layout in layouts.items() if _uneven(module._parameters[name], layout, mesh)}
-        module.__dict__["_uneven"] = module.__dict__.get("_uneven", frozenset()) | uneven
-        names = tuple((name, layouts[name].hidden) for name in sorted(layouts))
-        module.__class__ = _with_local_parameters(type(module), names)
+        group = (mesh.get_group().group_name, mesh.size())
+        readings = {
+            name: _Reading(
+                layout, _uneven(module._parameters[name], layout, mesh), mesh.get_local_rank(), group
+            )
+            for name, layout in layouts.items()
+        }
+        module.__dict__["_tp_readings"] = module.__dict__.get("_tp_readings", {}) | readings
+        for names, kind in _kinds(layouts).items():
+            module.__class__ = kind(type(module), names)
         module.register_load_state_dict_pre_hook(take_shards)
 
 
+class _Reading(NamedTuple):
+    """What reading a parameter takes, beside the parameter."""
+
+    layout: Layout
+    uneven: bool
+    rank: int
+    group: Group
+
+
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the local tensor of a parameter, also of a hidden one."""
+    """Return the local tensor of a parameter, also of a hidden one: what this rank's part of the work needs."""
     param = module._parameters[name]
     if not _on_tp_mesh(param):
         return param
-    gradient, rows = module._gradient_placements[name], module._local_rows[name]  # type: ignore[index]
-    local = (
-        _ReadUneven.apply(param) if name in module._uneven else param.to_local(grad_placements=gradient)  # type: ignore[operator]
-    )
-    return as_weight(local if rows is None else local.narrow(0, *rows), param)  # type: ignore[arg-type]
+    layout, uneven, rank, group = module._tp_readings[name]  # type: ignore[index]
+    gradient: Any = (layout.gradient,)
+    local = _ReadUneven.apply(param) if uneven else param.to_local(grad_placements=gradient)  # type: ignore[operator]
+    if layout.addends > 1:
+        local = local / layout.addends  # type: ignore[operator]
+    if layout.rows is not None:
+        local = _selected(local, layout, rank, group)  # type: ignore[arg-type]
+    return as_weight(local, param)  # type: ignore[arg-type]
+
+
+def hidden_bias(module: nn.Module) -> torch.Tensor | None:
+    """Return the bias of `module` that its own forward does not see; None if there is none, or it does."""
+    reading = module.__dict__["_tp_readings"].get("bias")
+    return local_parameter(module, "bias") if reading is not None and reading.layout.hidden else None
+
+
+def _selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> torch.Tensor:
+    """Return the rows of this rank: of its own copy, or of the shards of another dimension that the ranks hold."""
+    assert layout.rows is not None
+    dim, runs = layout.rows
+
+    def rows(of: int) -> torch.Tensor:
+        parts = [local.narrow(dim, run.at(of), run.size) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    if not isinstance(layout.placement, Shard):
+        return rows(rank)
+    came = exchange(torch.stack([rows(other) for other in range(group[1])]), group)
+    return torch.cat(came.unbind(), layout.placement.dim)
 
 
 class _ReadUneven(torch.autograd.Function):
@@ -122,15 +147,6 @@ def _uneven(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> boo
     return isinstance(layout.placement, Shard) and param.shape[layout.placement.dim] % mesh.size() != 0
 
 
-def _rows(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> tuple[int, int] | None:
-    """Return first row and number of rows of the head that this rank shares with its neighbours."""
-    if layout.shared_heads is None:
-        return None
-    assert param is not None
-    rows = param.shape[0] // layout.shared_heads
-    return mesh.get_local_rank() // (mesh.size() // layout.shared_heads) * rows, rows
-
-
 def _on_tp_mesh(param: torch.Tensor | None) -> bool:
     # On more than the TP mesh it is FSDP's shard, between forwards: FSDP itself reads it then.
     return isinstance(param, DTensor) and param.device_mesh.ndim == 1
@@ -143,20 +159,71 @@ def subclass(cls: type[nn.Module], members: Mapping[str, object]) -> type[nn.Mod
     )
 
 
+def _kinds(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], Callable[..., type[nn.Module]]]:
+    """Return which subclass gives which parameters, in a set order: repeated blocks share one compiled artefact."""
+    exchanged = {name for name, layout in layouts.items() if is_exchanged(layout)}
+    hidden = {name for name, layout in layouts.items() if layout.hidden}
+    kinds = (
+        (layouts.keys() - exchanged - hidden, _read_anywhere),
+        (hidden, _not_read),
+        (exchanged, read_inside),
+    )
+    return {tuple(sorted(names)): kind for names, kind in kinds if names}
+
+
+def is_exchanged(layout: Layout) -> bool:
+    """Whether reading the parameter is a collective."""
+    return layout.rows is not None and isinstance(layout.placement, Shard)
+
+
 @cache
-def _with_local_parameters(cls: type[nn.Module], names: tuple[tuple[str, bool], ...]) -> type[nn.Module]:
+def _read_anywhere(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """Subclass `cls`, under the same name, with parameters as properties that give local tensors.
 
-    One subclass per class and set of names, so that repeated blocks share one compiled artefact. Made
-    at run time, so a parallelised module can't be pickled; its state dict can.
+    Made at run time, so a parallelised module can't be pickled; its state dict can.
     """
-    return subclass(cls, {name: property(_reader(name, hidden)) for name, hidden in names})
+
+    def reader(name: str) -> property:
+        return property(lambda self: local_parameter(self, name))
+
+    return subclass(cls, {name: reader(name) for name in names})
 
 
-def _reader(name: str, hidden: bool):
-    def read(module: nn.Module) -> torch.Tensor | None:
-        if hidden and _on_tp_mesh(module._parameters[name]):
-            return None
-        return local_parameter(module, name)
+@cache
+def _not_read(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls` with parameters that are read as None."""
 
-    return read
+    def reader(name: str) -> property:
+        return property(lambda self: None if _on_tp_mesh(self._parameters[name]) else self._parameters[name])
+
+    return subclass(cls, {name: reader(name) for name in names})
+
+
+@cache
+def read_inside(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls`, whose own forward alone reads this rank's part of a parameter; others read the DTensor.
+
+    For a vocabulary's rows: a loss of one's own on a share of them would be wrong in silence, and torch refuses products of
+    plain tensors with DTensors. And for what is exchanged: read by one rank alone, it would wait for the others. A forward
+    that reads it for each expert gets the same tensor each time.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_tp_read"] = {}
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            self.__dict__["_tp_read"] = None
+
+    def reader(name: str) -> property:
+        def read(self: Any) -> torch.Tensor | None:
+            known = self.__dict__.get("_tp_read")
+            if known is None:
+                return self._parameters[name]
+            if name not in known:
+                known[name] = local_parameter(self, name)
+            return known[name]
+
+        return property(read)
+
+    return subclass(cls, {"forward": forward, **{name: reader(name) for name in names}})

@@ -15,17 +15,21 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import find_block, find_decoder, join
 from titanplans.tensor_parallel.float8 import Recipe
+from titanplans.tensor_parallel.layout import Section, Shared, rows_of
+from titanplans.tensor_parallel.local_code import Functions
+from titanplans.tensor_parallel.norms import GatheredInRegion, SplitNorm, Statistic
+from titanplans.tensor_parallel.projections import Colwise, KVColwise, Packed, Rowwise, RowwiseInRegion
 from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
-from titanplans.tensor_parallel.stream import Stream
-from titanplans.tensor_parallel.styles import (
-    Colwise,
-    KVColwise,
-    Region,
-    ReplicatedBeforeStream,
+from titanplans.tensor_parallel.replicated import (
+    AddedToSum,
+    EndOfStream,
     ReplicatedInRegion,
+    ReplicatedOffStream,
     ReplicatedOnStream,
-    Rowwise,
+    Whole,
 )
+from titanplans.tensor_parallel.stream import Stream
+from titanplans.tensor_parallel.styles import Region
 from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
 Plan = dict[str, ParallelStyle]
@@ -138,6 +142,33 @@ class TPPlan:
             return {}
         return {name: queries[0] // self.options.degree for name in _GROUPS if hasattr(attn, name)}
 
+    def divided(self, attn: nn.Module, *names: str) -> dict[str, int]:
+        """Return attributes of a mixer that count heads or widths, by dotted name, divided by the degree.
+
+        Raises:
+            PlanError: the mixer has no such attribute, or the degree does not divide it.
+        """
+        values = {}
+        for name in names:
+            value = attn
+            for step in name.split("."):
+                value = getattr(value, step, None)  # type: ignore[assignment]
+            if not isinstance(value, int) or value % self.options.degree:
+                raise PlanError(
+                    f"{type(attn).__name__}.{name} = {value!r} is no multiple of tensor_parallel_degree = "
+                    f"{self.options.degree}, by which {type(self).__name__} divides it"
+                )
+            values[name] = value // self.options.degree
+        return values
+
+    def local_functions(self, attn: nn.Module) -> Functions:
+        """Return what makes this rank's functions of those that a mixer's code calls, by name.
+
+        For functions with global knowledge, such as a decay that depends on a head's number. Each gets the function and
+        the rank's `Place`, and returns what the code is to call in its place.
+        """
+        return {}
+
     # What a plan is made of.
 
     def attn_input(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
@@ -165,30 +196,72 @@ class TPPlan:
         )
         return {"": region}
 
-    def colwise(self) -> ParallelStyle:
-        """Shard a module's outputs or channels: the first dimension of its parameters."""
-        return Colwise()
+    def colwise(self, *, dim: int = 0) -> ParallelStyle:
+        """Shard a module's outputs or channels, or one parameter by heads: dimension `dim`."""
+        return Colwise(dim=dim)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
         """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few."""
         kv = self.kv_heads(attn)
         return Colwise() if kv is None else KVColwise(heads=kv, degree=self.options.degree)
 
-    def rowwise(self, *, reduce_output: bool = True) -> ParallelStyle:
-        """Shard a Linear's inputs, and sum its output over the ranks."""
-        return Rowwise(stream=self.stream, reduce_output=reduce_output)
+    def packed(self, *sections: Section, dim: int = 0) -> ParallelStyle:
+        """Shard each section of a packed projection: so many rows in even shares, or `self.shared(rows, heads)`."""
+        return Packed(sections=sections, degree=self.options.degree, dim=dim)
+
+    def shared(self, rows: int, heads: int = 1) -> Section:
+        """Return a section of `packed` whose heads ranks share where there are too few; one head is read by all."""
+        return Shared(rows, heads)
+
+    def rowwise(self, *, reduce_output: bool = True, dim: int = 1) -> ParallelStyle:
+        """Shard a Linear's inputs, dimension `dim` of its weight, and sum its output over the ranks."""
+        return Rowwise(stream=self.stream, reduce_output=reduce_output, degree=self.options.degree, dim=dim)
+
+    def rowwise_in_region(self) -> ParallelStyle:
+        """Shard a Linear's inputs, and give every rank the sum: the region goes on behind it."""
+        return RowwiseInRegion()
+
+    def split_norm(
+        self, *, heads: int | None = None, rows: int = 0, statistic: Statistic | None = None
+    ) -> ParallelStyle:
+        """Shard the width of a norm, and average its mean square over the ranks.
+
+        Args:
+            heads: that the width counts, where ranks may share them, and `rows`, their width.
+            statistic: see `SplitNorm`.
+        """
+        shared = heads is not None and heads < self.options.degree
+        own = rows_of(0, [Shared(rows, heads)], self.options.degree) if shared else None  # type: ignore[arg-type]
+        return SplitNorm(rows=own, statistic=statistic)
+
+    def gathered_in_region(self) -> ParallelStyle:
+        """Run a module inside a region on the whole width, gathered, and keep this rank's part of its output."""
+        return GatheredInRegion()
 
     def replicated_in_region(self) -> ParallelStyle:
         """Replicate a module inside a region, such as a norm over each head: its gradient is a sum over the ranks."""
         return ReplicatedInRegion()
 
+    def added_to_sum(self) -> ParallelStyle:
+        """Replicate what is added to each rank's part of a sum, such as experts' biases: each adds its part of it."""
+        return AddedToSum(degree=self.options.degree)
+
     def replicated_on_stream(self) -> ParallelStyle:
         """Replicate a module on the residual stream, such as a block's norm: it works token by token."""
         return ReplicatedOnStream(stream=self.stream)
 
-    def replicated_before_stream(self) -> ParallelStyle:
-        """Replicate a module that works before the stream begins, such as a vision tower's: its gradient is whole."""
-        return ReplicatedBeforeStream()
+    def replicated_off_stream(self) -> ParallelStyle:
+        """Replicate what does the same on every rank, such as a vision tower before the stream: its gradient is whole."""
+        return ReplicatedOffStream()
+
+    def whole(self, module: nn.Module, input_name: str = "hidden_states") -> Plan:
+        """Run `module` on every rank, on the whole sequence: what can't be split."""
+        inside = self.each_of(module, "", self.replicated_off_stream())
+        return inside | {"": Whole(stream=self.stream, input_name=input_name)}
+
+    def end_of_stream(self) -> ParallelStyle:
+        """Replicate the final norm, and end the stream at its entry."""
+        return EndOfStream(stream=self.stream)
 
     def vocab_embedding(self, *, begins_stream: bool = False) -> ParallelStyle:
         """Shard the rows of the embedding. See `VocabEmbedding` for where the stream begins."""

@@ -11,7 +11,7 @@ from titanplans.errors import PlanError, either, near_multiples
 from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.decoder import Decoder, within
 from titanplans.tensor_parallel.plan import KV_HEADS, Plan, TPPlan
-from titanplans.tensor_parallel.styles import KVColwise, own_styles, split_key
+from titanplans.tensor_parallel.styles import held, layouts_at, own_styles, split_key, targets
 
 _DEGREES = 256
 """The largest degree that an error proposes."""
@@ -52,19 +52,19 @@ def _sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> It
     ours = own_styles(plan)
     for name, mixer in decoder.mixers.items():
         if split_key(plan, name) is not None:
-            shared = any(isinstance(style, KVColwise) for key, style in ours.items() if within(key, name))
+            shared = any(style.shares_heads for key, style in ours.items() if within(key, name))
             yield from _heads(source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
-    for key, style in ours.items():
-        module = model.get_submodule(key)
+    for key, style, found in targets(plan, model):
         in_mixer = decoder.mixer_around(key) is not None
-        for name, layout in style.layouts(module).items():
+        where = f"{key}, {type(found.module).__name__}"
+        for what, (value, shared) in style.sizes().items():
+            yield Size(what, value, where, partial(_divides_either_way if shared else _divides, value))
+        for name, layout in layouts_at(found, style, plan).items():
             if not isinstance(layout.placement, Shard):
                 continue
-            param = module._parameters[name]
-            assert param is not None
-            what, value = f"dimension {layout.placement.dim} of {name}", param.shape[layout.placement.dim]
-            where = f"{key}, {type(module).__name__}"
-            if in_mixer:
+            value = held(found.module)[name].shape[layout.placement.dim]
+            what = f"dimension {layout.placement.dim} of {name}"
+            if in_mixer or layout.rows is not None:
                 yield Size(what, value, where, partial(_divides, value))
             else:
                 also = f", or a size of {_next_multiple(value, source.options.degree)}"

@@ -13,6 +13,8 @@ al. 2022, "Reducing Activation Recomputation", figure 5):
     leave    no                  all-reduce       identity
     begin    yes                 own shard        all-gather
     end      yes                 all-gather       own shard
+    whole    yes                 all-gather       own shard
+    shard    yes                 own shard        all-gather
     either   no                  identity         identity
 
 Tensors are local on both sides, so a Triton kernel may stand anywhere, and a compiled graph holds
@@ -210,6 +212,16 @@ class Border:
         if self.stream.dim is None:
             return x
         return collect(x, self.stream.dim, self.stream.length, self.rank, self.group)
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Bring the stream's local tensor `x` beside the stream: the whole sequence, and the same work on every rank."""
+        if self.stream.dim is None:
+            return x
+        return collect(x, self.stream.dim, self.length_of(x), self.rank, self.group)
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        """Lay `x`, whole and the same on every rank, out as the stream that goes on."""
+        return x if self.stream.dim is None else take_shard(x, self.stream.dim, self.rank, self.group)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Bring the stream's local tensor `x` into a region: the whole sequence on every rank.

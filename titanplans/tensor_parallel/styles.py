@@ -1,66 +1,84 @@
-"""The parallel styles of which plans are made: what each does to parameters, input and output.
+"""What a parallel style is, and the border of a region; the table of all styles of which plans are made.
 
-    style                   parameters           gradient   input             output
-    Region                  -                    -          enter             leave, if asked
-    Colwise                 Shard(0)             Shard(0)   -                 -
+    style                   parameters            gradient   input              output
+    Region                  -                     -          enter              leave, if asked
+    Colwise                 Shard(0)              Shard(0)   -                  -
     KVColwise               Shard(0), or heads shared by ranks: Replicate, Partial
-    Rowwise                 weight Shard(1)      Shard(1)   -                 leave, if asked; then the bias
-    ReplicatedInRegion      Replicate            Partial    -                 -
-    ReplicatedOnStream      Replicate            of stream  -                 -
-    ReplicatedBeforeStream  Replicate            Replicate  -                 -
-    VocabEmbedding          Shard(0)             Shard(0)   whole token ids   the sum: whole, or leave
-    VocabHead               Shard(0)             Shard(0)   enter             vocabulary-sharded DTensor, or gathered
+    Packed                  sections, each split  (layout)   -                  -
+    Rowwise                 Shard(1)              Shard(1)   -                  leave, if asked; then the bias
+    RowwiseInRegion         Shard(1)              Shard(1)   -                  summed, whole in the region; then the bias
+    SplitNorm               Shard(0)              Shard(0)   -                  its statistic is that of all ranks
+    GatheredInRegion        Replicate             Partial    gathered width     own shard of the width
+    ReplicatedInRegion      Replicate             Partial    -                  -
+    AddedToSum              Replicate, read as a part for each rank; Partial
+    ReplicatedOnStream      Replicate             of stream  -                  -
+    ReplicatedOffStream     Replicate             Replicate  -                  -
+    Whole                   Replicate             Replicate  whole sequence     laid out as the stream again
+    EndOfStream             Replicate             Replicate  whole sequence     whole
+    VocabEmbedding          Shard(0)              Shard(0)   whole token ids    the sum: whole, or leave
+    VocabHead               Shard(0)              Shard(0)   enter              vocabulary-sharded DTensor, or gathered
 
 `enter` and `leave` are the borders of `stream`. Inside a region everything is local, so
 one rule gives every gradient: what is sharded has a sharded gradient, and what is replicated has a
 Partial one, because each rank has followed only its own share of the paths to the loss.
 On the residual stream a replicated parameter's gradient is Partial if the sequence is sharded, and
-whole on every rank if not. Before the stream begins every rank does the same work, and has whole gradients.
+whole on every rank if not. Off the stream every rank does the same work, and has whole gradients.
 
-The last two are in `vocab`. All are torch `ParallelStyle`s; a plan may hold any other ParallelStyle too.
+A key of a plan names a module, and its style all parameters that the module itself holds; or it names one parameter, and
+the style is that parameter's alone. They stand in `projections`, `norms`, `replicated` and `vocab`. All are torch
+`ParallelStyle`s; a plan may hold any other ParallelStyle too.
 """
 
-from collections.abc import Mapping
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.decoder import within
+from titanplans.tensor_parallel.decoder import join, within
 from titanplans.tensor_parallel.float8 import Crossing, is_float8
-from titanplans.tensor_parallel.local_parameters import (
-    Layout,
-    ParameterMemo,
-    local_parameter,
-    localize,
-    subclass,
-)
+from titanplans.tensor_parallel.layout import Layout
+from titanplans.tensor_parallel.local_parameters import ParameterMemo, localize
 from titanplans.tensor_parallel.stream import Border, Stream
 
 
 class Style(ParallelStyle):
     """A parallel style that leaves tensors local and says what it does before it does it.
 
-    `opens` and `closes` mark the borders of a region, `inside` a style that is right only within
-    one; strict application checks that they match.
+    `opens` and `closes` mark the borders of a region, `inside` a style that is right only within one, `splits` one that
+    gives each rank its part of the work; strict application checks that they match.
     """
 
-    opens = False
-    closes = False
-    inside = False
+    opens = closes = inside = splits = False
+    gathers = False
+    """Behind it every rank has the whole sequence."""
+    shares_heads = False
+    """It lets ranks share key/value heads where there are too few."""
+
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        """Return the layout of the parameter `name` of a module; None if this style has none for it."""
+        return None
 
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         """Return the layout of each parameter that `module` itself holds."""
+        found = {name: self.layout(name, param) for name, param in held(module).items()}
+        return {name: layout for name, layout in found.items() if layout is not None}
+
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        """Return what the degree has to suit beside the shards: by name a number, and whether ranks may share it."""
         return {}
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return why this style would be wrong on `module`, and what would work; None if it is right."""
         return None
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        """Return why this style would be wrong for the parameter `name` alone; None if it is right."""
+        return "it works on a module's input and output: give it to the module that holds the parameter"
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         """Return how a Linear's product lies on the ranks, as arguments of `float8_linear.Split`; {} if it is whole."""
@@ -70,12 +88,14 @@ class Style(ParallelStyle):
         """Put the hooks in that transform `module`'s input and output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.apply(module, device_mesh, ParameterMemo())
+        self.apply(module, device_mesh, self.layouts(module), ParameterMemo())
         return module
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, memo: ParameterMemo) -> None:
-        """Distribute the parameters of `module` over the 1-D TP `mesh` and install the hooks."""
-        localize(module, mesh, self.layouts(module), memo)
+    def apply(
+        self, module: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout], memo: ParameterMemo
+    ) -> None:
+        """Distribute parameters of `module` by `layouts` over the 1-D TP `mesh` and install the hooks."""
+        localize(module, mesh, layouts, memo)
         if is_float8(module) and (split := self.split(module, mesh)):
             from titanplans.tensor_parallel.float8_linear import Split, split_linear  # imports torchao
 
@@ -86,6 +106,13 @@ class Style(ParallelStyle):
     def __repr__(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in vars(self).items())
         return f"{type(self).__name__}({options})"
+
+
+class ParameterStyle(Style):
+    """A style that does nothing but lay parameters out, so that a key may name one parameter."""
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        return None
 
 
 class _Mark(NamedTuple):
@@ -112,24 +139,9 @@ def border_of(module: nn.Module, mesh: DeviceMesh, stream: Stream) -> Border:
     return Float8Border(mesh, stream, module, enter=crossing.enter is None, leave=crossing.leave is None)
 
 
-@cache
-def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass a Linear, under the same name, so that a compiled graph has its product and its bias apart.
-
-    Only a product by itself is fused with the gather before it: inductor's pass knows no `addmm`.
-    """
-
-    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return nn.functional.linear(input, module.weight) + module.bias
-        return nn.functional.linear(input, module.weight, module.bias)
-
-    return subclass(cls, {"forward": forward})
-
-
-def held(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that `module` itself holds."""
-    return [name for name, param in module._parameters.items() if param is not None]
+def held(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that `module` itself holds, by name."""
+    return {name: param for name, param in module._parameters.items() if param is not None}
 
 
 class Region(Style):
@@ -144,7 +156,7 @@ class Region(Style):
             come in float8.
     """
 
-    opens = True
+    opens = gathers = True
 
     def __init__(
         self,
@@ -168,154 +180,81 @@ class Region(Style):
             module.register_forward_hook(partial(self._leave, border))
 
     def _enter(self, border: Border, module, args, kwargs):
-        if args:
-            return (border.enter(args[0]), *args[1:]), kwargs
-        if self.input_name not in kwargs:
-            raise PlanError(
-                f"it was called without a positional input and without '{self.input_name}' (got "
-                f"{', '.join(kwargs) or 'nothing'}): give the plan's region input_name=",
-                key=_mark_of(module).key,
-                style=self,
-                module=module,
-            )
-        return args, {**kwargs, self.input_name: border.enter(kwargs[self.input_name])}
+        return on_input(border.enter, self, self.input_name, module, args, kwargs)
 
     def _leave(self, border: Border, module, args, output):
-        if isinstance(output, tuple):
-            return (border.leave(output[0]), *output[1:])
-        return border.leave(output)
+        return on_output(border.leave, output)
 
 
-class Colwise(Style):
-    """Shard every parameter's first dimension: a Linear's outputs, a depthwise convolution's channels."""
+def on_input(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    style: Style,
+    name: str,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Any]:
+    """Return the arguments of a call of `module` with its input changed: the first positional one, or keyword `name`.
 
-    inside = True
-
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Shard(0), Shard(0)) for name in held(module)}
-
-    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"outputs": True}
-
-    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        if type(module).forward is nn.Linear.forward and "bias" in held(module):
-            module.__class__ = _with_bias_apart(type(module))
-
-
-class KVColwise(Colwise):
-    """Shard by key/value heads; where there are fewer of them than ranks, neighbouring ranks share one.
-
-    A parameter whose heads are shared is replicated, and reading it gives the rows of this rank's
-    head. Each of the ranks that share it has seen some of its queries only, so the gradient is a sum.
-
-    Args:
-        heads: how many heads the first dimension of each parameter counts.
-        degree: number of ranks.
+    Raises:
+        PlanError: it was called without either.
     """
-
-    def __init__(self, *, heads: int, degree: int):
-        self.heads, self.degree = heads, degree
-
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        if self.degree <= self.heads:
-            return super().layouts(module)
-        return {n: Layout(Replicate(), Partial(), shared_heads=self.heads) for n in held(module)}
-
-    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"outputs": True, "sharing": max(1, self.degree // self.heads)}
-
-
-class Rowwise(Style):
-    """Shard a Linear's inputs; its output is a partial sum.
-
-    Args:
-        stream: the residual stream.
-        reduce_output: leave the region here. False where a parent does, because it calls a fused
-            kernel on this weight or works on the output before it returns.
-
-    A bias is replicated and added after the sum, as the unsharded Linear does.
-    """
-
-    inside = True
-
-    def __init__(self, *, stream: Stream, reduce_output: bool):
-        self.stream, self.reduce_output = stream, reduce_output
-
-    @property
-    def closes(self) -> bool:  # type: ignore[override]
-        return self.reduce_output
-
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        layouts = {"weight": Layout(Shard(1), Shard(1))}
-        if module._parameters.get("bias") is not None:
-            # Hidden from the local product, which is a partial sum; added after it.
-            layouts["bias"] = Layout(Replicate(), self.stream.gradient, hidden=True)
-        return layouts
-
-    def refusal(self, module: nn.Module) -> str | None:
-        if not self.reduce_output and module._parameters.get("bias") is not None:
-            return (
-                "its bias would be added on every rank before the sum: let it leave the region itself, "
-                "rowwise() with attn_input() or mlp_input()"
-            )
-        return None
-
-    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"inputs": True}
-
-    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        if self.reduce_output:
-            module.register_forward_hook(partial(self._leave, border_of(module, mesh, self.stream)))
-
-    def _leave(self, border: Border, module, args, output):
-        output = border.leave(output)
-        bias = local_parameter(module, "bias")
-        return output if bias is None else output + bias
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    if name in kwargs:
+        return args, {**kwargs, name: change(kwargs[name])}
+    raise PlanError(
+        f"it was called without a positional input and without '{name}' (got {', '.join(kwargs) or 'nothing'}): give its "
+        "style input_name=",
+        key=_mark_of(module).key,
+        style=style,
+        module=module,
+    )
 
 
-class ReplicatedInRegion(Style):
-    """Replicate a module's parameters inside a region: their gradient is a sum over the ranks.
-
-    For what stands between the region's entry and its `Rowwise`, such as a norm over each head. What
-    works on the sum, after the `Rowwise`, is on the stream again: `ReplicatedOnStream`.
-    """
-
-    inside = True
-
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Replicate(), Partial()) for name in held(module)}
-
-    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"sharing": mesh.size()}
+def on_output(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """Return what a module returned, with its output changed: a tensor, or the first of a tuple."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-class ReplicatedOnStream(Style):
-    """Replicate a module's parameters on the residual stream, where it works token by token."""
+class Target(NamedTuple):
+    """What a key of a plan names: a module, or one parameter of it."""
 
-    def __init__(self, *, stream: Stream):
-        self.stream = stream
-
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Replicate(), self.stream.gradient) for name in held(module)}
-
-    def refusal(self, module: nn.Module) -> str | None:
-        if is_float8(module) and self.stream.dim is not None:
-            return (
-                "in float8 a rank would scale its shard of the sequence as if it were all of it: leave the module out of "
-                "float8 (filter it), or set sequence_parallel = False"
-            )
-        return None
+    path: str
+    """The module's name."""
+    module: nn.Module
+    parameter: str | None
+    """The parameter's name in the module."""
 
 
-class ReplicatedBeforeStream(Style):
-    """Replicate a module that every rank calls with the same input, before the stream begins.
+def target(key: str, model: nn.Module) -> Target | None:
+    """Return what `key` names in `model`, or None."""
+    path, _, last = key.rpartition(".")
+    for module_path, parameter in ((key, None), (path, last)):
+        try:
+            module = model.get_submodule(module_path)
+        except AttributeError:
+            continue
+        if parameter is None or module._parameters.get(parameter) is not None:
+            return Target(module_path, module, parameter)
+    return None
 
-    For what prepares the embeddings, such as a vision tower: the work and its gradients are the
-    same on every rank.
-    """
 
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Replicate(), Replicate()) for name in held(module)}
+def targets(plan: Mapping[str, ParallelStyle], model: nn.Module) -> Iterator[tuple[str, Style, Target]]:
+    """Yield each key of `plan` with a style of this project, and what it names, which is there."""
+    for key, style in own_styles(plan).items():
+        found = target(key, model)
+        assert found is not None, key
+        yield key, style, found
+
+
+def layouts_at(found: Target, style: Style, plan: Mapping[str, ParallelStyle]) -> dict[str, Layout]:
+    """Return the layouts that a key of `plan` gives, by parameter: a key of a parameter goes before its module's."""
+    if found.parameter is not None:
+        layout = style.layout(found.parameter, found.module._parameters[found.parameter])  # type: ignore[arg-type]
+        return {} if layout is None else {found.parameter: layout}
+    layouts = style.layouts(found.module)
+    return {name: layout for name, layout in layouts.items() if join(found.path, name) not in plan}
 
 
 def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
@@ -325,4 +264,4 @@ def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
 
 def split_key(plan: Mapping[str, ParallelStyle], mixer: str) -> str | None:
     """Return the first key that splits something inside the module `mixer`, or None."""
-    return next((k for k, s in plan.items() if isinstance(s, Colwise | Rowwise) and within(k, mixer)), None)
+    return next((k for k, s in plan.items() if isinstance(s, Style) and s.splits and within(k, mixer)), None)

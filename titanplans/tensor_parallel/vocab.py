@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanplans.tensor_parallel.collectives import shard_size
-from titanplans.tensor_parallel.local_parameters import Layout, local_parameter, subclass
+from titanplans.tensor_parallel.layout import Layout
+from titanplans.tensor_parallel.local_parameters import read_inside, subclass
 from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.tensor_parallel.styles import Style, border_of, held
 from titanplans.torch_private import assert_async
@@ -44,7 +45,7 @@ class VocabEmbedding(Style):
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
         border = Border(mesh, self.stream if self.begins_stream else Stream(False, 0))
-        module.__class__ = _read_inside(_on_rows(type(module)), ("weight",))
+        module.__class__ = read_inside(_on_rows(type(module)), ("weight",))
         module.__dict__["_tp_rows"] = (shard_size(rows, mesh.size()), rows, border)
 
 
@@ -76,30 +77,6 @@ def _on_rows(cls: type[nn.Module]) -> type[nn.Module]:
     return subclass(cls, {"forward": forward})
 
 
-@cache
-def _read_inside(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Subclass an embedding's or a head's class, whose own forward alone reads this rank's share of a parameter.
-
-    Others read the parameter, a DTensor: a loss of one's own on a share of the vocabulary would be wrong in silence, and
-    torch refuses products of plain tensors with DTensors.
-    """
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["_tp_runs"] = True
-        try:
-            return cls.forward(self, *args, **kwargs)
-        finally:
-            self.__dict__["_tp_runs"] = False
-
-    def reader(name: str):
-        def read(self: Any) -> torch.Tensor | None:
-            return local_parameter(self, name) if self.__dict__.get("_tp_runs") else self._parameters[name]
-
-        return property(read)
-
-    return subclass(cls, {"forward": forward, **{name: reader(name) for name in names}})
-
-
 class VocabHead(Style):
     """Shard the head's vocabulary.
 
@@ -118,7 +95,7 @@ class VocabHead(Style):
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         border = border_of(module, mesh, self.stream)
-        module.__class__ = _read_inside(type(module), tuple(held(module)))
+        module.__class__ = read_inside(type(module), tuple(held(module)))
         module.register_forward_pre_hook(partial(_enter, border))
         vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
         module.register_forward_hook(partial(self._logits, border, vocabulary))

@@ -1,0 +1,78 @@
+"""How one parameter lies on the TP mesh, and which of its rows a rank reads.
+
+A parameter of which each rank uses one even shard is stored so: `Shard`. Of a packed one (queries, keys and values in one
+weight), or one whose heads ranks share, a rank uses other rows. It is stored in a way that DTensor can say, so that
+`full_tensor`, FSDP2, optimizers and checkpoints see its true values in their true order, and a rank selects its rows when
+it reads it:
+
+    stored                    a rank's rows come     gradient
+    Replicate                 from its own copy      Partial
+    Shard(another dimension)  by an all-to-all       by an all-to-all, back
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.tensor.placement_types import Placement
+
+
+class Shared(NamedTuple):
+    """A section of a packed parameter whose heads neighbouring ranks share where there are fewer of them than ranks.
+
+    One head, which all ranks share, is a section that each rank reads whole.
+    """
+
+    size: int
+    """Rows of the section."""
+    heads: int
+    """Heads (groups, experts) that they count."""
+
+
+Section = int | Shared
+"""Rows of a packed parameter that belong together: so many, of which each rank has an even share, or shared ones."""
+
+
+class Run(NamedTuple):
+    """Rows that follow each other: those of the ranks are as long, and follow each other, too."""
+
+    first: int
+    """The first row of rank 0."""
+    size: int
+    """Rows of each rank."""
+    sharing: int = 1
+    """So many neighbouring ranks have the same rows."""
+
+    def at(self, rank: int) -> int:
+        """Return the first row of `rank`; by arithmetic, which is right for simulated ranks, too."""
+        return self.first + rank // self.sharing * self.size
+
+
+class Rows(NamedTuple):
+    """What a rank reads of one dimension of a parameter."""
+
+    dim: int
+    runs: tuple[Run, ...]
+
+
+class Layout(NamedTuple):
+    """How one parameter lies on the TP mesh, and how its local gradient does."""
+
+    placement: Placement
+    gradient: Placement
+    hidden: bool = False
+    """Read as None: a style adds it elsewhere (see `local_parameter`)."""
+    rows: Rows | None = None
+    """What a rank reads; None: its local tensor."""
+    addends: int = 1
+    """Each of so many ranks adds it to its part of a sum, so it is read divided by their number."""
+
+
+def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
+    """Return the rows that each of `degree` ranks reads of a dimension of `sections`, which the degree suits."""
+    runs, first = [], 0
+    for section in sections:
+        size, heads = (section, degree) if isinstance(section, int) else section
+        sharing = max(1, degree // heads)
+        runs.append(Run(first, size * sharing // degree, sharing))
+        first += size
+    return Rows(dim, tuple(runs))

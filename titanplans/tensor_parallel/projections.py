@@ -1,0 +1,214 @@
+"""Styles that split a product over the ranks: by its outputs, by sections of them, or by its inputs."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from titanplans.tensor_parallel.collectives import Group, sum_gradients, sum_ranks
+from titanplans.tensor_parallel.layout import Layout, Section, Shared, rows_of
+from titanplans.tensor_parallel.local_parameters import hidden_bias, subclass
+from titanplans.tensor_parallel.stream import Border, Stream
+from titanplans.tensor_parallel.styles import ParameterStyle, Style, border_of, held
+
+
+class Colwise(ParameterStyle):
+    """Split by outputs: a Linear's, a depthwise convolution's channels, a norm's or a mixer's own numbers by head.
+
+    Args:
+        dim: the parameters' dimension that is split: 0, the outputs of a Linear. Of a parameter with fewer dimensions,
+            such as the bias beside a transposed weight, the last.
+    """
+
+    inside = splits = True
+
+    def __init__(self, *, dim: int = 0):
+        self.dim = dim
+
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        dim = min(self.dim, param.ndim - 1)
+        return Layout(Shard(dim), Shard(dim))
+
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"outputs": True}
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if type(module).forward is nn.Linear.forward and "bias" in held(module):
+            module.__class__ = _with_bias_apart(type(module))
+
+
+class KVColwise(Colwise):
+    """Split by key/value heads; where there are fewer of them than ranks, neighbouring ranks share one.
+
+    A parameter whose heads are shared is replicated, and reading it gives the rows of this rank's
+    head. Each of the ranks that share it has seen some of its queries only, so the gradient is a sum.
+
+    Args:
+        heads: how many heads the first dimension of each parameter counts.
+        degree: number of ranks.
+    """
+
+    shares_heads = True
+
+    def __init__(self, *, heads: int, degree: int):
+        super().__init__()
+        self.heads, self.degree = heads, degree
+
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        if self.degree <= self.heads:
+            return super().layout(name, param)
+        shared = rows_of(0, [Shared(param.shape[0], self.heads)], self.degree)
+        return Layout(Replicate(), Partial(), rows=shared)
+
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"outputs": True, "sharing": max(1, self.degree // self.heads)}
+
+
+class Packed(Colwise):
+    """Split each section of a packed projection's outputs: queries, keys and values in one weight, or gate and up.
+
+    A weight keeps its true rows in their true order: each rank stores an even share of its columns (of its largest
+    other dimension), and reading it is an all-to-all, in which a rank gives and gets as much as it stores. What has no
+    other dimension that the degree divides, such as a bias or a convolution's kernel, is replicated.
+
+    Args:
+        sections: rows of each section, in order; a number is split evenly, a `Shared` by heads that ranks may share.
+        degree: number of ranks.
+        dim: as for `Colwise`.
+    """
+
+    def __init__(self, *, sections: Sequence[Section], degree: int, dim: int = 0):
+        super().__init__(dim=dim)
+        self.sections, self.degree = tuple(sections), degree
+
+    @property
+    def shares_heads(self) -> bool:  # type: ignore[override]
+        return any(isinstance(section, Shared) for section in self.sections)
+
+    @property
+    def size(self) -> int:
+        """Rows of all sections."""
+        return sum(section if isinstance(section, int) else section.size for section in self.sections)
+
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        dim = min(self.dim, param.ndim - 1)
+        rows = rows_of(dim, self.sections, self.degree)
+        others = [d for d in range(param.ndim) if d != dim and param.shape[d] % self.degree == 0]
+        if not others:
+            return Layout(Replicate(), Partial(), rows=rows)
+        # The first of the largest would be the experts, by which FSDP2 shards.
+        stored = max(reversed(others), key=lambda d: param.shape[d])
+        return Layout(Shard(stored), Shard(stored), rows=rows)
+
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        numbered = enumerate(self.sections, start=1)
+        return {
+            f"section {number} of its rows": (section, False)
+            if isinstance(section, int)
+            else (section.heads, True)
+            for number, section in numbered
+        }
+
+    def refusal(self, module: nn.Module) -> str | None:
+        return next(filter(None, map(self._misfit, held(module), held(module).values())), None)
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        return self._misfit(name, param)
+
+    def _misfit(self, name: str, param: nn.Parameter) -> str | None:
+        dim = min(self.dim, param.ndim - 1)
+        if param.shape[dim] == self.size:
+            return None
+        return (
+            f"its sections {self.sections} add up to {self.size}, but dimension {dim} of {name} is {param.shape[dim]}: give "
+            "packed() the rows of each section, in order"
+        )
+
+
+class Rowwise(Style):
+    """Split a Linear by its inputs; its output is a partial sum.
+
+    Args:
+        stream: the residual stream.
+        reduce_output: leave the region here. False where a parent does, because it calls a fused
+            kernel on this weight or works on the output before it returns.
+        degree: number of ranks.
+        dim: the weight's dimension that is split: 1, the inputs of a Linear.
+
+    A bias is replicated and added after the sum, as the unsharded Linear does. Where the sum is elsewhere, or the module is
+    no Linear and can't do without, each rank adds its part of it.
+    """
+
+    inside = splits = True
+
+    def __init__(self, *, stream: Stream, reduce_output: bool, degree: int, dim: int = 1):
+        self.stream, self.reduce_output, self.degree, self.dim = stream, reduce_output, degree, dim
+
+    @property
+    def closes(self) -> bool:  # type: ignore[override]
+        return self.reduce_output
+
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        if name != "bias":
+            return Layout(Shard(self.dim), Shard(self.dim))
+        if self.reduce_output and self.dim == 1:
+            return Layout(Replicate(), self.stream.gradient, hidden=True)
+        return Layout(Replicate(), Partial(), addends=self.degree)
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        return "a parameter sums nothing: rowwise(reduce_output=False)" if self.reduce_output else None
+
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"inputs": True}
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if self.reduce_output:
+            module.register_forward_hook(partial(self._leave, border_of(module, mesh, self.stream)))
+
+    def _leave(self, border: Border, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = border.leave(output)
+        bias = hidden_bias(module)
+        return output if bias is None else output + bias
+
+
+class RowwiseInRegion(Style):
+    """Split a Linear inside a region by its inputs, and give every rank its whole output; the region goes on.
+
+    For a small projection of what is split, of which every rank needs all: Mamba's `x_proj`.
+    """
+
+    inside = splits = True
+
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        return Layout(Replicate(), Partial(), hidden=True) if name == "bias" else Layout(Shard(1), Shard(1))
+
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"inputs": True}
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.register_forward_hook(partial(self._sum, (mesh.get_group().group_name, mesh.size())))
+
+    def _sum(self, group: Group, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        # Each rank goes on with its share of the work: its gradients of the sum are shares, too.
+        output = sum_gradients(sum_ranks(output, group), group)
+        bias = hidden_bias(module)
+        return output if bias is None else output + bias
+
+
+@cache
+def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a Linear, under the same name, so that a compiled graph has its product and its bias apart.
+
+    Only a product by itself is fused with the gather before it: inductor's pass knows no `addmm`.
+    """
+
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return nn.functional.linear(input, module.weight) + module.bias
+        return nn.functional.linear(input, module.weight, module.bias)
+
+    return subclass(cls, {"forward": forward})
