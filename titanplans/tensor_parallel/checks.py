@@ -18,7 +18,8 @@ from titanplans.tensor_parallel.decoder import HEADS, Decoder, find_decoder, joi
 from titanplans.tensor_parallel.dropout import check_dropout
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
-from titanplans.tensor_parallel.local_code import Functions, check_attributes, check_functions, refuse
+from titanplans.tensor_parallel.local_code import Functions, code_of_ranks
+from titanplans.tensor_parallel.packed_checks import packed_faults
 from titanplans.tensor_parallel.plan import KV_HEADS, QUERY_HEADS, Plan, TPPlan
 from titanplans.tensor_parallel.projections import Rowwise
 from titanplans.tensor_parallel.replicated import ReplicatedOnStream
@@ -46,9 +47,9 @@ class Checked:
     begins_at: nn.Module | None
     """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
     attributes: dict[str, dict[str, Any]]
-    """What a mixer whose heads are split counts on each rank, by the mixer's name."""
+    """What the code of a split mixer or MLP counts on each rank, by the module's name."""
     functions: dict[str, Functions]
-    """Which functions the code of a split mixer calls, by the mixer's name."""
+    """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
 
 
 def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Checked:
@@ -73,6 +74,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     _refuse(mixer_faults(styles, decoder, source), styles, model)
     _refuse(end_faults(styles, decoder, source), styles, model)
     _refuse(refusals(styles, model), styles, model)
+    _refuse(packed_faults(styles, model, decoder, source), styles, model)
     check_tied(styles, model)
     check_dropout(model, source.options.degree)
     check_degree(styles, source, model, decoder)
@@ -81,7 +83,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     begins_at = None
     if source.options.sequence_parallel and not embedding_begins_stream(styles, decoder):
         begins_at = (decoder if decoder.blocks else find_decoder(model)).blocks[0].module
-    attributes, functions = local_code(styles, decoder, source)
+    attributes, functions = code_of_ranks(styles, model, decoder, source)
     crossings = float8_crossings(styles, model)
     return Checked(styles, decoder, crossings, tied_parameters(model), begins_at, attributes, functions)
 
@@ -251,27 +253,6 @@ def end_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault]:
                     f"it stands behind the blocks of a model without a head ({either(HEADS)}), where every rank has the "
                     "whole sequence and so the whole gradient: give it replicated_off_stream()",
                 )
-
-
-def local_code(
-    plan: Plan, decoder: Decoder, source: TPPlan
-) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
-    """Return what the code of each split mixer counts and calls on a rank, by the mixer's name.
-
-    Raises:
-        PlanError: the mixer has no such attribute, or its code calls no such function.
-    """
-    attributes, functions = {}, {}
-    for name, mixer in decoder.mixers.items():
-        if split_key(plan, name) is None:
-            continue
-        owner = source.plan_of(mixer)
-        with as_user_error(f"plan {type(owner).__name__}"):
-            attributes[name], functions[name] = owner.local_attributes(mixer), owner.local_functions(mixer)
-        for reason in (check_attributes(mixer, attributes[name]), check_functions(mixer, functions[name])):
-            if reason is not None:
-                refuse(name, mixer, reason)
-    return attributes, functions
 
 
 def with_unnamed_mixers(decoder: Decoder, plan: Plan, source: TPPlan) -> Decoder:

@@ -69,6 +69,11 @@ class Decoder:
         """The token mixers by name."""
         return {block.mixer: block.child(block.mixer) for block in self.blocks if block.mixer is not None}
 
+    @property
+    def mlps(self) -> dict[str, nn.Module]:
+        """The MLPs by name."""
+        return {block.mlp: block.child(block.mlp) for block in self.blocks if block.mlp is not None}
+
     def mixer_around(self, name: str) -> str | None:
         """Return the name of the token mixer inside which the module `name` stands, or None."""
         return next((b.mixer for b in self.blocks if b.mixer and name.startswith(f"{b.mixer}.")), None)

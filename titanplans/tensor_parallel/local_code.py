@@ -5,17 +5,25 @@ its own.
 """
 
 import copy
-import types
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from types import CellType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.collectives import Group
+from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.local_parameters import subclass
+from titanplans.tensor_parallel.styles import split_key
+from titanplans.tensor_parallel.user_code import as_user_error
+
+if TYPE_CHECKING:
+    from titanplans.tensor_parallel.plan import TPPlan
 
 
 class Place(NamedTuple):
@@ -32,7 +40,39 @@ Functions = Mapping[str, Callable[[Callable[..., Any], Place], Callable[..., Any
 """By the name under which a module's code calls a function: what makes this rank's function of it."""
 
 
-def check_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> str | None:
+def code_of_ranks(
+    plan: Mapping[str, ParallelStyle], model: nn.Module, decoder: Decoder, source: "TPPlan"
+) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
+    """Return what the code of the split modules counts and calls on a rank, by the module's name.
+
+    Raises:
+        PlanError: a module has no such attribute, or its code calls no such function.
+    """
+    attributes: dict[str, dict[str, Any]] = {}
+    functions: dict[str, Functions] = {}
+    with as_user_error(f"plan {type(source).__name__}"):
+        functions[""] = source.model_functions(model)
+    for name, mixer in decoder.mixers.items():
+        if split_key(plan, name) is not None:
+            owner = source.plan_of(mixer)
+            with as_user_error(f"plan {type(owner).__name__}"):
+                attributes[name], functions[name] = (
+                    owner.local_attributes(mixer),
+                    owner.local_functions(mixer),
+                )
+    for name, mlp in decoder.mlps.items():
+        if split_key(plan, name) is not None:
+            with as_user_error(f"plan {type(source).__name__}"):
+                attributes[name] = source.mlp_attributes(mlp)
+    for name in attributes.keys() | functions.keys():
+        module = model.get_submodule(name)
+        reason = _misnamed(module, attributes.get(name, {})) or _uncalled(module, functions.get(name, {}))
+        if reason is not None:
+            raise PlanError(f"{name or 'the model'} ({type(module).__name__}): {reason}")
+    return attributes, functions
+
+
+def _misnamed(module: nn.Module, attributes: Mapping[str, Any]) -> str | None:
     """Return why an attribute can't be set on `module`, or None."""
     for name in attributes:
         holder, path = module, name.split(".")
@@ -60,10 +100,10 @@ def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
         setattr(holder, last, value)
 
 
-def check_functions(module: nn.Module, functions: Functions) -> str | None:
+def _uncalled(module: nn.Module, functions: Functions) -> str | None:
     """Return why a function can't be replaced in the code of `module`, or None."""
     for name in functions:
-        if not any(_callers(type(module), name)):
+        if not any(_calls(method, name) for method in _methods(type(module)).values()):
             return (
                 f"its plan's local_functions name '{name}', but no method of {type(module).__name__} calls a function of "
                 "this name that its file imports or defines"
@@ -82,36 +122,58 @@ def set_functions(module: nn.Module, functions: Functions, mesh: DeviceMesh) -> 
 @cache
 def _calling(cls: type[nn.Module], functions: tuple[tuple[str, Any], ...], place: Place) -> type[nn.Module]:
     """Subclass `cls`, once for modules with the same functions: repeated blocks share one compiled artefact."""
-    methods: dict[str, Any] = {}
-    for name, local in functions:
-        for method_name, method in _callers(cls, name):
-            theirs = methods.get(method_name, method)
-            known = {**theirs.__globals__, name: local(theirs.__globals__[name], place)}
-            methods[method_name] = _with_globals(theirs, known)
-    return subclass(cls, methods)
+    replaced: dict[str, Any] = {}
+    for method_name, method in _methods(cls).items():
+        for name, local in functions:
+            if _calls(method, name):
+                method = replaced[method_name] = _with(method, name, local, place)
+    return subclass(cls, replaced)
 
 
-def _callers(cls: type, name: str) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the methods of `cls`, by name, whose code looks `name` up in its file."""
-    seen = set()
-    for base in cls.__mro__:
-        for method_name, method in vars(base).items():
-            if method_name in seen or not isinstance(method, types.FunctionType):
-                continue
-            seen.add(method_name)
-            if name in method.__code__.co_names and name in method.__globals__:
-                yield method_name, method
+def _methods(cls: type) -> dict[str, FunctionType]:
+    """Return the methods of `cls` by name."""
+    found = {name: member for base in reversed(cls.__mro__) for name, member in vars(base).items()}
+    return {name: member for name, member in found.items() if isinstance(member, FunctionType)}
 
 
-def _with_globals(function: types.FunctionType, known: dict[str, Any]) -> types.FunctionType:
-    """Return `function` whose code finds `known` where it looked into its file."""
-    made = types.FunctionType(
-        function.__code__, known, function.__name__, function.__defaults__, function.__closure__
-    )
+def _calls(function: FunctionType, name: str) -> bool:
+    """Whether the code of `function`, or of what it decorates, looks `name` up in its file."""
+    if name in function.__code__.co_names and name in function.__globals__:
+        return True
+    inner = getattr(function, "__wrapped__", None)
+    return isinstance(inner, FunctionType) and _calls(inner, name)
+
+
+def _with(function: FunctionType, name: str, local: Any, place: Place) -> FunctionType:
+    """Return `function` whose code, or that of what it decorates, finds this rank's function under `name`."""
+    known, closure = function.__globals__, function.__closure__
+    if name in function.__code__.co_names and name in known:
+        known = {**known, name: local(known[name], place)}
+    inner = getattr(function, "__wrapped__", None)
+    decorates = isinstance(inner, FunctionType) and _calls(inner, name)
+    if decorates:
+        changed = _with(inner, name, local, place)
+        closure = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
+    made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+    if decorates:
+        made.__wrapped__ = changed  # type: ignore[attr-defined]
     return made
 
 
-def refuse(key: str, module: nn.Module, reason: str) -> None:
-    """Raise a PlanError for the mixer `module` at `key`."""
-    raise PlanError(f"{key} ({type(module).__name__}): {reason}")
+def alike(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """Return `function` of what every rank has whole: its gradient is divided by the ranks, which sum theirs.
+
+    For a loss beside the logits', such as the balance of a router inside a region.
+    """
+
+    @wraps(function)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        value = value.view_as(value)
+        value.register_hook(lambda grad: grad / place.degree)
+        return value
+
+    return computed

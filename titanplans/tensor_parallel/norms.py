@@ -54,6 +54,10 @@ class SplitNorm(Style):
         return None
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.RMSNorm):
+            (width,) = module.normalized_shape
+            rows = width // mesh.size() if self.rows is None else sum(run.size for run in self.rows.runs)
+            module.normalized_shape = (rows,)
         group = (mesh.get_group().group_name, mesh.size())
         module.register_forward_hook(partial(self._correct, group), with_kwargs=True)
 

@@ -6,33 +6,17 @@ differs. Which module may be split how is checked in `checks`, not here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import find_block, find_decoder, join
-from titanplans.tensor_parallel.float8 import Recipe
-from titanplans.tensor_parallel.layout import Section, Shared, rows_of
-from titanplans.tensor_parallel.local_code import Functions
-from titanplans.tensor_parallel.norms import GatheredInRegion, SplitNorm, Statistic
-from titanplans.tensor_parallel.projections import Colwise, KVColwise, Packed, Rowwise, RowwiseInRegion
+from titanplans.tensor_parallel.local_code import Functions, alike
+from titanplans.tensor_parallel.plan_styles import Plan, PlanStyles, TPOptions
+from titanplans.tensor_parallel.projections import Colwise, KVColwise
 from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
-from titanplans.tensor_parallel.replicated import (
-    AddedToSum,
-    EndOfStream,
-    ReplicatedInRegion,
-    ReplicatedOffStream,
-    ReplicatedOnStream,
-    Whole,
-)
 from titanplans.tensor_parallel.stream import Stream
-from titanplans.tensor_parallel.styles import Region
-from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
-
-Plan = dict[str, ParallelStyle]
 
 QUERY_HEADS = ("num_heads", "num_attention_heads")
 """Under these names a mixer or its config counts query heads."""
@@ -44,32 +28,17 @@ _GROUPS = ("num_kv_groups", "num_key_value_groups")
 """Under these names flash-linear-attention and transformers keep queries per key/value head."""
 
 
-@dataclass(frozen=True)
-class TPOptions:
-    """What a plan has to honour or refuse."""
-
-    degree: int
-    """Number of ranks over which a layer is split."""
-
-    loss_parallel: bool = True
-    """The logits stay sharded over the vocabulary, for a loss that works on shards."""
-
-    sequence_parallel: bool = True
-    """Between regions, each rank holds its shard of the sequence."""
-
-    sequence_dim: int = 1
-    """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
-
-    float8: Recipe | Literal["none"] = "none"
-    """The recipe by which the model's Linear modules were converted to float8."""
-
-
-class TPPlan:
+class TPPlan(PlanStyles):
     """The tensor-parallel plan of an architecture. Subclass it, and register the subclass.
 
     Each `*_plan` method gets the module that it plans and returns `{name relative to it: style}`,
     where "" is the module itself.
     """
+
+    mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
+    """The projections of an MLP from the hidden size to its width."""
+    mlp_out: str = "down_proj"
+    """The one back."""
 
     def __init__(self, options: TPOptions):
         self.options = options
@@ -110,13 +79,9 @@ class TPPlan:
         )
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
-        """Plan a gated MLP of gate_proj, up_proj and down_proj."""
-        return {
-            **self.mlp_input(),
-            "gate_proj": self.colwise(),
-            "up_proj": self.colwise(),
-            "down_proj": self.rowwise(),
-        }
+        """Plan an MLP, gated or not, by the names in `mlp_in` and `mlp_out`."""
+        split = {name: self.colwise() for name in self.mlp_in}
+        return {**self.mlp_input(), **split, self.mlp_out: self.rowwise()}
 
     def heads(self, attn: nn.Module) -> dict[str, int]:
         """Return the head counts of a mixer by name: of the query heads and, if it says, of the key/value heads.
@@ -169,112 +134,23 @@ class TPPlan:
         """
         return {}
 
-    # What a plan is made of.
+    def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
+        """Return the attributes of an MLP that must count this rank's width, by dotted name, and their values."""
+        return {}
 
-    def attn_input(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
-        """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces."""
-        return self._region(input_name, False, float8_input)
+    def model_functions(self, model: nn.Module) -> Functions:
+        """Return what makes this rank's functions of those that the model's own code calls, as `local_functions` does.
 
-    def attn_region(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
-        """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`."""
-        return self._region(input_name, True, float8_input)
+        For a loss that the model adds of what every rank has whole, such as the balance of a router: `self.alike`.
+        """
+        return {}
 
-    def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather the sequence once, before gate and up."""
-        return self._region(input_name, False, float8_input)
-
-    def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
-        return self._region(input_name, True, float8_input)
-
-    def _region(self, input_name: str, reduce_output: bool, float8_input: bool) -> Plan:
-        region = Region(
-            stream=self.stream,
-            reduce_output=reduce_output,
-            input_name=input_name,
-            float8_input=float8_input,
-        )
-        return {"": region}
-
-    def colwise(self, *, dim: int = 0) -> ParallelStyle:
-        """Shard a module's outputs or channels, or one parameter by heads: dimension `dim`."""
-        return Colwise(dim=dim)
+    alike = staticmethod(alike)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
         """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few."""
         kv = self.kv_heads(attn)
         return Colwise() if kv is None else KVColwise(heads=kv, degree=self.options.degree)
-
-    def packed(self, *sections: Section, dim: int = 0) -> ParallelStyle:
-        """Shard each section of a packed projection: so many rows in even shares, or `self.shared(rows, heads)`."""
-        return Packed(sections=sections, degree=self.options.degree, dim=dim)
-
-    def shared(self, rows: int, heads: int = 1) -> Section:
-        """Return a section of `packed` whose heads ranks share where there are too few; one head is read by all."""
-        return Shared(rows, heads)
-
-    def rowwise(self, *, reduce_output: bool = True, dim: int = 1) -> ParallelStyle:
-        """Shard a Linear's inputs, dimension `dim` of its weight, and sum its output over the ranks."""
-        return Rowwise(stream=self.stream, reduce_output=reduce_output, degree=self.options.degree, dim=dim)
-
-    def rowwise_in_region(self) -> ParallelStyle:
-        """Shard a Linear's inputs, and give every rank the sum: the region goes on behind it."""
-        return RowwiseInRegion()
-
-    def split_norm(
-        self, *, heads: int | None = None, rows: int = 0, statistic: Statistic | None = None
-    ) -> ParallelStyle:
-        """Shard the width of a norm, and average its mean square over the ranks.
-
-        Args:
-            heads: that the width counts, where ranks may share them, and `rows`, their width.
-            statistic: see `SplitNorm`.
-        """
-        shared = heads is not None and heads < self.options.degree
-        own = rows_of(0, [Shared(rows, heads)], self.options.degree) if shared else None  # type: ignore[arg-type]
-        return SplitNorm(rows=own, statistic=statistic)
-
-    def gathered_in_region(self) -> ParallelStyle:
-        """Run a module inside a region on the whole width, gathered, and keep this rank's part of its output."""
-        return GatheredInRegion()
-
-    def replicated_in_region(self) -> ParallelStyle:
-        """Replicate a module inside a region, such as a norm over each head: its gradient is a sum over the ranks."""
-        return ReplicatedInRegion()
-
-    def added_to_sum(self) -> ParallelStyle:
-        """Replicate what is added to each rank's part of a sum, such as experts' biases: each adds its part of it."""
-        return AddedToSum(degree=self.options.degree)
-
-    def replicated_on_stream(self) -> ParallelStyle:
-        """Replicate a module on the residual stream, such as a block's norm: it works token by token."""
-        return ReplicatedOnStream(stream=self.stream)
-
-    def replicated_off_stream(self) -> ParallelStyle:
-        """Replicate what does the same on every rank, such as a vision tower before the stream: its gradient is whole."""
-        return ReplicatedOffStream()
-
-    def whole(self, module: nn.Module, input_name: str = "hidden_states") -> Plan:
-        """Run `module` on every rank, on the whole sequence: what can't be split."""
-        inside = self.each_of(module, "", self.replicated_off_stream())
-        return inside | {"": Whole(stream=self.stream, input_name=input_name)}
-
-    def end_of_stream(self) -> ParallelStyle:
-        """Replicate the final norm, and end the stream at its entry."""
-        return EndOfStream(stream=self.stream)
-
-    def vocab_embedding(self, *, begins_stream: bool = False) -> ParallelStyle:
-        """Shard the rows of the embedding. See `VocabEmbedding` for where the stream begins."""
-        return VocabEmbedding(stream=self.stream, begins_stream=begins_stream)
-
-    def vocab_head(self) -> ParallelStyle:
-        """Shard the vocabulary of the head; `loss_parallel` decides what becomes of the logits."""
-        return VocabHead(stream=self.stream, loss_parallel=self.options.loss_parallel)
-
-    def each_of(self, model: nn.Module, name: str, style: ParallelStyle) -> Plan:
-        """Give `style` to each module at or below `model`'s module `name` that holds parameters."""
-        modules = model.get_submodule(name).named_modules(prefix=name)
-        return {path: style for path, module in modules if module._parameters}
 
     # Putting the parts together.
 

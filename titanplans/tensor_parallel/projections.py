@@ -22,12 +22,13 @@ class Colwise(ParameterStyle):
     Args:
         dim: the parameters' dimension that is split: 0, the outputs of a Linear. Of a parameter with fewer dimensions,
             such as the bias beside a transposed weight, the last.
+        interleaved: a packed projection whose sections alternate head by head, so that even shards are right.
     """
 
     inside = splits = True
 
-    def __init__(self, *, dim: int = 0):
-        self.dim = dim
+    def __init__(self, *, dim: int = 0, interleaved: bool = False):
+        self.dim, self.interleaved = dim, interleaved
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         dim = min(self.dim, param.ndim - 1)
