@@ -366,3 +366,41 @@ class BoundedPlan(TinyPlan):
             "i_proj": self.colwise(),
             "o_proj": self.rowwise(),
         }
+
+
+class QKV(nn.Module):
+    """Phi-3's: queries, keys and values in one Linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim, self.odd = HEADS, 4, 3
+        self.qkv_proj, self.o_proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden_states):
+        q, k, v = (x.unflatten(-1, (-1, 4)) for x in self.qkv_proj(hidden_states).chunk(3, -1))
+        return self.o_proj(causal(q, k, v).flatten(2))
+
+
+class QKVPlan(TinyPlan):
+    def attn_plan(self, attn):
+        qkv = self.packed(HIDDEN, HIDDEN, HIDDEN)
+        return {**self.attn_input(), "qkv_proj": qkv, "o_proj": self.rowwise()}
+
+
+class GateUp(nn.Module):
+    """Phi-3's: gate and up in one Linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(HIDDEN, 48), nn.Linear(24, HIDDEN)
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class GateUpPlan(TinyPlan):
+    mlp_in = ()
+
+    def mlp_plan(self, mlp):
+        return super().mlp_plan(mlp) | {"gate_up_proj": self.packed(24, 24)}

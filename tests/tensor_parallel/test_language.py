@@ -1,14 +1,19 @@
 """Each word of the plan language proves right at two degrees, and says what to write where it is misused."""
 
 import pytest
+import torch
 from language import (
+    QKV,
     Balanced,
     Bounded,
     BoundedPlan,
     Experts,
     ExpertsPlan,
+    GateUp,
+    GateUpPlan,
     Packed,
     PackedPlan,
+    QKVPlan,
     Retention,
     RetentionPlan,
     Selective,
@@ -20,7 +25,12 @@ from language import (
     with_mlp,
 )
 from plainly import verify
-from tiny import Tiny
+from tiny import Tiny, TinyPlan
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from titanplans import PlanError, TPOptions, apply_plan, check_plan
+from titanplans.proof.simulate import each_rank, ranks
+from titanplans.tensor_parallel.custom import DictPlan
 
 
 def balanced():
@@ -30,7 +40,15 @@ def balanced():
     return model
 
 
+class BiasBeforeSum(TinyPlan):
+    """The sum is at the region's exit; each rank adds its part of the projection's bias."""
+
+    def attn_plan(self, attn):
+        return super().attn_plan(attn) | self.attn_region() | {"o_proj": self.rowwise(reduce_output=False)}
+
+
 RIGHT = {
+    "bias before the sum": (Tiny, BiasBeforeSum),
     "packed state space": (lambda: with_mixer(StateSpace), StateSpacePlan),
     "packed transposed": (lambda: with_mixer(Packed), PackedPlan),
     "sum in the region": (lambda: with_mixer(Selective), SelectivePlan),
@@ -52,3 +70,142 @@ def test_it_is_right(name):
     assert len(report.cases) == (8 if loss is None else 4)
     gradients = (check for case in report.cases for check in case.checks if check.what == "gradients")
     assert max(check.error for check in gradients) < 10  # of some hundred that the bound allows
+
+
+def changed(plan, attn=None, mlp=None, model=None, **methods):
+    """Return `plan` with keys of its parts replaced; None leaves a key out."""
+
+    def merged(plan, edits):
+        return {key: style for key, style in (plan | edits).items() if style is not None}
+
+    class Changed(plan):
+        def attn_plan(self, module):
+            return merged(super().attn_plan(module), attn(self) if attn else {})
+
+        def mlp_plan(self, module):
+            return merged(super().mlp_plan(module), mlp(self) if mlp else {})
+
+        def model_plan(self, module):
+            return merged(super().model_plan(module), model(self) if model else {})
+
+    for name, method in methods.items():
+        setattr(Changed, name, method)
+    return Changed
+
+
+MISUSED = {
+    "a parameter without a key": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"A_log": None}),
+        2,
+        "parameter 'layers.0.attn.A_log' (4,) of StateSpace is covered by no key of Changed, whose style is for what it "
+        "does, not for what it holds: add 'layers.0.attn.A_log' with a style",
+    ),
+    "a key that names nothing": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"A": plan.colwise()}),
+        2,
+        "no parameter: layers.0.attn (StateSpace) holds in_proj, conv1d, norm, out_proj, A_log, D, dt_bias",
+    ),
+    "a region for a parameter": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"D": plan.attn_region()[""]}),
+        2,
+        "'layers.0.attn.D' (Region on StateSpace): it works on a module's input and output: give it to the module",
+    ),
+    "a sum for a parameter": (
+        lambda: with_mlp(Experts),
+        changed(ExpertsPlan, mlp=lambda plan: {"down_proj": plan.rowwise(dim=2)}),
+        2,
+        "a parameter sums nothing: rowwise(reduce_output=False)",
+    ),
+    "a packed projection split as one": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
+        2,
+        "its 48 rows look like queries, keys and values packed into one projection, 16 + 16 + 16, which even shards would "
+        "cut anywhere: write self.packed(16, 16, 16), or colwise(interleaved=True)",
+    ),
+    "gate and up split as one": (
+        lambda: with_mlp(GateUp),
+        changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise()}),
+        2,
+        "its 48 rows look like gate and up packed into one projection, 24 + 24",
+    ),
+    "sections that don't add up": (
+        lambda: with_mlp(GateUp),
+        changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.packed(24, 12)}),
+        2,
+        "its sections (24, 12) add up to 36, but dimension 0 of weight is 48: give packed() the rows of each section",
+    ),
+    "a section that the degree does not divide": (
+        lambda: with_mlp(GateUp),
+        GateUpPlan,
+        5,
+        "tensor_parallel_degree = 5 does not divide num_heads = 4",
+    ),
+    "an attribute that is not there": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_attributes=lambda self, attn: {"num_head": 2}),
+        2,
+        "its plan's local_attributes name 'num_head', but QKV has no 'num_head'",
+    ),
+    "a count that the degree does not divide": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "odd")),
+        2,
+        "QKV.odd = 3 is no multiple of tensor_parallel_degree = 2, by which Changed divides it",
+    ),
+    "a function that is not called": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_functions=lambda self, attn: {"decay": lambda function, place: function}),
+        2,
+        "its plan's local_functions name 'decay', but no method of QKV calls a function of this name",
+    ),
+    "a norm that subtracts a mean": (
+        lambda: with_mixer(Packed),
+        changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}),
+        2,
+        "it subtracts a mean, too: take gathered_in_region()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_misuse_is_one_sentence(name):
+    model, plan, degree, sentence = MISUSED[name]
+    with pytest.raises(PlanError) as error:
+        check_plan(model(), degree, plan=plan)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_foreign_style_takes_no_parameter():
+    plan = changed(StateSpacePlan, lambda plan: {"D": ColwiseParallel()})
+    with pytest.raises(
+        PlanError, match="names a parameter, which only a style of titanplans takes, not ColwiseParallel"
+    ):
+        check_plan(with_mixer(StateSpace), 2, plan=plan)
+
+
+def test_packed_weights_keep_their_values_and_their_memory_is_split():
+    """What optimizers, FSDP2 and checkpoints see is a plain DTensor of the true values; a rank stores its share."""
+    whole = with_mixer(Packed)
+    before = {name: param.detach().clone() for name, param in whole.named_parameters()}
+    with ranks(2) as mesh:
+        apply_plan(whole, mesh, plan=PackedPlan)
+        weight = whole.get_parameter("layers.0.attn.c_attn.weight")
+        assert weight.to_local().shape == (8, 48)
+        assert whole.get_submodule("layers.0.attn.c_attn").weight is weight, (
+            "outside of its forward it is the parameter"
+        )
+        for name, param in whole.named_parameters():
+            assert all(torch.equal(one, before[name]) for one in each_rank(param.full_tensor(), 2)), name
+
+
+def test_a_dict_names_parameters():
+    """As strings, in a job's TOML."""
+    plan = DictPlan(TPOptions(2), {"layers.*.attn.A_log": "colwise", "layers.*.attn.norm": "split_norm"})
+    styles = plan.full_plan(with_mixer(StateSpace))
+    assert type(styles["layers.1.attn.A_log"]).__name__ == "Colwise"
+    assert type(styles["layers.0.attn.norm"]).__name__ == "SplitNorm"

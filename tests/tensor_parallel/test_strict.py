@@ -98,16 +98,6 @@ def test_region_that_nothing_leaves():
     assert "opens a region that nothing leaves" in refused(Plan)
 
 
-def test_bias_that_every_rank_would_add():
-    class Plan(TinyPlan):
-        def attn_plan(self, attn):
-            return (
-                super().attn_plan(attn) | self.attn_region() | {"o_proj": self.rowwise(reduce_output=False)}
-            )
-
-    assert "its bias would be added on every rank" in refused(Plan)
-
-
 def test_region_that_splits_nothing():
     class Plan(TinyPlan):
         def attn_plan(self, attn):

@@ -69,6 +69,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     check_adapters(model)
     check_keys(styles, model, name)
     check_coverage(styles, model, name)
+    _refuse(parameter_refusals(styles, model), styles, model)
     _refuse(region_faults(styles), styles, model)
     decoder = with_unnamed_mixers(find_decoder(model, required=False), styles, source)
     _refuse(mixer_faults(styles, decoder, source), styles, model)
@@ -160,14 +161,19 @@ def _covered(plan: Plan, name: str, module: nn.Module, param_name: str) -> bool:
     return param_name in style.layouts(module) if isinstance(style, Style) else style is not None
 
 
-def refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
-    """Yield each style that would be wrong on its module, or for its parameter."""
+def parameter_refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
+    """Yield each style that would be wrong for the parameter that its key names."""
     for key, style, found in targets(plan, model):
-        if found.parameter is None:
-            reason = style.refusal(found.module)
-        else:
+        if found.parameter is not None:
             reason = style.parameter_refusal(found.parameter, held(found.module)[found.parameter])
-        if reason is not None:
+            if reason is not None:
+                yield key, reason
+
+
+def refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
+    """Yield each style that would be wrong on its module."""
+    for key, style, found in targets(plan, model):
+        if found.parameter is None and (reason := style.refusal(found.module)) is not None:
             yield key, reason
 
 

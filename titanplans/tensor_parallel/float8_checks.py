@@ -50,7 +50,7 @@ def _sizes(style: ParallelStyle, module: Any) -> Iterator[tuple[str, int, Callab
     elif isinstance(style, (Colwise, VocabHead)):
         size = module.out_features
         yield "outputs", size, lambda d: not size % (d * ALIGNMENT)
-    elif isinstance(style, Rowwise):
+    elif isinstance(style, Rowwise | RowwiseInRegion):
         size = module.in_features
         yield "inputs", size, lambda d: not size % (d * ALIGNMENT)
 

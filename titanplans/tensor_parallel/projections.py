@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.tensor_parallel.collectives import Group, sum_gradients, sum_ranks
+from titanplans.tensor_parallel.float8 import is_float8
 from titanplans.tensor_parallel.layout import Layout, Section, Shared, rows_of
 from titanplans.tensor_parallel.local_parameters import hidden_bias, subclass
 from titanplans.tensor_parallel.stream import Border, Stream
@@ -115,6 +116,11 @@ class Packed(Colwise):
         }
 
     def refusal(self, module: nn.Module) -> str | None:
+        if is_float8(module):
+            fewer = any(not isinstance(s, int) and s.heads < self.degree for s in self.sections)
+            if fewer or module.config.enable_fsdp_float8_all_gather:  # type: ignore[union-attr]
+                what = "ranks share heads of it" if fewer else "it is gathered in float8"
+                return f"in float8 a packed projection is not split where {what}: leave it out of float8 (filter it)"
         return next(filter(None, map(self._misfit, held(module), held(module).values())), None)
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
