@@ -15,7 +15,7 @@ from titanplans.tensor_parallel.float8 import (
     plain_border,
     recipe_of,
 )
-from titanplans.tensor_parallel.projections import Colwise, KVColwise, Rowwise
+from titanplans.tensor_parallel.projections import Colwise, KVColwise, Rowwise, RowwiseInRegion
 from titanplans.tensor_parallel.styles import Region, target
 from titanplans.tensor_parallel.vocab import VocabHead
 
