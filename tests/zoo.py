@@ -1,12 +1,15 @@
 """The tiny models that tests run: every registered architecture, and one of nobody's library. The one list of them.
 
+`ARCHITECTURES` are few and differ in what they need of the house: tests that go over architectures take these.
+`FAMILIES` are all others, whose plans are proved, each with variants of its options.
+
     config = zoo.config("gla")                      # with the options that change a style of its plan
     config = zoo.config("gla", options=False)       # as plain as it gets
     model, inputs = zoo.build("gla"), zoo.inputs("gla", seq_len=16)
 
 Sizes are small and the structure is the family's own: its debug flavor of eight heads, and in most families fewer
 key/value heads, cut down to two blocks, 64 wide. "tiny" is the model of tests/tiny.py, which has no config.
-A new architecture is a line in `ARCHITECTURES`.
+A new architecture is a line in `FAMILIES`.
 """
 
 from typing import Any, NamedTuple
@@ -47,6 +50,20 @@ ARCHITECTURES = {
         {},
     ),
 }
+
+FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "gated_deltanet": (
+        _FLA | dict(head_dim=8, num_heads=8),
+        _FLA | dict(head_dim=8, num_heads=2, num_v_heads=8, use_gate=False),
+        _FLA
+        | dict(
+            head_dim=8, num_heads=8, use_short_conv=False, allow_neg_eigval=True, tie_word_embeddings=True
+        ),
+        _FLA | dict(head_dim=8, num_heads=8, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
+    ),
+}
+"""Fields of the config of each variant: together they have every option that changes a style of the plan."""
+
 ODD = dict(intermediate_size=45, vocab_size=97)
 """Sizes that no degree divides. Of gemma3 only the first."""
 EVERY = (*ARCHITECTURES, "tiny")
@@ -55,9 +72,12 @@ EVERY = (*ARCHITECTURES, "tiny")
 
 def config(name: str, *, options: bool = True, **overrides: Any) -> PretrainedConfig:
     """Return the tiny config of a registered architecture; `overrides` are fields of it."""
-    architecture = ARCHITECTURES[name]
-    fields = architecture.sizes | (architecture.options if options else {}) | overrides
-    return modeling.load_config(name, "debug", **fields)
+    if name in FAMILIES:
+        fields = FAMILIES[name][0]
+    else:
+        architecture = ARCHITECTURES[name]
+        fields = architecture.sizes | (architecture.options if options else {})
+    return modeling.load_config(name, "debug", **fields | overrides)
 
 
 def build(

@@ -20,7 +20,7 @@ from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
 from titanplans.tensor_parallel.local_code import Functions, code_of_ranks
 from titanplans.tensor_parallel.packed_checks import packed_faults
-from titanplans.tensor_parallel.plan import KV_HEADS, QUERY_HEADS, Plan, TPPlan
+from titanplans.tensor_parallel.plan import Plan, TPPlan
 from titanplans.tensor_parallel.projections import Rowwise
 from titanplans.tensor_parallel.replicated import ReplicatedOnStream
 from titanplans.tensor_parallel.sizes import check_degree
@@ -228,12 +228,13 @@ def mixer_faults(plan: Plan, decoder: Decoder, source: TPPlan) -> Iterator[Fault
                 "its rank's shard of the sequence only: split it in attn_input() or attn_region(), or set "
                 "sequence_parallel = False",
             )
-        key = split_key(plan, name)
-        if key is not None and all(count in KV_HEADS for count in source.plan_of(mixer).heads(mixer)):
+        key, owner = split_key(plan, name), source.plan_of(mixer)
+        if key is not None and all(count in owner.shared_head_names for count in owner.heads(mixer)):
             yield (
                 key,
                 f"it splits the mixer {name} ({type(mixer).__name__}), whose number of heads is not known: neither the "
-                f"module nor its config has {' or '.join(QUERY_HEADS)}: give it this attribute, or override TPPlan.heads",
+                f"module nor its config has {' or '.join(owner.head_names)}: give it this attribute, or set head_names in "
+                f"{type(owner).__name__} to the attribute that counts what is split",
             )
 
 

@@ -18,12 +18,6 @@ from titanplans.tensor_parallel.projections import Colwise, KVColwise
 from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
 from titanplans.tensor_parallel.stream import Stream
 
-QUERY_HEADS = ("num_heads", "num_attention_heads")
-"""Under these names a mixer or its config counts query heads."""
-
-KV_HEADS = ("num_kv_heads", "num_key_value_heads")
-"""Under these names a mixer or its config counts key/value heads."""
-
 _GROUPS = ("num_kv_groups", "num_key_value_groups")
 """Under these names flash-linear-attention and transformers keep queries per key/value head."""
 
@@ -34,6 +28,11 @@ class TPPlan(PlanStyles):
     Each `*_plan` method gets the module that it plans and returns `{name relative to it: style}`,
     where "" is the module itself.
     """
+
+    head_names: tuple[str, ...] = ("num_heads", "num_attention_heads")
+    """Under these names a mixer or its config counts query heads, or what else its parts are split by."""
+    shared_head_names: tuple[str, ...] = ("num_kv_heads", "num_key_value_heads")
+    """Under these names it counts key/value heads, which ranks share where there are fewer of them."""
 
     mlp_in: tuple[str, ...] = ("gate_proj", "up_proj")
     """The projections of an MLP from the hidden size to its width."""
@@ -86,14 +85,16 @@ class TPPlan(PlanStyles):
     def heads(self, attn: nn.Module) -> dict[str, int]:
         """Return the head counts of a mixer by name: of the query heads and, if it says, of the key/value heads.
 
-        They are attributes of the module, or else of its config. Override this for a mixer that counts otherwise: each
-        count has to be a multiple of the degree, but for those under a name of `KV_HEADS` where ranks share heads.
+        They are attributes of the module, or else of its config, under `head_names` and `shared_head_names`. Each has to be
+        a multiple of the degree, but for the latter where ranks share heads.
         """
-        return _first_count(attn, QUERY_HEADS) | _first_count(attn, KV_HEADS)
+        return _first_count(attn, self.head_names) | _first_count(attn, self.shared_head_names)
 
     def kv_heads(self, attn: nn.Module) -> int | None:
         """Return how many key/value heads a mixer has; None if `heads` does not say: then as many as query heads."""
-        return next((count for name, count in self.heads(attn).items() if name in KV_HEADS), None)
+        return next(
+            (count for name, count in self.heads(attn).items() if name in self.shared_head_names), None
+        )
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
         """Return the attributes of a mixer that must count this rank's heads, and their values.
@@ -102,7 +103,7 @@ class TPPlan(PlanStyles):
         share a key/value head is another number where ranks share the latter.
         """
         kv = self.kv_heads(attn)
-        queries = [count for name, count in self.heads(attn).items() if name not in KV_HEADS]
+        queries = [count for name, count in self.heads(attn).items() if name not in self.shared_head_names]
         if kv is None or self.options.degree <= kv or not queries:
             return {}
         return {name: queries[0] // self.options.degree for name in _GROUPS if hasattr(attn, name)}
@@ -125,6 +126,10 @@ class TPPlan(PlanStyles):
                 )
             values[name] = value // self.options.degree
         return values
+
+    def part_of(self, heads: int) -> int:
+        """Return how many of so many heads a rank has, where ranks share them if there are too few."""
+        return max(1, heads // self.options.degree)
 
     def local_functions(self, attn: nn.Module) -> Functions:
         """Return what makes this rank's functions of those that a mixer's code calls, by name.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from titanplans.errors import PlanError, either, near_multiples
 from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.decoder import Decoder, within
-from titanplans.tensor_parallel.plan import KV_HEADS, Plan, TPPlan
+from titanplans.tensor_parallel.plan import Plan, TPPlan
 from titanplans.tensor_parallel.styles import held, layouts_at, own_styles, split_key, targets
 
 _DEGREES = 256
@@ -76,12 +76,12 @@ def _sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> It
 def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator[Size]:
     degree = plan.options.degree
     for name, count in plan.heads(mixer).items():
-        if name in KV_HEADS and shared:
+        if name in plan.shared_head_names and shared:
             also = f", or {name} = {either([n for n in range(1, degree + 1) if degree % n == 0])}"
             yield Size(name, count, where, partial(_divides_either_way, count), also=also)
         else:
             also = f", or {name} = {near_multiples(count, degree)}"
-            if name in KV_HEADS:
+            if name in plan.shared_head_names:
                 also += ", or kv_colwise() where colwise() splits keys and values"
             yield Size(name, count, where, partial(_divides, count), also=also)
 

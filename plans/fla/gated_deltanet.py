@@ -1,0 +1,26 @@
+"""The plan of Gated DeltaNet, its heads split (Yang et al. 2024, arXiv:2412.06464)."""
+
+from torch import nn
+
+from titanplans import register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("gated_deltanet", mixer="fla.layers.gated_deltanet.GatedDeltaNet")
+class GatedDeltaNetPlan(MixerPlan):
+    """Values are split by `num_v_heads`, queries and keys by `num_heads`, of which there may be fewer.
+
+    Its fused convolution joins the three and cuts them by `key_dim` and `value_dim`.
+    """
+
+    head_names = ("num_v_heads",)
+    shared_head_names = ("num_heads",)
+    by_head = ("v_proj", "v_conv1d", "a_proj", "b_proj", "g_proj", "A_log", "dt_bias")
+    by_shared_head = ("q_proj", "k_proj", "q_conv1d", "k_conv1d")
+    for_all_heads = ("o_norm",)
+    counts = ("num_v_heads", "value_dim")
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        heads = self.part_of(attn.num_heads)
+        return super().local_attributes(attn) | {"num_heads": heads, "key_dim": heads * attn.head_k_dim}

@@ -1,0 +1,42 @@
+"""What most mixers of flash-linear-attention have in common: a plan is the names of their parts."""
+
+from torch import nn
+
+from titanplans import Plan
+
+from .transformer import TransformerPlan
+
+
+class MixerPlan(TransformerPlan):
+    """A mixer whose heads are split, by the names of its modules and parameters; those that it has not are left out.
+
+    The rest of the model is FLA's transformer.
+    """
+
+    by_head: tuple[str, ...] = ()
+    """Split by the heads that `head_names` count."""
+    by_shared_head: tuple[str, ...] = ()
+    """Split by those that `shared_head_names` count, or by all heads if the mixer counts none."""
+    for_all_heads: tuple[str, ...] = ()
+    """One for all heads: replicated."""
+    counts: tuple[str, ...] = ()
+    """Attributes that count heads or widths, which the mixer's code reads: divided by the degree."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        return {
+            **self.attn_region(),
+            **{name: self.colwise() for name in self.by_head if has(attn, name)},
+            **{name: self.kv_colwise(attn) for name in self.by_shared_head if has(attn, name)},
+            **{name: self.replicated_in_region() for name in self.for_all_heads if has(attn, name)},
+            "o_proj": self.rowwise(reduce_output=False),
+        }
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        return super().local_attributes(attn) | self.divided(attn, *self.counts)
+
+
+def has(module: nn.Module, name: str) -> bool:
+    """Whether `module` has a module or a parameter of this dotted name."""
+    for step in name.split("."):
+        module = getattr(module, step, None)  # type: ignore[assignment]
+    return module is not None
