@@ -34,6 +34,7 @@ class Architecture(NamedTuple):
 
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
 _DENSE = _FLA | dict(head_dim=16)
+_EXPERTS = _FLA | dict(moe_intermediate_size=16, num_experts=4)
 
 ARCHITECTURES = {
     "transformer": Architecture(_FLA, dict(num_kv_heads=4, qk_norm=True, qkv_bias=True)),
@@ -60,6 +61,25 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
             head_dim=8, num_heads=8, use_short_conv=False, allow_neg_eigval=True, tie_word_embeddings=True
         ),
         _FLA | dict(head_dim=8, num_heads=8, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
+    ),
+    # Mixtures of experts
+    "mixtral": (_FLA | dict(num_key_value_heads=2, num_local_experts=4),),
+    "qwen2_moe": (_EXPERTS | dict(shared_expert_intermediate_size=24, mlp_only_layers=[0]),),
+    "qwen3_moe": (_EXPERTS | dict(attention_bias=True, tie_word_embeddings=True),),
+    "qwen3_next": (
+        _EXPERTS
+        | dict(shared_expert_intermediate_size=24, layer_types=["linear_attention", "full_attention"]),
+    ),
+    "deepseek_v3": (
+        _FLA | dict(moe_intermediate_size=16),
+        _FLA | dict(moe_intermediate_size=16, q_lora_rank=None, attention_bias=True, n_shared_experts=2),
+    ),
+    "gpt_oss": (_DENSE | dict(num_key_value_heads=2, intermediate_size=16, sliding_window=6),),
+    "llama4_text": (
+        _DENSE
+        | dict(
+            intermediate_size=16, intermediate_size_mlp=48, attention_chunk_size=6, no_rope_layer_interval=2
+        ),
     ),
 }
 """Fields of the config of each variant: together they have every option that changes a style of the plan."""

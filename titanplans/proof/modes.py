@@ -40,12 +40,31 @@ class Widen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.float:
             return args[0].to(self.dtype)
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return _grouped_mm(*args, **kwargs or {})
         if any(arg is torch.float32 for arg in args):
             args = tuple(self.dtype if arg is torch.float32 else arg for arg in args)
         if kwargs:
             kwargs = {k: self.dtype if v is torch.float32 else v for k, v in kwargs.items()}
             return func(*args, **kwargs)
         return func(*args)
+
+
+def _grouped_mm(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    offs: torch.Tensor,
+    bias: None = None,
+    out_dtype: None = None,
+) -> torch.Tensor:
+    """Multiply each expert's rows [rows, in] by its weight [experts, in, out]; `offs` [experts] are where its rows end.
+
+    In float64 torch has no kernel for it. No shape here depends on how many rows an expert gets.
+    """
+    expert = torch.bucketize(torch.arange(len(rows), device=rows.device), offs, right=True)
+    products = (torch.where((expert == e)[:, None], rows, 0) @ weight for e, weight in enumerate(weights))
+    return torch.stack(list(products)).sum(0)
 
 
 @contextmanager

@@ -35,6 +35,9 @@ class Place(NamedTuple):
     group: Group
     """For the collectives of `titanplans.tensor_parallel.collectives`."""
 
+    def __hash__(self) -> int:
+        return hash((self.degree, self.group))  # the number of each of several ranks has none
+
 
 Functions = Mapping[str, Callable[[Callable[..., Any], Place], Callable[..., Any]]]
 """By the name under which a module's code calls a function: what makes this rank's function of it."""

@@ -75,7 +75,8 @@ class Packed(Colwise):
 
     A weight keeps its true rows in their true order: each rank stores an even share of its columns (of its largest
     other dimension), and reading it is an all-to-all, in which a rank gives and gets as much as it stores. What has no
-    other dimension that the degree divides, such as a bias or a convolution's kernel, is replicated.
+    other dimension that the degree divides, such as a bias, is replicated, and so is a depthwise convolution's kernel
+    [channels, 1, size], which is small, and which fused kernels of the mixer read beside its module.
 
     Args:
         sections: rows of each section, in order; a number is split evenly, a `Shared` by heads that ranks may share.
@@ -100,7 +101,8 @@ class Packed(Colwise):
         dim = min(self.dim, param.ndim - 1)
         rows = rows_of(dim, self.sections, self.degree)
         others = [d for d in range(param.ndim) if d != dim and param.shape[d] % self.degree == 0]
-        if not others:
+        depthwise = dim == 0 and param.ndim > 2 and param.shape[1] == 1
+        if not others or depthwise:
             return Layout(Replicate(), Partial(), rows=rows)
         # The first of the largest would be the experts, by which FSDP2 shards.
         stored = max(reversed(others), key=lambda d: param.shape[d])

@@ -177,13 +177,19 @@ class Region(Style):
         border = border_of(module, mesh, self.stream)
         module.register_forward_pre_hook(partial(self._enter, border), with_kwargs=True)
         if self.reduce_output:
-            module.register_forward_hook(partial(self._leave, border))
+            module.register_forward_hook(partial(self._leave, border), with_kwargs=True)
 
     def _enter(self, border: Border, module, args, kwargs):
         return on_input(border.enter, self, self.input_name, module, args, kwargs)
 
-    def _leave(self, border: Border, module, args, output):
-        return on_output(border.leave, output)
+    def _leave(self, border: Border, module, args, kwargs, output):
+        shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]
+
+        def leave(x: torch.Tensor) -> torch.Tensor:
+            # A mixture of experts may return its tokens in a row, where a sequence can't be found.
+            return border.leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x)
+
+        return on_output(leave, output)
 
 
 def on_input(

@@ -1,0 +1,32 @@
+"""The plan of DeepSeek-V3 (and R1): latent attention, experts chosen by groups, shared ones beside them."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .experts import ExpertsPlan
+
+
+@register_plan("deepseek_v3")
+class DeepseekV3Plan(ExpertsPlan):
+    """Heads are split where they leave the latents, which every rank computes whole.
+
+    The latents are narrow: 1536 of queries, 512 of keys and values and 64 of the rotary key, which all heads share.
+    """
+
+    shared = "shared_experts"
+    balance = None  # its router has a bias for that, which a training loop moves
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        queries: Plan = {"q_proj": self.colwise()}
+        if attn.q_proj is None:
+            whole = self.replicated_in_region()
+            queries = {"q_a_proj": whole, "q_a_layernorm": whole, "q_b_proj": self.colwise()}
+        return {
+            **self.attn_input(),
+            **queries,
+            "kv_a_proj_with_mqa": self.replicated_in_region(),
+            "kv_a_layernorm": self.replicated_in_region(),
+            "kv_b_proj": self.colwise(),
+            "o_proj": self.rowwise(),
+        }

@@ -1,0 +1,58 @@
+"""What mixtures of experts share: every expert split by its width, and the router on every rank.
+
+Every rank sees all tokens and routes them alike; of each expert it has a share of the width, so nothing is sent from rank
+to rank but the sum at the end.
+"""
+
+from torch import nn
+
+from titanplans import Plan
+
+from .llama import LlamaPlan
+
+
+class ExpertsPlan(LlamaPlan):
+    """A Llama with mixtures of experts in place of some MLPs.
+
+    A mixture holds its experts as `experts`: three-dimensional weights, gate and up in one, or a list of MLPs.
+    """
+
+    router: str = "gate"
+    shared: str | None = None
+    """The experts that every token goes to: an MLP."""
+    in_region: tuple[str, ...] = ()
+    """What else a mixture holds: replicated."""
+    balance: str | None = "load_balancing_loss_func"
+    """The function by which the model adds a loss that keeps experts equally busy (`output_router_logits`)."""
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        experts = getattr(mlp, "experts", None)
+        if experts is None:
+            return super().mlp_plan(mlp)
+        parts = (
+            [f"experts.{n}" for n, _ in experts.named_children()]
+            if isinstance(experts, nn.ModuleList)
+            else []
+        )
+        plan = {**self.mlp_region("hidden_states")} | ({} if parts else self._stacked(experts))
+        for part in [*parts, *([self.shared] if self.shared else [])]:
+            plan |= {f"{part}.{name}": self.colwise() for name in self.mlp_in}
+            plan |= {f"{part}.{self.mlp_out}": self.rowwise(reduce_output=False)}
+        return plan | {name: self.replicated_in_region() for name in (self.router, *self.in_region)}
+
+    def _stacked(self, experts: nn.Module) -> Plan:
+        """Plan weights [experts, 2 width, hidden] and [experts, hidden, width], or transposed, with biases or without."""
+        down = experts.down_proj.shape
+        width = 1 if experts.gate_up_proj.shape[1] == down[2] else 2
+        into = (
+            self.packed(down[width], down[width], dim=3 - width)
+            if getattr(experts, "is_concatenated", True)
+            else self.colwise(dim=3 - width, interleaved=True)
+        )
+        plan = {"gate_up_proj": into, "down_proj": self.rowwise(reduce_output=False, dim=width)}
+        if getattr(experts, "has_bias", False):
+            plan |= {"gate_up_proj_bias": into, "down_proj_bias": self.added_to_sum()}
+        return {f"experts.{name}": style for name, style in plan.items()}
+
+    def model_functions(self, model: nn.Module):
+        return {} if self.balance is None else {self.balance: self.alike}

@@ -1,0 +1,39 @@
+"""The plan of Qwen3-Next: Gated DeltaNet and gated attention in one stack, Qwen2-MoE's experts."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .mixtral import Qwen2MoePlan
+
+
+@register_plan("qwen3_next")
+class Qwen3NextPlan(Qwen2MoePlan):
+    """Gated DeltaNet is split by key heads: its projections hold each one's query, key, values and gates together.
+
+    In attention the rows of each head's query and gate follow each other.
+    """
+
+    head_names = ("num_k_heads", "num_attention_heads")
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        by_head = self.colwise(interleaved=True)
+        if not hasattr(attn, "in_proj_qkvz"):
+            norms = {"q_norm": self.replicated_in_region(), "k_norm": self.replicated_in_region()}
+            return super().attn_plan(attn) | norms | {"q_proj": by_head}
+        return {
+            **self.attn_input(),
+            "in_proj_qkvz": by_head,
+            "in_proj_ba": by_head,
+            "conv1d": self.packed(attn.key_dim, attn.key_dim, attn.value_dim),
+            "A_log": self.colwise(),
+            "dt_bias": self.colwise(),
+            "norm": self.replicated_in_region(),
+            "out_proj": self.rowwise(),
+        }
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        counts = (
+            ("num_k_heads", "num_v_heads", "key_dim", "value_dim") if hasattr(attn, "in_proj_qkvz") else ()
+        )
+        return super().local_attributes(attn) | self.divided(attn, *counts)
