@@ -293,6 +293,14 @@ class Balanced(Tiny):
         return output
 
 
+def balanced():
+    """Return a Balanced with experts."""
+    model = Balanced()
+    for layer in model.layers:
+        layer.mlp = Experts()
+    return model
+
+
 class ExpertsPlan(TinyPlan):
     def mlp_plan(self, mlp):
         width = mlp.down_proj.shape[2]

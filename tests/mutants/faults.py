@@ -66,6 +66,17 @@ def _relabelled(style: Style, name: str, old: Any, new: Any) -> Style:
     return _faulty(style, name, layout=layout)
 
 
+def with_rows(style: Style, change: Any) -> Style:
+    """Each rank reads other rows: `change` of the right ones."""
+    base = type(style).layout
+
+    def layout(self: Style, name: str, param: nn.Parameter) -> Layout | None:
+        right = base(self, name, param)
+        return right if right is None or right.rows is None else right._replace(rows=change(right.rows))
+
+    return _faulty(style, "OtherRows", layout=layout)
+
+
 # Borders of regions.
 
 

@@ -25,7 +25,7 @@ def drop(site: Site) -> Change:
 def swap(site: Site) -> Change:
     """Columns for rows."""
     if isinstance(site.style, Colwise):
-        return Rowwise(stream=site.plan.stream, reduce_output=False)
+        return Rowwise(stream=site.plan.stream, reduce_output=False, degree=site.plan.options.degree)
     return Colwise() if isinstance(site.style, Rowwise) else SKIP
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from language import (
     QKV,
-    Balanced,
     Bounded,
     BoundedPlan,
     Experts,
@@ -21,6 +20,7 @@ from language import (
     StateSpace,
     StateSpacePlan,
     WholePlan,
+    balanced,
     with_mixer,
     with_mlp,
 )
@@ -31,13 +31,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from titanplans import PlanError, TPOptions, apply_plan, check_plan
 from titanplans.proof.simulate import each_rank, ranks
 from titanplans.tensor_parallel.custom import DictPlan
-
-
-def balanced():
-    model = Balanced()
-    for layer in model.layers:
-        layer.mlp = Experts()
-    return model
 
 
 class BiasBeforeSum(TinyPlan):

@@ -3,10 +3,13 @@
 This only says where an error is, never whether there is one: a wrong tensor could by chance fit one of the ways.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 
 import torch
+
+from titanplans.tensor_parallel.layout import Rows
 
 Candidate = tuple[str, list[torch.Tensor]]
 """How the ranks' tensors were put together, and the whole ones that this gives, which should all be equal."""
@@ -27,14 +30,15 @@ def best_fit(
     difference: Callable[[torch.Tensor, torch.Tensor], float],
     *,
     sums: bool,
+    packings: Sequence[Rows] = (),
 ) -> Fit | None:
     """Return how `held` by the ranks, in rank order, come nearest to `expected`; None if no way has its shape.
 
-    With `sums` they may also be parts of a sum over the ranks.
+    With `sums` they may also be parts of a sum over the ranks; with `packings` they may hold sections.
     """
     fits = [
         Fit(max(difference(whole, expected) for whole in wholes), how, wholes)
-        for how, wholes in candidates(held, expected.shape)
+        for how, wholes in chain(candidates(held, expected.shape), _packed(held, expected, packings))
         if sums or not how.startswith("summed")
     ]
     return min(fits, key=lambda fit: fit.error, default=None)
@@ -53,6 +57,31 @@ def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidat
         for sharing in range(1, len(held)):
             if len(held) % sharing == 0:
                 yield from _concatenations(held, dim, shape[dim], sharing)
+
+
+def _packed(
+    held: list[torch.Tensor], expected: torch.Tensor, packings: Sequence[Rows]
+) -> Iterator[Candidate]:
+    """Yield what comes of each rank's sections, put where they belong; those that ranks share, as equal or as a sum."""
+    for rows, dim in product(packings, range(expected.ndim)):
+        starts = [(rank, run, run.at(rank)) for rank in range(len(held)) for run in rows.runs]
+        if any(
+            one.ndim != expected.ndim or one.shape[dim] != sum(run.size for run in rows.runs) for one in held
+        ):
+            continue
+        if expected.shape[dim] != max(start + run.size for _, run, start in starts):
+            continue
+        for how in ("", "summed over the ranks that share heads"):
+            whole = torch.zeros_like(expected)
+            for rank, one in enumerate(held):
+                parts = one.to(whole.dtype).split([run.size for run in rows.runs], dim)
+                for part, run in zip(parts, rows.runs, strict=True):
+                    place = whole.narrow(dim, run.at(rank), run.size)
+                    if how:
+                        place += part
+                    else:
+                        place.copy_(part)
+            yield how, [whole]
 
 
 def _concatenations(held: list[torch.Tensor], dim: int, size: int, sharing: int) -> Iterator[Candidate]:

@@ -19,7 +19,9 @@ from titanplans.proof.report import CaseResult, Finding, Place, epsilons
 from titanplans.proof.tolerance import difference
 from titanplans.proof.training import Training
 from titanplans.proof.world import World, from_first, wholes
+from titanplans.tensor_parallel.layout import Rows, rows_of
 from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.tensor_parallel.projections import Packed
 from titanplans.tensor_parallel.styles import Style
 
 BESIDE = 2
@@ -152,7 +154,8 @@ class _Search:
         partial = _may_be_partial(module_name(key), self.styles)
         if not partial and self.options.sequence_parallel and self._is_one_token(expected):
             held = held[:1]  # on the stream the others have padding, of the same shape
-        fit = best_fit(held, expected, self._apart, sums=partial)
+        packings = _packings(module_name(key), self.styles, self.world.mesh.size())
+        fit = best_fit(held, expected, self._apart, sums=partial, packings=packings)
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None
@@ -221,6 +224,18 @@ def _may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     regions = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
     foreign = not all(isinstance(style, Style) for style in styles.values())  # does not say where regions are
     return foreign or any(name != key and name.startswith(f"{key}." if key else "") for key in regions)
+
+
+def _packings(name: str, styles: Mapping[str, ParallelStyle], degree: int) -> list[Rows]:
+    """Return which rows each rank has of the packed projections in the region around a module, itself included."""
+    opened = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
+    around = [key for key in opened if name.startswith(f"{key}.")]
+    packed = {
+        style.sections
+        for key, style in styles.items()
+        if isinstance(style, Packed) and any(key.startswith(f"{region}.") for region in around)
+    }
+    return [rows_of(0, sections, degree) for sections in packed]
 
 
 def _parent(name: str) -> str:
