@@ -171,7 +171,7 @@ FOUND = {
             lambda plan, style: StatisticWithoutGradient(statistic=style.statistic),
         ),
         2,
-        "attn.in_proj",
+        "layers.1.attn",
     ),
     "no statistic of what the gate gives": (
         state_space,
