@@ -8,7 +8,7 @@ import pytest
 from titanplans.modeling import ModelError, available
 from titanplans.modeling import configs as configs_module
 from titanplans.modeling.configs import load_config
-from titanplans.modeling.families import families, read_family
+from titanplans.modeling.families import find_families, read_family
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,9 +81,9 @@ def package(folder, name, file, entry):
 @pytest.fixture
 def found_anew():
     """The families are read once in a process."""
-    families.cache_clear()
+    find_families.cache_clear()
     yield
-    families.cache_clear()
+    find_families.cache_clear()
 
 
 @pytest.mark.usefixtures("found_anew")
@@ -102,9 +102,12 @@ def test_another_package_adds_families_by_an_entry_point(tmp_path, monkeypatch):
         ("olmo.toml", "sizes_of_his", ["entry point sizes = 'sizes_of_his'", "no module named"]),
     ],
 )
-def test_an_entry_point_that_cannot_be_used_is_refused_by_name(tmp_path, monkeypatch, file, entry, words):
+def test_an_entry_point_that_cannot_be_used_is_named_and_breaks_no_other(
+    tmp_path, monkeypatch, file, entry, words
+):
     package(tmp_path, "sizes_of_hers", file, entry)
     monkeypatch.syspath_prepend(tmp_path)
+    assert "debug" in available()["llama"]
     with pytest.raises(ModelError) as refusal:
-        available()
-    assert all(word in str(refusal.value) for word in words)
+        load_config("no_such_model", "debug")
+    assert all(word in str(refusal.value) for word in ["entry point sizes", *words])

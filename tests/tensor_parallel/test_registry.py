@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import titanplans.plans
+from tiny import Tiny
 from titanplans.plans.hf.llama import LlamaPlan
 
 from titanplans import PlanError, registered_plans
+from titanplans.cli.verify.main import _listing
 from titanplans.tensor_parallel import registry
 
 PLAN = """
@@ -50,11 +52,17 @@ def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
 
 
 def test_an_entry_point_that_fails_is_named(another):
+    """And breaks no plan but its own."""
     install(another, "broken_elsewhere", "import no_such_module\n")
-    with pytest.raises(
-        PlanError, match=r"entry point mine = 'broken_elsewhere' of the group titanplans.plans: Module"
-    ):
-        registered_plans()
+    install(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
+    fault = "entry point mine = 'broken_elsewhere' of the group titanplans.plans: ModuleNotFoundError"
+    assert {"llama", "elsewhere"} <= registered_plans().keys()
+    assert [one.startswith(fault) for one in registry.faulty_plans()] == [True]
+    model = Tiny()
+    with pytest.raises(PlanError, match="no plan is registered for Tiny") as error:
+        registry.plan_for_model(model)
+    assert f"Not loaded: {fault}" in str(error.value)
+    assert f"not loaded: {fault}" in _listing()
 
 
 def test_a_plan_beside_the_others_is_found_by_walking(another, monkeypatch):

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans.errors import ModelError
 from titanplans.modeling.config_values import check_values, unread_keys
-from titanplans.modeling.families import Family, families
+from titanplans.modeling.families import Family, families, find_families
 
 # What a config class raises for a value it does not take: its own checks, those of the typed config dataclasses of
 # transformers 5, and what it comes upon where it computes one field from another.
@@ -57,6 +57,7 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
         raise ModelError(
             f"model {name!r} is unknown; available: {', '.join(known)}{_nearest(name, known)} "
             "(any other Hugging Face model: give its config.json)"
+            f"{''.join(f'. Not read: {fault}' for fault in find_families().faults)}"
         )
     family = known[name]
     if flavor not in family.flavors:

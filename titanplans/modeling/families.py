@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanplans.errors import ModelError
 from titanplans.tensor_parallel.user_code import import_module
@@ -33,34 +33,50 @@ class Family:
     """Keywords that the class takes without declaring a field of that name."""
 
 
-@cache
+class Found(NamedTuple):
+    """The families by name, in alphabetical order, and what is wrong with those of other packages that can't be read."""
+
+    families: dict[str, Family]
+    faults: tuple[str, ...]
+
+
 def families() -> dict[str, Family]:
     """The families by name, in alphabetical order.
 
     Raises:
-        ModelError: a file is not what `titanplans.models` says, two have one name, or the package of an entry
-            point can't be imported; the message names it.
+        ModelError: a file of this project is not what `titanplans.models` says; the message names it.
     """
-    found: dict[str, Family] = {}
-    for package in _packages():
-        for file in package.iterdir():
-            if not file.name.endswith(".toml"):
-                continue
-            name = file.name.removesuffix(".toml")
-            if name in found:
-                raise ModelError(
-                    f"model {name!r} is in two files: {found[name].source} and {file}; rename one"
-                )
-            found[name] = read_family(file)
-    return dict(sorted(found.items()))
+    return find_families().families
 
 
-def _packages() -> Iterator[Traversable]:
-    yield resources.files(MODELS)
+@cache
+def find_families() -> Found:
+    """The families, and a sentence for each fault of another package, which breaks no family but its own.
+
+    Raises:
+        ModelError: as `families`.
+    """
+    found = {name: read_family(file) for name, file in _files(resources.files(MODELS))}
+    faults = []
     for entry in metadata.entry_points(group=MODELS):
         where = f"entry point {entry.name} = {entry.value!r} of the group {MODELS}"
-        package = import_module(entry.module, where, ModelError)
-        yield resources.files(package)
+        try:
+            for name, file in _files(resources.files(import_module(entry.module, where, ModelError))):
+                if name in found:
+                    raise ModelError(
+                        f"{where}: model {name!r} is in two files: {found[name].source} and {file}; rename one"
+                    )
+                found[name] = read_family(file)
+        except ModelError as fault:
+            faults.append(str(fault))
+    return Found(dict(sorted(found.items())), tuple(faults))
+
+
+def _files(package: Traversable) -> Iterator[tuple[str, Traversable]]:
+    """Yield the TOML files of a package with the names of their families."""
+    for file in package.iterdir():
+        if file.name.endswith(".toml"):
+            yield file.name.removesuffix(".toml"), file
 
 
 def read_family(file: Traversable) -> Family:

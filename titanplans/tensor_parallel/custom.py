@@ -19,7 +19,7 @@ from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.float8 import recipe_of
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
-from titanplans.tensor_parallel.registry import plan_for_model, registered_plans
+from titanplans.tensor_parallel.registry import faulty_plans, plan_for_model, registered_plans
 from titanplans.tensor_parallel.user_code import as_user_error, import_module
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
@@ -129,7 +129,7 @@ def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
         if name not in registered:
             raise PlanError(
                 f"plan = '{name}': not registered (there are {', '.join(registered)}); "
-                "a plan of your own is named 'module:Class'"
+                f"a plan of your own is named 'module:Class'{''.join(f'. Not loaded: {f}' for f in faulty_plans())}"
             )
         return registered[name]
     module = import_module(module_name, f"plan = '{name}'")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from titanplans.errors import PlanError
+from titanplans.errors import PlanError, UserError
 from titanplans.tensor_parallel.user_code import as_user_error
 
 if TYPE_CHECKING:
@@ -59,18 +59,28 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
 
 
 @cache
-def _discover() -> None:
+def _discover() -> tuple[str, ...]:
     """Import every module that registers plans: those below `titanplans.plans`, and other packages' entry points.
 
-    Raises:
-        PlanError: an entry point can't be imported; the message names it.
+    Returns:
+        What is wrong with entry points that can't be loaded, each named: another package's fault breaks no plan but its own.
     """
     package = import_module(PLANS)
     for module in pkgutil.walk_packages(package.__path__, f"{PLANS}."):
         import_module(module.name)
+    faults = []
     for entry in metadata.entry_points(group=PLANS):
-        with as_user_error(f"entry point {entry.name} = '{entry.value}' of the group {PLANS}"):
-            entry.load()
+        try:
+            with as_user_error(f"entry point {entry.name} = '{entry.value}' of the group {PLANS}"):
+                entry.load()
+        except UserError as fault:
+            faults.append(str(fault))
+    return tuple(faults)
+
+
+def faulty_plans() -> tuple[str, ...]:
+    """Return a sentence for each entry point whose plans can't be loaded; they are not registered."""
+    return _discover()
 
 
 def registered_plans() -> dict[str, type[TPPlan]]:
@@ -99,6 +109,7 @@ def plan_for_model(model: nn.Module) -> type[TPPlan]:
             f"no plan is registered for {type(model).__name__} (config.model_type = {model_type!r}); registered: "
             f"{', '.join(sorted(_BY_MODEL_TYPE))}. Register one with @register_plan({model_type!r}), or name one: "
             "[model] plan = 'module:Class'; a model's own tp_plan is not read, and none is derived"
+            f"{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
         )
     return plan
 

@@ -89,7 +89,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
 
 def _listing() -> str:
     """Return a table of the registered plans: class, module, model types, token mixers."""
-    from titanplans.tensor_parallel.registry import registered_mixers, registered_plans
+    from titanplans.tensor_parallel.registry import faulty_plans, registered_mixers, registered_plans
     from titanplans.text import columns
 
     rows = [("plan", "model types", "token mixers")]
@@ -101,4 +101,4 @@ def _listing() -> str:
         rows.append(
             (f"{plan.__module__}:{plan.__qualname__}", ", ".join(types) or "-", ", ".join(mixers) or "-")
         )
-    return "\n".join(columns(rows))
+    return "\n".join([*columns(rows), *(f"not loaded: {fault}" for fault in faulty_plans())])
