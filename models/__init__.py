@@ -5,6 +5,7 @@ Above the tables:
 
     config_class    module and name of the config class, "transformers.LlamaConfig"
     undeclared      optional: keywords that the class takes without declaring a field of that name
+    class           instead of config_class: a model of one's own, "module:Class"; a table has its constructor's keywords
 
 A table has fields of the config that differ from the class's defaults; a nested config is a nested table. `[defaults]`
 holds for all flavors; a flavor overrides what it names, in nested tables too. The text "none" is Python's None, which TOML

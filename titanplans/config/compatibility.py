@@ -226,6 +226,17 @@ def _job_parallelism(job: Any) -> Refusals:
     if job.model.config is not None and (job.model.name or job.model.flavor):
         given = " and ".join(f"model.{key}" for key in ("name", "flavor") if getattr(job.model, key))
         yield "model.config", f"it already says which model: leave out {given}"
+    m = job.model
+    if m.class_ is not None and (given := [k for k in ("name", "flavor", "config") if getattr(m, k)]):
+        yield (
+            "model.class",
+            f"it already says which model: leave out {' and '.join(f'model.{k}' for k in given)}",
+        )
+    if m.class_ is None and m.arguments is not None:
+        yield (
+            "model.arguments",
+            "these are keywords of a model.class, and there is none: name it, or leave them out",
+        )
     degree, length = p.tensor_parallel_degree, job.training.seq_len
     if job.model.plan is not None and degree == 1:
         yield "model.plan", f"parallelism.{_NOTHING_IS_SPLIT}"

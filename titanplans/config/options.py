@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import keyword
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +76,7 @@ class Options:
                     f"{self.section}.{name}".lstrip("."), value, expected(mismatch, field.hint)
                 ) from None
             object.__setattr__(self, name, value)
+            object.__setattr__(self, f"{name}_" if keyword.iskeyword(name) else name, value)
         if refusals := REFUSALS.get(type(self).__name__):
             for option, why in refusals(self):
                 raise self.error(option, why)
@@ -139,7 +141,9 @@ def options_of(cls: type[Options]) -> tuple[Field, ...]:
     for item in dataclasses.fields(cls):  # pyrefly: ignore[bad-argument-type]
         made = item.default_factory is not dataclasses.MISSING
         default = item.default_factory() if made else item.default  # pyrefly: ignore[not-callable]
-        found.append(Field(item.name, hints[item.name], default, docs.get(item.name, "")))
+        # An underscore behind a word of Python's is not part of the option's name.
+        name = item.name.removesuffix("_")
+        found.append(Field(name, hints[item.name], default, docs.get(item.name, "")))
     return tuple(found)
 
 

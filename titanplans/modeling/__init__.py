@@ -10,6 +10,7 @@ from titanplans.modeling.build import build
 from titanplans.modeling.configs import available, load_config, load_config_file
 from titanplans.modeling.flops import count_flops
 from titanplans.modeling.initialize import initialize
+from titanplans.modeling.own import own_config
 from titanplans.modeling.samples import build_real, sample_inputs
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "initialize",
     "load_config",
     "load_config_file",
+    "own_config",
     "sample_inputs",
 ]

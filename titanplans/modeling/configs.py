@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from titanplans.errors import ModelError
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.families import Family, families, find_families
+from titanplans.modeling.own import own_config
 
 # What a config class raises for a value it does not take: its own checks, those of the typed config dataclasses of
 # transformers 5, and what it comes upon where it computes one field from another.
@@ -66,6 +67,8 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
             f"{_nearest(flavor, family.flavors)}"
         )
     fields = family.flavors[flavor]
+    if family.own_class is not None:
+        return own_config(family.own_class, fields | overrides)
     config_class = _config_class(family)
     # Copies throughout: config classes write defaults into the mappings they are given.
     config = _made(config_class, fields, f"{family.source}, flavor {flavor!r}")
@@ -132,6 +135,7 @@ def _tell(note: str) -> None:
 
 
 def _config_class(family: Family) -> type[PretrainedConfig]:
+    assert family.config_class is not None
     module, _, name = family.config_class.rpartition(".")
     try:
         # Only when one is asked for: `fla.models` imports Triton and every FLA model.

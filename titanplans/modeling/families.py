@@ -25,12 +25,14 @@ class Family:
 
     source: str
     """The file, for errors."""
-    config_class: str
-    """Module and name of the class, "transformers.LlamaConfig"."""
+    config_class: str | None
+    """Module and name of the class, "transformers.LlamaConfig"; None: the model is one of the author's own."""
     flavors: Mapping[str, dict[str, Any]]
     """Flavor -> config fields that differ from the class's defaults."""
     undeclared: tuple[str, ...] = ()
     """Keywords that the class takes without declaring a field of that name."""
+    own_class: str | None = None
+    """"module:Class" of such a model; a flavor has the keywords of its constructor."""
 
 
 class Found(NamedTuple):
@@ -86,7 +88,13 @@ def read_family(file: Traversable) -> Family:
     except ValueError as error:  # TOMLDecodeError names line and column, UnicodeDecodeError the byte
         raise ModelError(f"{file} is not TOML: {error}") from error
     config_class, undeclared = values.pop("config_class", None), values.pop("undeclared", [])
-    if not isinstance(config_class, str) or "." not in config_class:
+    own_class = values.pop("class", None)
+    if own_class is not None and (config_class is not None or not isinstance(own_class, str)):
+        raise ModelError(
+            f"{file}: class = {own_class!r} must be the name of a model of one's own, 'my_package.model:MyModel', and goes "
+            "without config_class"
+        )
+    if own_class is None and (not isinstance(config_class, str) or "." not in config_class):
         raise ModelError(
             f"{file}: config_class = {config_class!r} must be the module and name of a config class, such as "
             "'transformers.LlamaConfig'"
@@ -95,7 +103,7 @@ def read_family(file: Traversable) -> Family:
         raise ModelError(f"{file}: {stray[0]!r} stands in no flavor's table; put it into [defaults]")
     defaults = values.pop("defaults", {})
     flavors = {name: _none(merged(defaults, fields)) for name, fields in values.items()}
-    return Family(str(file), config_class, flavors, tuple(undeclared))
+    return Family(str(file), config_class, flavors, tuple(undeclared), own_class)
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

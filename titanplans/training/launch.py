@@ -176,7 +176,7 @@ def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
     A fork can't use an accelerator that its parent has looked at, nor macOS's libraries. Its parent's threads are not in it:
     a job with code of the user's, which may have started some, is not forked.
     """
-    users_code = job.experimental.custom_import or ":" in str(job.model.plan)
+    users_code = job.experimental.custom_import or job.model.class_ or ":" in str(job.model.plan)
     forks = sys.platform == "linux" and default_device_type() == "cpu" and not users_code
     return "fork" if forks else "spawn"
 

@@ -19,6 +19,8 @@ DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
 
 def model_name(job: JobConfig) -> tuple[str, str]:
     """Return the model's name and flavor; for a config file, its path and "config"."""
+    if job.model.class_ is not None:
+        return job.model.class_, "own"
     if job.model.config is not None:
         return job.model.config, "config"
     return job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR
@@ -30,6 +32,8 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
     Raises:
         ModelError: unknown name or flavor, or a file that is no Hugging Face configuration.
     """
+    if job.model.class_ is not None:
+        return modeling.own_config(job.model.class_, job.model.arguments or {})
     if job.model.config is not None:
         return modeling.load_config_file(job.model.config)
     return modeling.load_config(*model_name(job))

@@ -10,6 +10,7 @@ from titanplans import modeling
 from titanplans.cli.verify.alike import first_that_hold_all, kinds, plans
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
+from titanplans.modeling.own import is_own
 
 
 def cut(
@@ -29,6 +30,14 @@ def cut(
     """
     assert source.config is not None
     config, model, notes = source.config, modeling.build(source.config), []
+    if is_own(config):
+        for option, value in (("layers", layers), ("vocab-size", vocab_size)):
+            if value is not None:
+                raise VerifyError(
+                    f"--{option} {value}: which keyword of {source.words} that is, is not known: give a flavor, or "
+                    "arguments, of that size"
+                )
+        return config, model, notes
     blocks = kinds(model)
     if layers is not None and layers > len(blocks):
         raise VerifyError(

@@ -21,7 +21,7 @@ class PlanOption(Options):
 
 
 class Model(PlanOption):
-    """The model: a name and a flavor, or a config.json."""
+    """The model: a name and a flavor, a config.json, or a class of your own."""
 
     section: ClassVar[str] = "model"
 
@@ -33,6 +33,12 @@ class Model(PlanOption):
 
     config: FilePath | None = None
     """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
+
+    class_: Name | None = None
+    """A model of your own, "module:Class", an nn.Module that transformers need not know; instead of name and flavor."""
+
+    arguments: dict[str, Any] | None = None
+    """Keywords of its constructor."""
 
     hf_assets_path: FilePath | None = None
     """Folder with the tokenizer.json; unset: the small tokenizer that comes with titanplans."""

@@ -1,0 +1,1 @@
+"""A package of one's own, beside titanplans: a model, its plan, its sizes."""

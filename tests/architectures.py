@@ -1,0 +1,128 @@
+"""The page of all architectures, made of their plans, their sizes and the variants that are proved.
+
+PYTHONPATH=. python tests/architectures.py     # writes docs/architectures.md
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import zoo
+from torch import nn
+
+from titanplans import PlanError, check_plan, find_decoder, modeling, registered_plans
+from titanplans.modeling import kernels
+from titanplans.tensor_parallel.projections import KVColwise, Packed
+from titanplans.tensor_parallel.replicated import Whole
+from titanplans.tensor_parallel.styles import Style, split_key
+
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+LARGEST = 64
+"""The largest degree that is tried."""
+HEAD = """# Architectures
+
+Made by `tests/architectures.py` of the plans, the sizes and the proofs: what is below is what the code says.
+
+*Lines* are those of the plan's class. *Split by* says what of a mixer each rank has a part of, and names what is not plain:
+packed projections, norms over a split width, sums inside the region, a mixer's own numbers. Of what is not split every rank
+has all; MLPs and vocabularies are split in each. *Largest degree* is that of each named size, among powers of two up to 64.
+*Proved* are the variants of the config in `tests/zoo.py`, each at tp 2 and 4 with sequence and loss sharded and whole: loss,
+gradients, weights after a step, in float64 against the whole model.
+
+| architecture | plan | lines | mixer | split by | largest degree | proved variants |
+|---|---|---|---|---|---|---|
+"""
+
+
+def own_plans() -> dict[str, type]:
+    """Return this project's plans by model type."""
+    plans = registered_plans()
+    return {name: plan for name, plan in plans.items() if plan.__module__.startswith("titanplans.plans.")}
+
+
+def page() -> str:
+    """Return the page."""
+    kernels.install("cpu")
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows())
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each architecture."""
+    for name, plan in own_plans().items():
+        model = modeling.build(modeling.load_config(name, "debug"))
+        styles = check_plan(model, 2)
+        mixers = {type(mixer).__name__: (key, mixer) for key, mixer in find_decoder(model).mixers.items()}
+        split = {kind: split_by(key, mixer, plan, styles) for kind, (key, mixer) in mixers.items()}
+        yield (
+            f"`{name}`",
+            f"`{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py`",
+            str(len(inspect.getsource(plan).splitlines())),
+            ", ".join(f"`{kind}`" for kind in split),
+            "; ".join(dict.fromkeys(split.values())),
+            ", ".join(f"{flavor} {largest(name, flavor)}" for flavor in modeling.available()[name]),
+            variants(name),
+        )
+
+
+def split_by(key: str, mixer: nn.Module, plan: type, styles: Mapping[str, object]) -> str:
+    """Return in words what of the mixer at `key` a rank has a part of."""
+    if split_key(styles, key) is None:  # type: ignore[arg-type]
+        whole = isinstance(styles.get(key), Whole)
+        return "nothing: whole on every rank" if whole else "nothing"
+    own = {k.removeprefix(f"{key}."): style for k, style in styles.items() if k.startswith(f"{key}.")}
+    counts = plan(_options()).plan_of(mixer).heads(mixer)  # type: ignore[attr-defined]
+    words = [", ".join(f"`{name}`" for name in counts)]
+    for what, names in (
+        ("ranks may share heads of", [k for k, s in own.items() if isinstance(s, KVColwise)]),
+        ("packed", [k for k, s in own.items() if isinstance(s, Packed)]),
+        ("norm over the width", [k for k, s in own.items() if type(s).__name__ == "SplitNorm"]),
+        ("gathered", [k for k, s in own.items() if type(s).__name__ == "GatheredInRegion"]),
+        ("summed inside", [k for k, s in own.items() if type(s).__name__ == "RowwiseInRegion"]),
+        ("numbers of its own", [k for k, s in own.items() if _names_parameter(k, s, mixer)]),
+    ):
+        if names:
+            words.append(f"{what}: {', '.join(f'`{name}`' for name in names)}")
+    return "; ".join(words)
+
+
+def _names_parameter(key: str, style: object, mixer: nn.Module) -> bool:
+    return isinstance(style, Style) and style.splits and key in mixer._parameters
+
+
+def _options():
+    from titanplans import TPOptions
+
+    return TPOptions(2)
+
+
+def largest(name: str, flavor: str) -> int:
+    """Return the largest degree that the plan takes of a named size."""
+    model = modeling.build(modeling.load_config(name, flavor))
+    degree = 1
+    while degree < LARGEST and fits(model, 2 * degree):
+        degree *= 2
+    return degree
+
+
+def fits(model: nn.Module, degree: int) -> bool:
+    try:
+        check_plan(model, degree)
+    except PlanError:
+        return False
+    return True
+
+
+@cache
+def variants(name: str) -> str:
+    """Return the options that are proved: the fields of each variant that are not the sizes all of them share."""
+    if name in zoo.ARCHITECTURES:
+        return ", ".join(f"{k} = {v}" for k, v in zoo.ARCHITECTURES[name].options.items()) or "plain"
+    made = zoo.FAMILIES[name]
+    shared = {key for key in made[0] if all(one.get(key) == made[0][key] for one in made)}
+    told = [", ".join(f"{k} = {v}" for k, v in one.items() if k not in shared) or "plain" for one in made]
+    return "; ".join(told)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

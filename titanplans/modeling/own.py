@@ -1,0 +1,129 @@
+"""A model of one's own, which transformers does not know: an nn.Module by the name of its class.
+
+    [model]
+    class = "my_package.model:MyModel"
+    arguments = { width = 512, layers = 8 }
+
+Its forward takes `input_ids` [batch, sequence] and returns logits [batch, sequence, vocabulary], or an object that has them
+as `logits`. Its constructor gives every parameter its value, or a method `init_weights` of its modules does. It may have a
+`config`, a transformers PretrainedConfig; otherwise it gets one, whose `model_type` is the class's own `model_type` or its
+name, by which a plan is registered.
+"""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from titanplans.errors import ModelError
+from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.user_code import as_user_error, import_module
+
+_CLASS, _ARGUMENTS = "own_class", "own_arguments"
+"""Fields of the config that say how the model is made again."""
+
+
+class OwnConfig(PretrainedConfig):
+    """The config of a model that has none: which class it is, and the keywords of its constructor."""
+
+
+class OwnModel(nn.Module):
+    """What the rest of the house asks of a model of transformers, for one that is none."""
+
+    @property
+    def all_tied_weights_keys(self) -> dict[str, str]:
+        """Each parameter that is tied, and the one that it is tied to."""
+        first: dict[int, str] = {}
+        named = self.named_parameters(remove_duplicate=False)
+        return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        return sorted({type(block.module).__name__ for block in find_decoder(self, required=False).blocks})
+
+    def is_custom_code(self) -> bool:
+        """Nothing that transformers has to know."""
+        return False
+
+    def _initialize_weights(self, module: nn.Module, custom: bool) -> None:
+        """Nothing: its own constructor has done it."""
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head."""
+        head = find_decoder(self, required=False).head
+        return None if head is None else self.get_submodule(head)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False, **arguments: Any) -> Any:
+        """The model's own forward; logits by themselves are put into an object that has them."""
+        output = super().forward(input_ids, **arguments)  # pyrefly: ignore[not-callable]
+        return output if hasattr(output, "logits") else SimpleNamespace(logits=output)
+
+
+def own_config(source: str, arguments: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the config of the model that the class `source`, "module:Class", makes of these keywords.
+
+    It is made once, on meta.
+
+    Raises:
+        ModelError: there is no such class, it fails, its config is no PretrainedConfig, or it has no embedding.
+    """
+    with torch.device("meta"):
+        model = _made(source, arguments)
+    config = getattr(model, "config", None)
+    if config is None:
+        embedding = find_decoder(model).embedding
+        if embedding is None:
+            raise ModelError(
+                f"model.class = {source!r}: {type(model).__name__} has no nn.Embedding beside its blocks, so its vocabulary "
+                "is not known: give it a config, a transformers PretrainedConfig with vocab_size"
+            )
+        config = OwnConfig()
+        config.model_type = getattr(model, "model_type", type(model).__name__)  # type: ignore[assignment]
+        config.vocab_size = model.get_submodule(embedding).num_embeddings
+    elif not isinstance(config, PretrainedConfig):
+        raise ModelError(
+            f"model.class = {source!r}: its config is a {type(config).__name__}: make it a transformers PretrainedConfig, "
+            "or call it otherwise"
+        )
+    setattr(config, _CLASS, source)
+    setattr(config, _ARGUMENTS, dict(arguments))
+    return config
+
+
+def is_own(config: PretrainedConfig) -> bool:
+    """Whether `config` is that of a model of one's own."""
+    return hasattr(config, _CLASS)
+
+
+def construct_own(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Run the class's constructor with `device` and `dtype` as defaults, and give the model `config`.
+
+    Raises:
+        ModelError: it fails.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model: Any = _made(getattr(config, _CLASS), getattr(config, _ARGUMENTS))
+    finally:
+        torch.set_default_dtype(before)
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (OwnModel, cls), {"__module__": cls.__module__})
+    model.config = config
+    return model
+
+
+def _made(source: str, arguments: Mapping[str, Any]) -> nn.Module:
+    module_name, colon, name = source.partition(":")
+    what = f"model.class = {source!r}"
+    if not (colon and name):
+        raise ModelError(f"{what}: write module:Class, such as my_package.model:MyModel")
+    cls = getattr(import_module(module_name, what, ModelError), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ModelError(f"{what}: {module_name} has no nn.Module of this name")
+    with as_user_error(f"{what}, model.arguments = {dict(arguments)}", ModelError):
+        return cls(**arguments)
