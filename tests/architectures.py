@@ -4,18 +4,16 @@ PYTHONPATH=. python tests/architectures.py     # writes docs/architectures.md
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import zoo
 from torch import nn
 
-from titanplans import PlanError, check_plan, find_decoder, modeling, registered_plans
+from titanplans import PlanError, check_plan, modeling, registered_plans
+from titanplans.cli.verify.listing import split_by
 from titanplans.modeling import kernels
-from titanplans.tensor_parallel.projections import KVColwise, Packed
-from titanplans.tensor_parallel.replicated import Whole
-from titanplans.tensor_parallel.styles import Style, split_key
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 LARGEST = 64
@@ -52,48 +50,16 @@ def rows() -> Iterator[tuple[str, ...]]:
     for name, plan in own_plans().items():
         model = modeling.build(modeling.load_config(name, "debug"))
         styles = check_plan(model, 2)
-        mixers = {type(mixer).__name__: (key, mixer) for key, mixer in find_decoder(model).mixers.items()}
-        split = {kind: split_by(key, mixer, plan, styles) for kind, (key, mixer) in mixers.items()}
+        split = split_by(model, plan, styles)
         yield (
             f"`{name}`",
             f"`{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py`",
             str(len(inspect.getsource(plan).splitlines())),
             ", ".join(f"`{kind}`" for kind in split),
-            "; ".join(dict.fromkeys(split.values())),
+            "; ".join(dict.fromkeys(split.values())).replace("'", "`"),
             ", ".join(f"{flavor} {largest(name, flavor)}" for flavor in modeling.available()[name]),
             variants(name),
         )
-
-
-def split_by(key: str, mixer: nn.Module, plan: type, styles: Mapping[str, object]) -> str:
-    """Return in words what of the mixer at `key` a rank has a part of."""
-    if split_key(styles, key) is None:  # type: ignore[arg-type]
-        whole = isinstance(styles.get(key), Whole)
-        return "nothing: whole on every rank" if whole else "nothing"
-    own = {k.removeprefix(f"{key}."): style for k, style in styles.items() if k.startswith(f"{key}.")}
-    counts = plan(_options()).plan_of(mixer).heads(mixer)  # type: ignore[attr-defined]
-    words = [", ".join(f"`{name}`" for name in counts)]
-    for what, names in (
-        ("ranks may share heads of", [k for k, s in own.items() if isinstance(s, KVColwise)]),
-        ("packed", [k for k, s in own.items() if isinstance(s, Packed)]),
-        ("norm over the width", [k for k, s in own.items() if type(s).__name__ == "SplitNorm"]),
-        ("gathered", [k for k, s in own.items() if type(s).__name__ == "GatheredInRegion"]),
-        ("summed inside", [k for k, s in own.items() if type(s).__name__ == "RowwiseInRegion"]),
-        ("numbers of its own", [k for k, s in own.items() if _names_parameter(k, s, mixer)]),
-    ):
-        if names:
-            words.append(f"{what}: {', '.join(f'`{name}`' for name in names)}")
-    return "; ".join(words)
-
-
-def _names_parameter(key: str, style: object, mixer: nn.Module) -> bool:
-    return isinstance(style, Style) and style.splits and key in mixer._parameters
-
-
-def _options():
-    from titanplans import TPOptions
-
-    return TPOptions(2)
 
 
 def largest(name: str, flavor: str) -> int:

@@ -8,7 +8,7 @@ from tiny import Tiny
 from titanplans.plans.hf.llama import LlamaPlan
 
 from titanplans import PlanError, registered_plans
-from titanplans.cli.verify.main import _listing
+from titanplans.cli.verify.listing import listing
 from titanplans.tensor_parallel import registry
 
 PLAN = """
@@ -62,7 +62,7 @@ def test_an_entry_point_that_fails_is_named(another):
     with pytest.raises(PlanError, match="no plan is registered for Tiny") as error:
         registry.plan_for_model(model)
     assert f"Not loaded: {fault}" in str(error.value)
-    assert f"not loaded: {fault}" in _listing()
+    assert f"not loaded: {fault}" in listing()
 
 
 def test_a_plan_beside_the_others_is_found_by_walking(another, monkeypatch):

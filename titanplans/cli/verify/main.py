@@ -34,7 +34,9 @@ def main(argv: list[str], *, alone: bool = False) -> int:
         with stop_on_signals():
             request = parse(argv)
             if request.command == "list":
-                print(_listing())
+                from titanplans.cli.verify.listing import listing
+
+                print(listing())
                 return 0
             if request.command == "async-tp":
                 from titanplans.cli.async_tp.main import main as async_tp
@@ -85,20 +87,3 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
     elif rank == 0 and request.all:
         print(summary(outcomes, time.perf_counter() - start))
     return 0 if right else 1
-
-
-def _listing() -> str:
-    """Return a table of the registered plans: class, module, model types, token mixers."""
-    from titanplans.tensor_parallel.registry import faulty_plans, registered_mixers, registered_plans
-    from titanplans.text import columns
-
-    rows = [("plan", "model types", "token mixers")]
-    by_plan: dict[type, tuple[list[str], list[str]]] = {}
-    for column, table in enumerate((registered_plans(), registered_mixers())):
-        for name, plan in table.items():
-            by_plan.setdefault(plan, ([], []))[column].append(name)
-    for plan, (types, mixers) in by_plan.items():
-        rows.append(
-            (f"{plan.__module__}:{plan.__qualname__}", ", ".join(types) or "-", ", ".join(mixers) or "-")
-        )
-    return "\n".join([*columns(rows), *(f"not loaded: {fault}" for fault in faulty_plans())])

@@ -1,0 +1,103 @@
+"""The example package of a model of one's own: installed beside titanplans, it is listed, proved and trained."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "out_of_tree"
+BUILD = "from setuptools import build_meta as b; b.build_wheel('dist')"
+JOB = """
+[model]
+class = "my_models.model:MyModel"
+arguments = { width = 32, heads = 4, layers = 2 }
+[training]
+steps = 2
+local_batch_size = 1
+seq_len = 32
+[parallelism]
+tensor_parallel_degree = 2
+"""
+ALL = """
+from titanplans.cli.verify.main import main
+from titanplans.config import load_job
+from titanplans.training.resolve import hf_config
+
+assert main(["list"]) == 0
+assert main(["verify", "my_model", "--quick"]) == 0
+assert main(["verify", "own.toml", "--quick"]) == 0
+assert hf_config(load_job(["job.toml"])).own_arguments == {"width": 128}
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the example's jobs, and its package installed in `site`."""
+    folder = tmp_path_factory.mktemp("out_of_tree")
+    shutil.copytree(
+        EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    )
+    subprocess.run([sys.executable, "-c", BUILD], cwd=folder / "source", check=True, capture_output=True)
+    (wheel,) = (folder / "source" / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder / "site")
+    shutil.copy(EXAMPLE / "job.toml", folder)
+    (folder / "own.toml").write_text(JOB)
+    return folder
+
+
+def run(folder, *arguments):
+    path = os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_it_is_listed_and_proved(installed):
+    done = run(installed, "-c", ALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "my_models.plans:MyPlan" in done.stdout
+    assert "packed: 'qkv_proj'; numbers of its own: 'decay'" in done.stdout
+    assert done.stdout.count("cases are right") == 2 or "WRONG" not in done.stdout
+
+
+def test_it_trains_on_two_ranks(installed):
+    done = run(installed, "-m", "titanplans", "train", "own.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step  2" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("my_models.model", "write module:Class"),
+        ("my_models.model:Mixin", "has no nn.Module of this name"),
+        ("no_models.model:MyModel", "no module named 'no_models'"),
+    ],
+)
+def test_a_class_that_cannot_be_had_is_one_line(installed, monkeypatch, value, words):
+    from titanplans.errors import ModelError
+    from titanplans.modeling import own_config
+
+    monkeypatch.syspath_prepend(installed / "site")
+    with pytest.raises(ModelError, match=words) as error:
+        own_config(value, {})
+    assert f"model.class = {value!r}" in str(error.value)
+
+
+def test_keywords_that_the_class_does_not_take_are_named(installed, monkeypatch):
+    from titanplans.errors import ModelError
+    from titanplans.modeling import own_config
+
+    monkeypatch.syspath_prepend(installed / "site")
+    with pytest.raises(ModelError, match=r"model.arguments = \{'depth': 3\}: TypeError: .*'depth'"):
+        own_config("my_models.model:MyModel", {"depth": 3})

@@ -1,0 +1,84 @@
+"""`titanplans list`: the registered plans, and what each gives a rank of a mixer."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans import modeling
+from titanplans.modeling import kernels
+from titanplans.tensor_parallel import TPOptions, TPPlan, check_plan, find_decoder
+from titanplans.tensor_parallel.norms import GatheredInRegion, SplitNorm
+from titanplans.tensor_parallel.projections import KVColwise, Packed, RowwiseInRegion
+from titanplans.tensor_parallel.registry import faulty_plans, registered_mixers, registered_plans
+from titanplans.tensor_parallel.replicated import Whole
+from titanplans.tensor_parallel.styles import own_styles, split_key
+from titanplans.text import columns
+
+_WORDS: Mapping[str, tuple[type, ...]] = {
+    "ranks may share heads of": (KVColwise,),
+    "packed": (Packed,),
+    "norm over the width": (SplitNorm,),
+    "gathered": (GatheredInRegion,),
+    "summed inside": (RowwiseInRegion,),
+}
+"""What is said of a mixer's parts that have such a style."""
+
+
+def listing() -> str:
+    """Return a table of the registered plans: class, module, model types, token mixers, and what of these is split."""
+    rows = [("plan", "model types", "token mixers", "each rank has its part of")]
+    by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
+    for column, table in enumerate((registered_plans(), registered_mixers())):
+        for name, plan in table.items():
+            by_plan.setdefault(plan, ([], []))[column].append(name)
+    kernels.install("cpu")  # some models can't be built without; on meta they run on nothing
+    for plan, (types, mixers) in by_plan.items():
+        rows.append(
+            (
+                f"{plan.__module__}:{plan.__qualname__}",
+                ", ".join(types) or "-",
+                ", ".join(mixers) or "-",
+                _of_debug_flavor(plan, types),
+            )
+        )
+    return "\n".join([*columns(rows), *(f"not loaded: {fault}" for fault in faulty_plans())])
+
+
+def _of_debug_flavor(plan: type[TPPlan], model_types: list[str]) -> str:
+    """Return what the plan splits of the first of its model types that has a debug flavor, on meta."""
+    named = modeling.available()
+    name = next((name for name in model_types if "debug" in named.get(name, ())), None)
+    if name is None:
+        return "-"
+    model = modeling.build(modeling.load_config(name, "debug"))
+    return "; ".join(dict.fromkeys(split_by(model, plan, check_plan(model, 2)).values()))
+
+
+def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
+    """Return in words, for each class of mixer in `model`, what a rank has a part of.
+
+    Args:
+        model: not split.
+        plan: its plan.
+        styles: of that plan, at some degree.
+    """
+    found = {}
+    for key, mixer in find_decoder(model).mixers.items():
+        kind = type(mixer).__name__
+        if kind in found:
+            continue
+        if split_key(styles, key) is None:
+            found[kind] = "nothing: whole on every rank" if isinstance(styles.get(key), Whole) else "nothing"
+            continue
+        own = {k.removeprefix(f"{key}."): s for k, s in own_styles(styles).items() if k.startswith(f"{key}.")}
+        words = [_quoted(plan(TPOptions(2)).plan_of(mixer).heads(mixer))]
+        parts = {what: [k for k, s in own.items() if isinstance(s, kinds)] for what, kinds in _WORDS.items()}
+        parts["numbers of its own"] = [k for k, s in own.items() if s.splits and k in mixer._parameters]
+        words += [f"{what}: {_quoted(keys)}" for what, keys in parts.items() if keys]
+        found[kind] = "; ".join(words)
+    return found
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
