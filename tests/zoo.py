@@ -62,6 +62,62 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         ),
         _FLA | dict(head_dim=8, num_heads=8, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
     ),
+    "delta_net": (
+        _FLA | dict(use_gate=True),
+        _FLA | dict(use_short_conv=False, qk_norm="sum", qk_activation="elu", tie_word_embeddings=True),
+        _FLA | dict(use_beta=False, allow_neg_eigval=True, attn=dict(layers=[1], num_heads=8)),
+    ),
+    "kda": (
+        _FLA | dict(head_dim=8),
+        _FLA | dict(head_dim=8, num_heads=2, num_v_heads=8, use_short_conv=False, allow_neg_eigval=True),
+        _FLA
+        | dict(head_dim=8, expand_v=2.0, lower_bound=-5.0, safe_gate=True, tie_word_embeddings=True)
+        | dict(attn=dict(layers=[1], num_heads=8)),
+    ),
+    "gated_deltaproduct": (
+        _FLA | dict(head_dim=8),
+        _FLA
+        | dict(head_dim=8, num_householder=3, use_forget_gate=False, use_output_gate=False)
+        | dict(use_short_conv=False, allow_neg_eigval=True, attn=dict(layers=[1], num_heads=8)),
+    ),
+    "comba": (
+        _FLA | dict(head_dim=8),
+        _FLA
+        | dict(head_dim=8, num_heads=2, num_v_heads=8, use_output_gate=False, use_short_conv=False)
+        | dict(tie_word_embeddings=True),
+        _FLA
+        | dict(head_dim=8, use_inner_decay=False, use_output_correction=False)
+        | dict(attn=dict(layers=[1], num_heads=8)),
+    ),
+    "mesa_net": (
+        _FLA | dict(head_dim=8),
+        _FLA | dict(head_dim=8, use_output_gate=True, attn=dict(layers=[1], num_heads=8)),
+    ),
+    "path_attn": (
+        _FLA | dict(num_kv_heads=2, use_forget_gate=True),
+        _FLA | dict(use_low_rank_w=False, use_w_shortconv=False, tie_word_embeddings=True),
+    ),
+    "precond_gated_deltanet": (
+        _FLA | dict(head_dim=8),
+        _FLA
+        | dict(head_dim=8, num_heads=2, num_v_heads=8, use_gate=False, use_short_conv=False)
+        | dict(allow_neg_eigval=True, attn=dict(layers=[1], num_heads=8)),
+    ),
+    "precond_kda": (
+        _FLA | dict(head_dim=8),
+        _FLA
+        | dict(head_dim=8, num_heads=2, num_v_heads=8, use_short_conv=False, allow_neg_eigval=True)
+        | dict(lower_bound=-5.0, safe_gate=True, attn=dict(layers=[1], num_heads=8)),
+    ),
+    "cyclic_flow_attention": (
+        _FLA | dict(head_dim=8),
+        _FLA | dict(head_dim=8, expand_v=2.0, conv_bias=True, tie_word_embeddings=True),
+        _FLA | dict(head_dim=8, use_short_conv=False),
+    ),
+    "mom": (
+        _FLA | dict(head_dim=8, num_memories=3),
+        _FLA | dict(head_dim=8, single_kv_proj=True, shared_mem=False, use_output_gate=False),
+    ),
     # Mixtures of experts
     "mixtral": (_FLA | dict(num_key_value_heads=2, num_local_experts=4),),
     "qwen2_moe": (_EXPERTS | dict(shared_expert_intermediate_size=24, mlp_only_layers=[0]),),

@@ -1,7 +1,5 @@
 """The plan of Gated DeltaNet, its heads split (Yang et al. 2024, arXiv:2412.06464)."""
 
-from torch import nn
-
 from titanplans import register_plan
 
 from .mixer import MixerPlan
@@ -20,7 +18,4 @@ class GatedDeltaNetPlan(MixerPlan):
     by_shared_head = ("q_proj", "k_proj", "q_conv1d", "k_conv1d")
     for_all_heads = ("o_norm",)
     counts = ("num_v_heads", "value_dim")
-
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        heads = self.part_of(attn.num_heads)
-        return super().local_attributes(attn) | {"num_heads": heads, "key_dim": heads * attn.head_k_dim}
+    shared_counts = ("num_heads", "key_dim")

@@ -16,11 +16,13 @@ class MixerPlan(TransformerPlan):
     by_head: tuple[str, ...] = ()
     """Split by the heads that `head_names` count."""
     by_shared_head: tuple[str, ...] = ()
-    """Split by those that `shared_head_names` count, or by all heads if the mixer counts none."""
+    """Split by those that `shared_head_names` count, or by all heads if the mixer counts none. Goes before `by_head`."""
     for_all_heads: tuple[str, ...] = ()
     """One for all heads: replicated."""
     counts: tuple[str, ...] = ()
     """Attributes that count heads or widths, which the mixer's code reads: divided by the degree."""
+    shared_counts: tuple[str, ...] = ()
+    """Those that count shared heads or their widths: what is left of them on a rank."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {
@@ -32,7 +34,13 @@ class MixerPlan(TransformerPlan):
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        return super().local_attributes(attn) | self.divided(attn, *self.counts)
+        counted = super().local_attributes(attn) | self.divided(attn, *self.counts)
+        if self.shared_counts:
+            heads = self.kv_heads(attn)
+            assert heads is not None
+            for name in self.shared_counts:
+                counted[name] = getattr(attn, name) // heads * self.part_of(heads)
+        return counted
 
 
 def has(module: nn.Module, name: str) -> bool:

@@ -1,6 +1,12 @@
-"""FLA's own references behind the names of its kernels: what the adapter adds to them, and what it refuses."""
+"""FLA's own references behind the names of its kernels: what the adapter adds to them, and what it refuses.
 
+Each is compared with its definition, written down here: a sum over earlier tokens where that can be, else a loop.
+"""
+
+import functools
 import importlib
+import inspect
+import math
 
 import pytest
 import torch
@@ -9,9 +15,31 @@ import torch.nn.functional as F
 from titanplans.modeling.kernels import KernelError, install
 from titanplans.modeling.kernels.table import _NAIVE
 
-BATCH, TOKENS, HEADS, KEY, VALUE = 2, 7, 2, 4, 6
-GATES = {"delta_rule": None, "simple_gla": (), "gated_delta_rule": (), "kda": (KEY,)}
-"""Dimensions of a gate beyond [B, T, H]; None: no gate."""
+BATCH, TOKENS, HEADS, KEY, SLOTS, STEPS = 2, 7, 2, 4, 5, 2
+VALUES = {"mesa_net": KEY}
+"""The size of values, if not 6."""
+OVER_TIME = {
+    "comba": {"p": (KEY,), "g": (), "beta": ()},
+    "cyfa": {"g": (), "beta": (), "delta": ()},
+    "delta_rule": {"beta": ()},
+    "gated_delta_product": {"g": (), "beta": ()},
+    "gated_delta_rule": {"g": (), "beta": ()},
+    "kda": {"g": (KEY,), "beta": ()},
+    "mesa_net": {"g": (), "beta": ()},
+    "path_attn": {"w": (KEY,), "g": (), "beta": ()},
+    "precond_gated_delta_rule": {"g": (), "beta": (), "g_atk": (), "beta_atk": ()},
+    "precond_kda": {"g": (KEY,), "beta": (), "g_atk": (), "beta_atk": ()},
+    "simple_gla": {"g": ()},
+}
+"""Inputs beside q, k and v, with their dimensions beyond [B, T, H]."""
+STATES = {
+    "mesa_net": ("h_kk_init", "h_kv_init"),
+    "path_attn": (),
+    "precond_gated_delta_rule": ("initial_state", "initial_A_state"),
+    "precond_kda": ("initial_state", "initial_A_state"),
+}
+"""Arguments for what a kernel returns after its outputs, if not `initial_state` alone."""
+MIXERS = sorted(OVER_TIME)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,103 +47,261 @@ def _installed():
     install("cpu")
 
 
-@pytest.fixture(params=_NAIVE)
-def mixer(request):
-    return request.param
+def test_every_reference_is_tested_here():
+    assert _NAIVE.keys() <= OVER_TIME.keys() | OTHERS
 
 
-def kernel(mixer, kind="chunk"):
-    return getattr(importlib.import_module(f"fla.ops.{mixer}"), f"{kind}_{mixer}")
+OTHERS: set[str] = set()
+"""Tested elsewhere."""
 
 
-def inputs(mixer, batch=BATCH, tokens=TOKENS, dtype=torch.float64):
-    rng = torch.Generator().manual_seed(0)
+def kernel(mixer, kind=None):
+    return getattr(importlib.import_module(f"fla.ops.{mixer}"), f"{kind or _NAIVE[mixer][1]}_{mixer}")
 
-    def randn(*sizes):
-        return torch.randn(batch, tokens, HEADS, *sizes, generator=rng, dtype=torch.float64)
 
-    given = {"q": randn(KEY), "k": F.normalize(randn(KEY), dim=-1), "v": randn(VALUE)}
-    if (sizes := GATES[mixer]) is not None:
-        given["g"] = F.logsigmoid(randn(*sizes))
-    if mixer != "simple_gla":
-        given["beta"] = randn().sigmoid()
-    return {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+def randn(*sizes, seed):
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(mixer, batch=BATCH, tokens=TOKENS, dtype=torch.float64, seed=0):
+    """Return what has a number for each token."""
+    given = {}
+    sizes = {"q": (KEY,), "k": (KEY,), "v": (VALUES.get(mixer, 6),)} | OVER_TIME[mixer]
+    for number, (name, size) in enumerate(sizes.items()):
+        several = mixer == "gated_delta_product" and name in ("k", "v", "beta")
+        x = randn(batch, tokens * (STEPS if several else 1), HEADS, *size, seed=100 * seed + number)
+        if name in ("k", "p", "w"):
+            x = F.normalize(x, dim=-1)
+        elif name in ("g", "g_atk"):
+            x = F.logsigmoid(x)
+        elif name in ("beta", "beta_atk", "delta"):
+            x = x.sigmoid()
+        given[name] = x.to(dtype).requires_grad_()
+    return given
+
+
+def options(mixer, dtype=torch.float64):
+    """Return the other arguments that a mixer needs."""
+    given = {}
+    if mixer == "gated_delta_product":
+        given = {"num_householder": STEPS}
+    elif mixer == "mesa_net":
+        given = {"lamb": 0.25 + randn(HEADS, KEY, seed=7).exp()}
+    elif mixer.startswith("precond"):
+        given = {"log_atk_scale": randn(HEADS, seed=7), "x": 1.4, "eps": 1e-4}
+        given["use_qk_l2norm_in_kernel"] = True
+    elif mixer == "cyfa":
+        given = {"readout": randn(HEADS, SLOTS, SLOTS, seed=7), "q_norm_eps": 1e-3, "k_norm_eps": 1e-4}
+        given |= {f"{x}_norm_weight": randn(KEY, seed=n) for n, x in enumerate("qk")}
+    return {
+        name: x.to(dtype).requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in given.items()
+    }
 
 
 def close(got, want, tolerance=1e-13):
     """Of float64 sums of some tens of terms of order 1."""
+    if isinstance(got, tuple):
+        for a, b in zip(got, want, strict=True):
+            close(a, b, tolerance)
+        return
     assert got.dtype == want.dtype
     assert (got - want).abs().max() <= tolerance * max(1.0, want.abs().max().item())
 
 
-def by_hand(mixer, q, k, v, g=None, beta=None):
-    """S_t = decay(g_t) S_{t-1} + k_t (beta_t (v_t - S^T k_t))^T, o_t = K^-0.5 S_t^T q_t; simple_gla has no delta."""
-    state, outputs = q.new_zeros(q.shape[0], HEADS, KEY, VALUE), []
-    for t in range(q.shape[1]):
+def decays(g):
+    """Return the decay from each token [B, 1, S, ...] to each later one [B, T, S, ...], and 0 to earlier ones."""
+    past = g.cumsum(1)
+    later = (
+        torch.ones(g.shape[1], g.shape[1], dtype=torch.bool)
+        .tril()
+        .view(1, *2 * g.shape[1:2], *[1] * (g.dim() - 2))
+    )
+    return (past[:, :, None] - past[:, None]).masked_fill(~later, -torch.inf).exp()
+
+
+def delta_by_hand(q, k, v, g=None, beta=None, p=None, **preconditioner):
+    """S = decay(g_t) S + w_t (beta_t (v_t - S^T p_t))^T, o_t = K^-0.5 S^T q_t; p, w are k if not said; no beta: no delta."""
+    batch, tokens, heads, size = q.shape
+    steps = k.shape[1] // tokens
+    state, outputs = q.new_zeros(batch, heads, size, v.shape[-1]), []
+    written = preconditioned(k, **preconditioner) if preconditioner else (k, None)
+    for t in range(tokens):
         if g is not None:
             gate = g[:, t].exp()
             state = state * (gate[..., None] if gate.dim() == 3 else gate[..., None, None])
-        value = v[:, t]
-        if beta is not None:
-            value = beta[:, t, :, None] * (value - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], value)
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * KEY**-0.5)
-    return torch.stack(outputs, 1), state
+        for s in range(t * steps, (t + 1) * steps):
+            value = v[:, s]
+            if beta is not None:
+                read = (k if p is None else p)[:, s]
+                value = beta[:, s, :, None] * (value - torch.einsum("bhkv,bhk->bhv", state, read))
+            state = state + torch.einsum("bhk,bhv->bhkv", written[0][:, s], value)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * size**-0.5)
+    states = (state,) if written[1] is None else (state, written[1])
+    return torch.stack(outputs, 1), *states
 
 
-@pytest.mark.parametrize("kind", ["chunk", "fused_chunk", "fused_recurrent"])
-def test_equals_the_recurrence_in_float64_with_every_gradient(mixer, kind):
-    if kind not in _NAIVE[mixer]:
-        pytest.skip("FLA has no such kernel of this mixer")
-    given = inputs(mixer)
-    got, want = kernel(mixer, kind)(**given, output_final_state=True), by_hand(mixer, **given)
+def preconditioned(k, g_atk, beta_atk, log_atk_scale, x, eps):
+    """Return the keys to write, and the last sum of decayed squares."""
+    squares = torch.einsum("btsh,bsh,bshk->bthk", decays(g_atk), beta_atk, k.square())
+    r = (squares + eps).log() - log_atk_scale[:, None]
+    return k * x ** -(r / (1 + r.abs())), squares[:, -1]
+
+
+def product_by_hand(num_householder, **given):
+    return delta_by_hand(**given)
+
+
+def precond_by_hand(q, k, *, epsilon=0.0, use_qk_l2norm_in_kernel, **given):
+    q, k = (x / (x.square().sum(-1, keepdim=True) + epsilon).sqrt() for x in (q, k))
+    return delta_by_hand(q, k, **given)
+
+
+def mesa_by_hand(q, k, v, g, beta, lamb):
+    """Ridge regression over the past: o_t = v^T W k (k^T W k + diag(lamb))^-1 q_t, W of decays and betas."""
+    keys, values = (torch.einsum("btsh,bsh,bshk,bshv->bthkv", decays(g), beta, k, x) for x in (k, v))
+    system = keys + torch.diag_embed(lamb)
+    o = torch.einsum("bthkv,bthk->bthv", values, torch.linalg.inv(system).matmul(q[..., None])[..., 0])
+    return o, keys[:, -1], values[:, -1]
+
+
+def path_by_hand(q, k, v, w, beta, g):
+    """Softmax attention; from a token to the next, keys go through I - beta_t w_t w_t^T."""
+    keys, outputs = k[:, :0], []
+    past = g.cumsum(1)
+    for t in range(q.shape[1]):
+        along = torch.einsum("bshk,bhk->bsh", keys, w[:, t])
+        keys = keys - torch.einsum("bsh,bh,bhk->bshk", along, beta[:, t], w[:, t])
+        keys = torch.cat([keys, k[:, t : t + 1]], 1)
+        scores = torch.einsum("bshk,bhk->bsh", keys, q[:, t]) + past[:, t : t + 1] - past[:, : t + 1]
+        outputs.append(torch.einsum("bsh,bshv->bhv", (scores * KEY**-0.5).softmax(1), v[:, : t + 1]))
+    return torch.stack(outputs, 1), None
+
+
+def cyfa_by_hand(q, k, v, g, delta, beta, readout, **norms):
+    """Slots of relative time: a token of the past is in those around the clock's distance, by Dirichlet's kernel."""
+    q, k = (
+        F.rms_norm(x, (KEY,), norms[f"{name}_norm_weight"], norms[f"{name}_norm_eps"])
+        for name, x in (("q", q), ("k", k))
+    )
+    clock = delta.cumsum(1)
+    distance = clock[:, :, None] - clock[:, None]  # [B, T, S, H]
+    offset = torch.arange(SLOTS, dtype=q.dtype) - distance[..., None]
+    waves = torch.arange(1, SLOTS // 2 + 1, dtype=q.dtype) * (2 * math.pi / SLOTS)
+    kernel = (1 + 2 * (offset[..., None] * waves).cos().sum(-1)) / SLOTS
+    read = torch.einsum("hrc,btshc,btsh,bsh->btshr", readout, kernel, decays(g), beta)
+    logits = torch.einsum("btshr,bthk,bshk->bthr", read, q * KEY**-0.5, k)
+    return torch.einsum("bthr,btshr,bshv->bthv", logits.softmax(-1), read, v), None
+
+
+BY_HAND = {
+    "cyfa": cyfa_by_hand,
+    "gated_delta_product": product_by_hand,
+    "mesa_net": mesa_by_hand,
+    "path_attn": path_by_hand,
+    "precond_gated_delta_rule": precond_by_hand,
+    "precond_kda": functools.partial(precond_by_hand, epsilon=1e-6),
+}
+
+
+def by_hand(mixer, **given):
+    return BY_HAND.get(mixer, delta_by_hand)(**given)
+
+
+@pytest.mark.parametrize(("mixer", "kind"), [(m, kind) for m in MIXERS for kind in _NAIVE[m][1:]])
+def test_equals_its_definition_in_float64_with_every_gradient(mixer, kind):
+    given = inputs(mixer) | options(mixer)
+    final = {} if mixer == "path_attn" else {"output_final_state": True}
+    got, want = kernel(mixer, kind)(**given, **final), by_hand(mixer, **given)
     for a, b in zip(got, want, strict=True):
-        close(a, b)
+        if b is not None:
+            close(a, b)
     weights = torch.linspace(-1, 2, want[0].numel(), dtype=torch.float64).view_as(want[0])
-    gradients = [torch.autograd.grad((o * weights).sum() + s.sum(), given.values()) for o, s in (got, want)]
-    for a, b in zip(*gradients, strict=True):
-        close(a, b)
+    wrt = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    losses = [
+        (o * weights).sum() + sum(s.sum() for s, t in zip(states, want[1:], strict=True) if t is not None)
+        for o, *states in (got, want)
+    ]
+    for a, b in zip(*(torch.autograd.grad(loss, wrt) for loss in losses), strict=True):
+        close(a, b, 1e-12)
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_bfloat16_is_accumulated_in_float32(mixer):
-    given = inputs(mixer, dtype=torch.bfloat16)
-    o, state = kernel(mixer)(**given, output_final_state=True)
-    assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    given, more = inputs(mixer, dtype=torch.bfloat16), options(mixer, torch.float32)
+    o, *_ = kernel(mixer)(**given, **more)
+    assert o.dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
-        wide, _ = kernel(mixer)(**{name: x.float() for name, x in given.items()})
+        wide, *_ = kernel(mixer)(**{name: x.float() for name, x in given.items()}, **more)
     assert wide.dtype == torch.float32
     assert torch.equal(o, wide.bfloat16())
 
 
-@pytest.mark.parametrize("v_first", [False, True])
-def test_packed_sequences_with_states_equal_one_call_each(mixer, v_first):
-    if mixer == "delta_rule" and v_first:
-        pytest.skip("FLA's delta rule has one layout")
-    given, layout = inputs(mixer, batch=1), {"state_v_first": True} if v_first else {}
-    states = torch.randn(2, HEADS, *((VALUE, KEY) if v_first else (KEY, VALUE)), dtype=torch.float64)
-    options = dict(scale=0.3, output_final_state=True, **layout)
-    bounds = torch.tensor([0, 3, TOKENS])
-    got = kernel(mixer)(**given, initial_state=states, cu_seqlens=bounds, **options)
-    parts = [
-        kernel(mixer)(
-            **{name: x[:, a:b] for name, x in given.items()}, initial_state=states[n : n + 1], **options
-        )
-        for n, (a, b) in enumerate([(0, 3), (3, TOKENS)])
-    ]
-    close(got[0], torch.cat([o for o, _ in parts], 1))
-    close(got[1], torch.cat([s for _, s in parts]))
-    assert got[1].shape == states.shape
+def part(given, first, end):
+    """Return the inputs of some tokens."""
+    tokens = given["q"].shape[1]
+    return {name: x[:, first * (n := x.shape[1] // tokens) : end * n] for name, x in given.items()}
 
 
-def test_a_state_carries_a_sequence_on_and_scale_is_a_factor(mixer):
-    given = inputs(mixer)
-    whole, final = kernel(mixer)(**given, output_final_state=True)
-    first, second = ({name: x[:, part] for name, x in given.items()} for part in (slice(4), slice(4, None)))
-    _, state = kernel(mixer)(**first, output_final_state=True)
-    rest, last = kernel(mixer)(**second, initial_state=state, output_final_state=True)
+def named(mixer, states):
+    return dict(zip(STATES.get(mixer, ("initial_state",)), states, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "layout"),
+    [*((m, {}) for m in MIXERS), *((m, {"state_v_first": True}) for m in ("gated_delta_rule", "kda"))],
+)
+def test_packed_sequences_with_states_equal_one_call_each(mixer, layout):
+    given = inputs(mixer, batch=1)
+    more = options(mixer) | layout | ({} if mixer == "path_attn" else {"output_final_state": True})
+    if "scale" in inspect.signature(kernel(mixer)).parameters:
+        more["scale"] = 0.3
+    _, *states = kernel(mixer)(**inputs(mixer, seed=1), **more)
+    states = [] if mixer == "path_attn" else states
+    got = kernel(mixer)(**given, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
+    for n, (a, b) in enumerate([(0, 3), (3, TOKENS)]):
+        own = [tuple(x[n : n + 1] for x in s) if isinstance(s, tuple) else s[n : n + 1] for s in states]
+        o, *finals = kernel(mixer)(**part(given, a, b), **named(mixer, own), **more)
+        close(got[0][:, a:b], o)
+        for whole, final in zip(got[1:], finals, strict=True):
+            if final is not None:
+                close(
+                    tuple(x[n : n + 1] for x in whole) if isinstance(whole, tuple) else whole[n : n + 1],
+                    final,
+                )
+
+
+@pytest.mark.parametrize("mixer", [m for m in MIXERS if m != "path_attn"])
+def test_states_carry_a_sequence_on(mixer):
+    given, more = inputs(mixer), options(mixer) | {"output_final_state": True}
+    whole, *finals = kernel(mixer)(**given, **more)
+    _, *states = kernel(mixer)(**part(given, 0, 4), **more)
+    rest, *last = kernel(mixer)(**part(given, 4, TOKENS), **named(mixer, states), **more)
     close(rest, whole[:, 4:])
-    close(last, final)
-    close(kernel(mixer)(**given, scale=1.0)[0], whole * KEY**0.5)
+    close(tuple(last), tuple(finals))
+
+
+def test_states_are_given_back_on_request_alone():
+    for mixer in MIXERS:
+        _, *states = kernel(mixer)(**inputs(mixer), **options(mixer))
+        assert all(state is None for state in states), mixer
+
+
+@pytest.mark.parametrize("mixer", [m for m in MIXERS if m not in ("mesa_net", "path_attn", "cyfa")])
+def test_scale_is_a_factor(mixer):
+    given = inputs(mixer) | options(mixer)
+    close(kernel(mixer)(**given, scale=1.0)[0], kernel(mixer)(**given)[0] * KEY**0.5)
+
+
+def test_one_token_of_mesa_net():
+    from fla.ops.mesa_net import mesa_net_decoding_one_step
+
+    given, lamb = inputs("mesa_net"), options("mesa_net")["lamb"]
+    whole, *finals = kernel("mesa_net")(**given, lamb=lamb, output_final_state=True)
+    _, *states = kernel("mesa_net")(**part(given, 0, TOKENS - 1), lamb=lamb, output_final_state=True)
+    last = {name: x[:, -1] for name, x in given.items()}
+    o, *after = mesa_net_decoding_one_step(**last, lamb=lamb, prev_h_kk=states[0], prev_h_kv=states[1])
+    close(o, whole[:, -1])
+    close(tuple(after), tuple(finals))
 
 
 def test_reverse_runs_from_the_last_token():
@@ -132,38 +318,69 @@ def test_one_decay_a_head_and_none():
         kernel("simple_gla")(**given, g_gamma=decay)[0],
         by_hand("simple_gla", **given, g=decay.expand_as(gates))[0],
     )
-    close(kernel("simple_gla")(**given)[0], by_hand("simple_gla", **given)[0])
+    for mixer in ("simple_gla", "path_attn", "gated_delta_product"):
+        given, more = inputs(mixer), options(mixer)
+        gates = given.pop("g")
+        without = {"g": None} if mixer == "gated_delta_product" else {}
+        want = by_hand(mixer, **given, **more, g=torch.zeros_like(gates))[0]
+        close(kernel(mixer)(**given, **more, **without)[0], want)
 
 
-def test_what_a_kernel_does_to_its_inputs():
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_what_a_kernel_does_to_its_inputs(lower_bound):
     """Norms of q and k, the sigmoid of beta, the gate from its parameters, more heads of values than of keys."""
+    from fla.ops.kda.gate import fused_kda_gate
+
     given = inputs("kda")
     q, k, g, beta = (torch.randn_like(given[name]) for name in ("q", "k", "g", "beta"))
     A_log, dt_bias = torch.randn(HEADS, dtype=torch.float64), torch.randn(HEADS * KEY, dtype=torch.float64)
+    parameters = dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
     got, _ = kernel("kda")(
-        q[:, :, :1], k[:, :, :1], given["v"], g, beta, A_log=A_log, dt_bias=dt_bias, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True,
+        q[:, :, :1], k[:, :, :1], given["v"], g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, safe_gate=lower_bound is not None, **parameters,
     )  # fmt: skip
     norm = [
         (x[:, :, :1] / (x[:, :, :1].square().sum(-1, keepdim=True) + 1e-6).sqrt()).expand_as(x)
         for x in (q, k)
     ]
-    gate = -A_log.exp()[:, None] * F.softplus(g + dt_bias.view(HEADS, KEY))
-    close(got, by_hand("kda", *norm, given["v"], gate, 2 * beta.sigmoid())[0])
+    x, rate = g + dt_bias.view(HEADS, KEY), A_log.exp()[:, None]
+    gate = -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
+    close(fused_kda_gate(g, **parameters), gate)
+    close(got, by_hand("kda", q=norm[0], k=norm[1], v=given["v"], g=gate, beta=2 * beta.sigmoid())[0])
+
+
+@pytest.mark.parametrize("mixer", ["comba", "gated_delta_rule", "precond_gated_delta_rule"])
+def test_more_heads_of_values_than_of_keys(mixer):
+    given, more = inputs(mixer), options(mixer)
+    of_keys = {"q", "k", "p", "g_atk", "beta_atk", "log_atk_scale"}
+    few = {
+        name: (x[:1] if x.dim() == 1 else x[:, :, :1]) if name in of_keys else x
+        for name, x in (given | more).items()
+    }
+    repeated = {
+        name: (x.repeat(2) if x.dim() == 1 else x.repeat_interleave(2, 2)) if name in of_keys else x
+        for name, x in few.items()
+    }
+    got, want = kernel(mixer)(**few, output_final_state=True), by_hand(mixer, **repeated)
+    close(got[0], want[0])
+    close(got[1], want[1])
+    if len(want) == 3:  # one for each head of keys
+        close(got[2], want[2][:, :1])
 
 
 @pytest.mark.parametrize(
-    ("mixer", "option"),
+    ("mixer", "option", "reason"),
     [
-        ("kda", {"lower_bound": -5.0}),
-        ("kda", {"safe_gate": True}),
-        ("gated_delta_rule", {"cp_context": object()}),
-        ("delta_rule", {"head_first": True}),
+        ("kda", {"cp_context": object()}, "has no such argument"),
+        ("gated_delta_rule", {"cp_context": object()}, "has no such argument"),
+        ("delta_rule", {"head_first": True}, "has no such argument"),
+        ("path_attn", {"use_cache": True}, "has no such argument"),
+        ("precond_gated_delta_rule", {"use_qk_l2norm_in_kernel": False}, "leave it True"),
     ],
 )
-def test_what_the_reference_has_not_is_refused_by_name(mixer, option):
+def test_what_the_reference_has_not_is_refused_by_name(mixer, option, reason):
     (name,) = option
     with pytest.raises(
-        KernelError, match=rf"chunk_{mixer}: {name} is not computed on a CPU.*fla\.ops\.{mixer}"
+        KernelError, match=rf"_{mixer}: {name}.* is not computed on a CPU.*fla\.ops\.{mixer}.*{reason}"
     ):
-        kernel(mixer)(**inputs(mixer), **option)
+        kernel(mixer)(**inputs(mixer), **options(mixer) | option)

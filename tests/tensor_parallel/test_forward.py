@@ -212,6 +212,27 @@ def test_the_models_own_loss(name):
     on_ranks(work, name)
 
 
+def test_the_own_loss_with_the_balance_of_routers():
+    """Every rank computes the balance whole, inside of regions where gradients are summed."""
+
+    def work(split, whole):
+        outputs = [model(ids(), labels=ids()) for model in (split, whole)]
+        same(*(output.loss for output in outputs))
+        for output in outputs:
+            output.loss.backward()
+        same_gradients(split, whole)
+
+    on_ranks(work, model=zoo.build("mom", fuse_cross_entropy=False, aux_loss_scale=10.0))
+
+
+def test_a_loss_that_some_models_fuse_with_the_head_when_they_train():
+    def work(split, whole):
+        with pytest.raises(PlanError, match=r"set loss_parallel = False and .*fuse_cross_entropy"):
+            split(ids(), labels=ids())
+
+    on_ranks(work, model=zoo.build("kda"))
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_attentions_of_a_rank_are_refused(sequence_parallel):
     def work(split, whole):

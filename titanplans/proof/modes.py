@@ -26,6 +26,9 @@ from titanplans.torch_private import (
     without_torch_function,
 )
 
+_FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.eye)
+"""Without a dtype they make torch's default, float32."""
+
 
 class Widen(TorchFunctionMode):
     """Let `dtype` stand wherever torch is asked for float32.
@@ -42,6 +45,8 @@ class Widen(TorchFunctionMode):
             return args[0].to(self.dtype)
         if func is torch._grouped_mm and args[0].dtype == torch.float64:
             return _grouped_mm(*args, **kwargs or {})
+        if func in _FACTORIES and (kwargs or {}).get("dtype") is None:
+            kwargs = (kwargs or {}) | {"dtype": torch.get_default_dtype()}
         if any(arg is torch.float32 for arg in args):
             args = tuple(self.dtype if arg is torch.float32 else arg for arg in args)
         if kwargs:

@@ -136,7 +136,9 @@ def apply_plan(
 
 def _guard(model: nn.Module, border: Border, checked: Checked, loss_parallel: bool) -> None:
     decoder, sharded = checked.decoder, border.stream.dim is not None
-    fused_loss = getattr(getattr(model, "config", None), "fuse_linear_cross_entropy", False)
+    config = getattr(model, "config", None)
+    # Some of flash-linear-attention's models have one field for both, which fuses the head when they train.
+    fused_loss = getattr(config, "fuse_linear_cross_entropy", getattr(config, "fuse_cross_entropy", False))
     heads = [key for key, style in checked.styles.items() if isinstance(style, VocabHead)]
     known = Forwards(
         border,

@@ -106,7 +106,7 @@ def _refuse(known: Forwards, is_model: bool, module: nn.Module, given: Mapping[s
         raise PlanError(
             f"{name} was called with labels, but its logits or its head are sharded over the vocabulary, "
             "where its own loss is wrong: compute the loss from the logits, or set loss_parallel = False "
-            "and fuse_linear_cross_entropy = False"
+            "and fuse_linear_cross_entropy = False (fuse_cross_entropy, where a config has no other)"
         )
     for kept in _KEPT:
         if known.border.stream.dim is not None and not known.ends_early and _is_some(given.get(kept)):

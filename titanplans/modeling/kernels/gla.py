@@ -8,6 +8,7 @@ Not FLA's own `naive_recurrent_gla`, a loop over time that is too slow to train 
 ratio). This file checks arguments and lays tokens out in chunks; the mathematics is in `gla_chunks.py`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def chunk_gla(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = {name: x.to(dtype) for name, x in zip("qkvg", (q, k, v, g), strict=True)}
     inputs["q"] = inputs["q"] * scale
-    o, final = by_sequence(_chunked, inputs, None if state is None else state.to(dtype), bounds)
+    o, final = by_sequence(_chunked, inputs, {"state": None if state is None else state.to(dtype)}, bounds)
     if not output_final_state or final is None:
         return o.to(v.dtype), None
     return o.to(v.dtype), (final.transpose(-1, -2) if state_v_first else final).contiguous()
@@ -122,9 +123,9 @@ def fused_recurrent_gla(
     return o, state
 
 
-def _chunked(inputs: dict[str, torch.Tensor], state: torch.Tensor | None) -> Result:
-    """The recurrence over q (scaled), k, g [B, T, H, K] and v [B, T, H, V], all of one dtype, from `state` [B, H, K, V]."""
-    v = inputs["v"]
+def _chunked(inputs: dict[str, torch.Tensor], states: Mapping[str, Any]) -> Result:
+    """The recurrence over q (scaled), k, g [B, T, H, K] and v [B, T, H, V], all of one dtype, from a state [B, H, K, V]."""
+    v, state = inputs["v"], states["state"]
     batch, seq_len, num_heads, value_size = v.shape
     chunk_size = _chunk_size(seq_len)
     num_chunks = -(-seq_len // chunk_size)

@@ -15,22 +15,34 @@ import torch.nn.functional as F
 
 from titanplans.errors import KernelError
 from titanplans.modeling.kernels.norms import l2norm
-from titanplans.modeling.kernels.packing import Result, by_sequence
+from titanplans.modeling.kernels.packing import Result, State, by_sequence, of_state
 from titanplans.modeling.kernels.precision import accumulation_dtype
 from titanplans.proof.modes import Widen
 
-_OVER_TIME = ("q", "k", "v", "g", "gk", "beta")
+_OVER_TIME = ("q", "k", "v", "p", "w", "g", "gk", "beta", "g_atk", "beta_atk", "delta")
+"""Inputs [B, T, ...]; queries first, of which every token has one."""
+_STATES = ("initial_state", "initial_A_state", "h_kk_init", "h_kv_init")
+_NORMED = ("q", "k", "p")
+"""Of which a kernel takes the norm on request."""
+_WITHOUT_EFFECT = (
+    *("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level", "safe_gate", "lower_bound"),
+    "max_CG_iteration",
+)
+"""How a kernel splits its work, what it may take for granted, and how near it comes to a solution that is exact here."""
+
 _HEADS_FIRST = ("delta_rule_recurrence",)
 """References of [B, H, T, ...]; all others are of [B, T, H, ...], as the kernels are."""
-_WITHOUT_EFFECT = ("cu_seqlens_cpu", "chunk_indices", "chunk_size")
-"""How a kernel splits its work."""
+_GROUPED = ("naive_recurrent_precond_gated_delta_rule",)
+"""References with a state of each key head, so that they repeat queries and keys for the heads of values themselves."""
+_NORMING = ("naive_recurrent_precond_gated_delta_rule",)
+"""References that take the norm of queries and keys themselves, without an epsilon."""
 
 
 def recurrence(kernel: Callable[..., Any], reference: str) -> Callable[..., Result]:
     """Return a function with the arguments of `kernel` that computes by the `reference`, "fla.ops.delta_rule.naive:f".
 
     Inputs are [B, T, H, ...]; states are [N, H, K, V] (or [N, H, V, K] with `state_v_first`), N the number of packed
-    sequences, or B. The output has the dtype of v, the final state that of the accumulation. Torch differentiates it.
+    sequences, or B. The output has the dtype of v, final states that of the accumulation. Torch differentiates it.
 
     The function raises:
         KernelError: an argument that the reference has not, by name.
@@ -41,7 +53,9 @@ def recurrence(kernel: Callable[..., Any], reference: str) -> Callable[..., Resu
     @torch.compiler.disable  # as FLA's kernels are; and a compiler would unroll the loop
     @functools.wraps(kernel)
     def compute(*args: Any, **kwargs: Any) -> Result:
-        given = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         given |= given.pop("kwargs", {})
         given = {key: value for key, value in given.items() if value is not None and value is not False}
         naive = getattr(importlib.import_module(module), name)
@@ -56,52 +70,84 @@ def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any]) -> R
     out_dtype = given["v"].dtype
     with torch.autocast(given["v"].device.type, enabled=False):
         inputs = {name: given.pop(name).to(dtype) for name in _OVER_TIME if name in given}
-        _before_the_recurrence(inputs, given)
-        bounds, state = given.pop("cu_seqlens", None), given.pop("initial_state", None)
-        v_first, reverse = given.pop("state_v_first", False), given.pop("reverse", False)
+        _before_the_recurrence(kernel, naive, inputs, given)
+        bounds, v_first = given.pop("cu_seqlens", None), given.pop("state_v_first", False)
+        turn = (lambda x: x.transpose(-1, -2).contiguous()) if v_first else (lambda x: x)
+        states = {
+            name: of_state(lambda x: turn(x).to(dtype), given.pop(name)) for name in _STATES if name in given
+        }
         has = inspect.signature(naive).parameters
         if "g" in has and "g" not in inputs:
-            inputs["g"] = inputs["v"].new_zeros(inputs["v"].shape[:3])  # no decay
-        if "scale" in given and "scale" not in has:  # then it is K ** -0.5
-            inputs["q"] = inputs["q"] * (given.pop("scale") * inputs["q"].shape[-1] ** 0.5)
+            inputs["g"] = inputs["q"].new_zeros(inputs["q"].shape[:3])  # no decay
+        size = inputs["q"].shape[-1]
+        if "scale" in has:
+            given.setdefault("scale", size**-0.5)
+        elif "scale" in given:  # then it is K ** -0.5
+            inputs["q"] = inputs["q"] * (given.pop("scale") * size**0.5)
+        reverse, wants_states = given.pop("reverse", False), given.pop("output_final_state", False)
         options = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
-        asked = [*inputs, *options, *(["initial_state"] if state is not None else [])]
-        if unknown := [name for name in asked if name not in has]:
-            raise KernelError(
-                f"{kernel}: {unknown[0]} is not computed on a CPU: {naive.__module__}.{naive.__name__}, FLA's own "
-                "reference, has no such argument; leave it out or run on a GPU"
-            )
+        if unknown := [name for name in (*inputs, *options, *states) if name not in has]:
+            raise _refusal(kernel, naive, f"{unknown[0]}", "has no such argument; leave it out")
         if "output_final_state" in has:
-            options.setdefault("output_final_state", False)
-        if state is not None:
-            state = (state.transpose(-1, -2) if v_first else state).to(dtype)
+            options["output_final_state"] = wants_states
 
-        def run(part: dict[str, torch.Tensor], state: torch.Tensor | None) -> Result:
+        def run(part: dict[str, torch.Tensor], states: dict[str, State]) -> Result:
             # From the last token to the first, and [B, H, T, ...], and back.
             flip = (lambda x: x.flip(1)) if reverse else (lambda x: x)
             swap = (lambda x: x.transpose(1, 2)) if naive.__name__ in _HEADS_FIRST else (lambda x: x)
             part = {name: swap(flip(x)) for name, x in part.items()}
             with Widen(dtype):
-                o, final = naive(**part, **options, **({} if state is None else {"initial_state": state}))
-            return flip(swap(o)), final
+                result = naive(**part, **options, **states)
+            o, *finals = result if isinstance(result, tuple) else (result, None)
+            return flip(swap(o)), *(finals if wants_states else [None] * len(finals))
 
-        o, final = by_sequence(run, inputs, state, bounds)
-    return o.to(out_dtype), final.transpose(-1, -2).contiguous() if v_first and final is not None else final
+        o, *finals = by_sequence(run, inputs, states, bounds)
+    return o.to(out_dtype), *(of_state(turn, state) for state in finals)
 
 
-def _before_the_recurrence(inputs: dict[str, torch.Tensor], given: dict[str, Any]) -> None:
+def _before_the_recurrence(
+    kernel: str, naive: Callable[..., Any], inputs: dict[str, torch.Tensor], given: dict[str, Any]
+) -> None:
     """What kernels do to `inputs` on request; the requests are taken out of `given`."""
-    if given.pop("use_qk_l2norm_in_kernel", False):
-        inputs["q"], inputs["k"] = l2norm(inputs["q"]), l2norm(inputs["k"])
+    normed = given.pop("use_qk_l2norm_in_kernel", False)
+    if naive.__name__ in _NORMING and not normed:
+        raise _refusal(kernel, naive, "use_qk_l2norm_in_kernel = False", "takes these norms; leave it True")
+    if normed and naive.__name__ not in _NORMING:
+        inputs |= {name: l2norm(x) for name, x in inputs.items() if name in _NORMED}
     if given.pop("use_beta_sigmoid_in_kernel", False):
         inputs["beta"] = inputs["beta"].sigmoid() * (2.0 if given.pop("allow_neg_eigval", False) else 1.0)
     if given.pop("use_gate_in_kernel", False):
-        g = inputs["g"]  # [B, T, H], or [B, T, H, K]
-        rate = given.pop("A_log").to(g.dtype).exp().view(-1, *[1] * (g.dim() - 3))
-        bias = given.pop("dt_bias", None)
-        inputs["g"] = -rate * F.softplus(g if bias is None else g + bias.to(g.dtype).view(g.shape[2:]))
+        A_log, bias = given.pop("A_log", None), given.pop("dt_bias", None)
+        inputs["g"] = gate(inputs["g"], A_log, bias, given.get("lower_bound"))
     if (decay := given.pop("g_gamma", None)) is not None:  # one for each head
         inputs["g"] = decay.to(inputs["v"].dtype).expand(inputs["v"].shape[:3])
     groups = inputs["v"].shape[2] // inputs["q"].shape[2]
-    if groups > 1:  # several heads of values for one of queries and keys
-        inputs["q"], inputs["k"] = (inputs[name].repeat_interleave(groups, 2) for name in "qk")
+    if groups > 1 and naive.__name__ not in _GROUPED:  # several heads of values for one of queries and keys
+        inputs |= {name: x.repeat_interleave(groups, 2) for name, x in inputs.items() if name in _NORMED}
+
+
+def gate(
+    g: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the gate of `g` [B, T, H] or [B, T, H, K], as FLA's `fused_kda_gate`: the logarithm of a decay.
+
+        -exp(A_log) softplus(g + dt_bias),  with a bound:  lower_bound sigmoid(exp(A_log) (g + dt_bias))
+
+    `A_log` is [H], `dt_bias` [H] or [H * K]. Of float64 it is float64, else `output_dtype`.
+    """
+    dtype = accumulation_dtype(g, A_log, dt_bias)
+    x = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias.to(dtype).view(g.shape[2:])
+    rate = 1.0 if A_log is None else A_log.to(dtype).exp().view(-1, *[1] * (g.dim() - 3))
+    y = -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
+    return y if dtype == torch.float64 else y.to(output_dtype)
+
+
+def _refusal(kernel: str, naive: Callable[..., Any], what: str, why: str) -> KernelError:
+    return KernelError(
+        f"{kernel}: {what} is not computed on a CPU: {naive.__module__}.{naive.__name__}, FLA's own reference, {why} or "
+        "run on a GPU"
+    )

@@ -15,7 +15,9 @@ from titanplans.modeling.kernels import (
     convolution,
     gla,
     losses,
+    mesa,
     norms,
+    recurrence,
     residuals,
     rotary,
 )
@@ -28,9 +30,16 @@ _FLASH_ATTENTION = {
 }
 
 _NAIVE = {
+    "comba": ("naive_recurrent_comba", "chunk", "fused_recurrent"),
+    "cyfa": ("titanplans.modeling.kernels.cyfa:recurrent_cyfa", "chunk", "fused_recurrent"),
     "delta_rule": ("delta_rule_recurrence", "chunk", "fused_recurrent"),
+    "gated_delta_product": ("naive_recurrent_gated_delta_product", "chunk"),
     "gated_delta_rule": ("naive_recurrent_gated_delta_rule", "chunk", "fused_recurrent"),
     "kda": ("naive_recurrent_kda", "chunk", "fused_recurrent"),
+    "mesa_net": ("naive_mesa_net_exact", "chunk"),
+    "path_attn": ("naive_path_attn", "parallel"),
+    "precond_gated_delta_rule": ("naive_recurrent_precond_gated_delta_rule", "chunk", "fused_recurrent"),
+    "precond_kda": ("naive_recurrent_precond_kda", "chunk", "fused_recurrent"),
     "simple_gla": ("naive_recurrent_simple_gla", "chunk", "fused_chunk", "fused_recurrent", "parallel"),
 }
 """Folder of fla.ops -> the reference in its naive.py, and the kernels that it stands for: `chunk_delta_rule`, ..."""
@@ -63,8 +72,12 @@ REFERENCES: dict[str, Callable[..., Any] | str] = {
     **_FLASH_ATTENTION,
     "fla.ops.gla.chunk:chunk_gla": gla.chunk_gla,
     "fla.ops.gla.fused_recurrent:fused_recurrent_gla": gla.fused_recurrent_gla,
+    "fla.ops.kda.gate:fused_kda_gate": recurrence.gate,
+    "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": mesa.one_step,
     **{
-        f"fla.ops.{folder}.{kind}:{kind}_{folder}": f"fla.ops.{folder}.naive:{reference}"
+        f"fla.ops.{folder}.{kind}:{kind}_{folder}": reference
+        if ":" in reference
+        else f"fla.ops.{folder}.naive:{reference}"
         for folder, (reference, *kinds) in _NAIVE.items()
         for kind in kinds
     },

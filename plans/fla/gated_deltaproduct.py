@@ -1,0 +1,23 @@
+"""The plan of Gated DeltaProduct, its heads split (Siems et al. 2025, arXiv:2502.10297)."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .gated_deltanet import GatedDeltaNetPlan
+from .mixer import has
+
+
+@register_plan("gated_deltaproduct", mixer="fla.layers.gated_deltaproduct.GatedDeltaProduct")
+class GatedDeltaProductPlan(GatedDeltaNetPlan):
+    """As Gated DeltaNet, with `num_householder` keys, values and betas a token.
+
+    Their rows are (n h d): n sections, each of which is split.
+    """
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        steps: int = attn.num_householder  # type: ignore[assignment]
+        keys = self.packed(*[self.shared(attn.key_dim, attn.num_heads)] * steps)  # type: ignore[arg-type]
+        values, betas = (self.packed(*[size] * steps) for size in (attn.value_dim, attn.num_v_heads))  # type: ignore[list-item]
+        packed = {"k_proj": keys, "k_conv1d": keys, "v_proj": values, "v_conv1d": values, "b_proj": betas}
+        return super().attn_plan(attn) | {name: style for name, style in packed.items() if has(attn, name)}

@@ -1,0 +1,16 @@
+"""The plan of Kimi Delta Attention, its heads split (Kimi Team 2025, arXiv:2510.26692)."""
+
+from titanplans import register_plan
+
+from .gated_deltanet import GatedDeltaNetPlan
+
+
+@register_plan("kda", mixer="fla.layers.kda.KimiDeltaAttention")
+class KDAPlan(GatedDeltaNetPlan):
+    """As Gated DeltaNet, but for the gates.
+
+    Both are low-rank products: to the width of one head, the same on every rank, and from there to the heads.
+    """
+
+    by_head = ("v_proj", "v_conv1d", "f_proj.1", "b_proj", "g_proj.1", "A_log", "dt_bias")
+    for_all_heads = ("f_proj.0", "g_proj.0", "o_norm")

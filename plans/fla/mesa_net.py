@@ -1,0 +1,17 @@
+"""The plan of MesaNet, its heads split (von Oswald et al. 2025, arXiv:2506.05233)."""
+
+from titanplans import register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("mesa_net", mixer="fla.layers.mesa_net.MesaNet")
+class MesaNetPlan(MixerPlan):
+    """Everything belongs to one head, but the output norm, which is one for all."""
+
+    by_head = (
+        *("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d"),
+        *("a_proj", "b_proj", "g_proj", "lambda_params"),
+    )
+    for_all_heads = ("o_norm",)
+    counts = ("num_heads",)

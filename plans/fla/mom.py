@@ -1,0 +1,34 @@
+"""The plan of mixture-of-memories, its heads split (Du et al. 2025, arXiv:2502.13685)."""
+
+from typing import Any
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .mixer import MixerPlan, has
+
+
+@register_plan("mom", mixer="fla.layers.mom.MomAttention")
+class MomPlan(MixerPlan):
+    """Every rank routes all tokens, to its heads of the memories that they are sent to."""
+
+    by_head = (
+        *("q_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj", "A_log", "dt_bias"),
+        *("shared_k", "shared_v", "shared_b", "shared_a"),
+    )
+    for_all_heads = ("gate", "o_norm")
+    counts = ("num_heads",)
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        memories = {
+            f"{name}.{number}": self.colwise()
+            for name in ("k_proj", "v_proj", "b_proj", "a_proj")
+            for number in range(attn.num_memories)  # type: ignore[arg-type]
+            if has(attn, name)
+        }
+        # Its code gathers the tokens of each memory out of the input.
+        return super().attn_plan(attn) | self.attn_region(float8_input=False) | memories
+
+    def model_functions(self, model: nn.Module) -> dict[str, Any]:
+        return {"load_balancing_loss_func": self.alike}
