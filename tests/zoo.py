@@ -63,12 +63,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         _FLA | dict(head_dim=8, num_heads=8, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
     ),
     "delta_net": (
-        _FLA | dict(use_gate=True),
+        _FLA | dict(use_gate=True, use_beta=False, attn=dict(layers=[1], num_heads=8)),
         _FLA | dict(use_short_conv=False, qk_norm="sum", qk_activation="elu", tie_word_embeddings=True),
-        _FLA | dict(use_beta=False, allow_neg_eigval=True, attn=dict(layers=[1], num_heads=8)),
     ),
     "kda": (
-        _FLA | dict(head_dim=8),
         _FLA | dict(head_dim=8, num_heads=2, num_v_heads=8, use_short_conv=False, allow_neg_eigval=True),
         _FLA
         | dict(head_dim=8, expand_v=2.0, lower_bound=-5.0, safe_gate=True, tie_word_embeddings=True)
@@ -81,13 +79,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         | dict(use_short_conv=False, allow_neg_eigval=True, attn=dict(layers=[1], num_heads=8)),
     ),
     "comba": (
-        _FLA | dict(head_dim=8),
-        _FLA
-        | dict(head_dim=8, num_heads=2, num_v_heads=8, use_output_gate=False, use_short_conv=False)
-        | dict(tie_word_embeddings=True),
         _FLA
         | dict(head_dim=8, use_inner_decay=False, use_output_correction=False)
         | dict(attn=dict(layers=[1], num_heads=8)),
+        _FLA
+        | dict(head_dim=8, num_heads=2, num_v_heads=8, use_output_gate=False, use_short_conv=False)
+        | dict(tie_word_embeddings=True),
     ),
     "mesa_net": (
         _FLA | dict(head_dim=8),
@@ -110,7 +107,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         | dict(lower_bound=-5.0, safe_gate=True, attn=dict(layers=[1], num_heads=8)),
     ),
     "cyclic_flow_attention": (
-        _FLA | dict(head_dim=8),
         _FLA | dict(head_dim=8, expand_v=2.0, conv_bias=True, tie_word_embeddings=True),
         _FLA | dict(head_dim=8, use_short_conv=False),
     ),

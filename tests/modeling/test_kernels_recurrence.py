@@ -304,6 +304,17 @@ def test_one_token_of_mesa_net():
     close(tuple(after), tuple(finals))
 
 
+def test_keys_of_path_attention_are_kept_for_decoding():
+    """Queries at the last token see kept keys as softmax attention does."""
+    from fla.ops.attn.decoding import attn_decoding_one_step
+
+    given, bounds = inputs("path_attn", batch=1), torch.tensor([0, 3, TOKENS])
+    o, keys = kernel("path_attn")(**given, cu_seqlens=bounds, use_cache=True)
+    last = given["q"][:, bounds[1:] - 1]
+    got = attn_decoding_one_step(last, keys, given["v"], given["g"], cu_seqlens=bounds, do_gate_scale=True)
+    close(got, o[:, bounds[1:] - 1])
+
+
 def test_reverse_runs_from_the_last_token():
     given = inputs("simple_gla")
     o, _ = kernel("simple_gla", "fused_recurrent")(**given, reverse=True)
@@ -374,7 +385,6 @@ def test_more_heads_of_values_than_of_keys(mixer):
         ("kda", {"cp_context": object()}, "has no such argument"),
         ("gated_delta_rule", {"cp_context": object()}, "has no such argument"),
         ("delta_rule", {"head_first": True}, "has no such argument"),
-        ("path_attn", {"use_cache": True}, "has no such argument"),
         ("precond_gated_delta_rule", {"use_qk_l2norm_in_kernel": False}, "leave it True"),
     ],
 )

@@ -7,6 +7,7 @@ from titanplans import TPOptions
 from titanplans.proof.assemble import best_fit
 from titanplans.proof.conditions import PLAIN, Batch
 from titanplans.proof.localise import diagnose
+from titanplans.proof.modes import Widen
 from titanplans.proof.report import CaseResult, Check, Finding, Place, Refusal, Report
 from titanplans.proof.sample import Sampler, randomise
 from titanplans.proof.tolerance import difference
@@ -83,6 +84,14 @@ def test_weights_depend_on_seed_and_name_only():
     assert 0.5 < first.lm_head.weight.std() * 4 < 1.5
     randomise(second, 1)
     assert not first.lm_head.weight.equal(second.lm_head.weight)
+
+
+def test_float32_is_widened_by_name_and_as_the_default():
+    with Widen(torch.float64):
+        made = [torch.zeros(2), torch.empty(2, dtype=None), torch.ones(2, dtype=torch.float32), torch.eye(2)]
+        assert {x.dtype for x in made} == {torch.float64}
+        assert torch.zeros(2, dtype=torch.int64).dtype == torch.int64
+        assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float64
 
 
 def test_the_table():

@@ -31,7 +31,7 @@ _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.eye)
 
 
 class Widen(TorchFunctionMode):
-    """Let `dtype` stand wherever torch is asked for float32.
+    """Let `dtype` stand wherever torch is asked for float32, by name or as the default.
 
     In the forward only: a function mode is not active in the backward of an autograd.Function.
     """

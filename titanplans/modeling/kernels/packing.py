@@ -1,6 +1,6 @@
 """Sequences packed along the tokens of a batch of one, as `cu_seqlens` describes them: a recurrence runs over each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -27,6 +27,7 @@ def by_sequence(
     inputs: Mapping[str, torch.Tensor],
     states: Mapping[str, State],
     cu_seqlens: torch.Tensor | None,
+    of_tokens: bool = False,
 ) -> Result:
     """Call `run` with `inputs` [B, T, ...] and initial states, or once for each packed sequence and its own states.
 
@@ -36,33 +37,49 @@ def by_sequence(
         states: by name, N of them, the number of packed sequences or B.
         cu_seqlens: the N + 1 bounds of the sequences; B is 1 then. They are read on the host, which is a graph
             break under `torch.compile`.
+        of_tokens: what `run` returns beside outputs is no state, but [B, T, ...] as they are.
 
     Raises:
         KernelError: bounds that don't fit the tokens, or a batch of more than one.
     """
+    results = []
+    for n, part in sequences(inputs, cu_seqlens):
+        own = {
+            name: state if n is None else of_state(itemgetter(slice(n, n + 1)), state)
+            for name, state in states.items()
+        }
+        results.append(run(part, own))
     if cu_seqlens is None:
-        return run(dict(inputs), dict(states))
+        return results[0]
+    outputs, *finals = zip(*results, strict=True)
+    return torch.cat(outputs, 1), *(_joined(states, int(of_tokens)) for states in finals)
+
+
+def sequences(
+    inputs: Mapping[str, torch.Tensor], cu_seqlens: torch.Tensor | None
+) -> Iterator[tuple[int | None, dict[str, torch.Tensor]]]:
+    """Yield the number and the `inputs` [1, t, ...] of each packed sequence; of a batch that is not packed, None and all.
+
+    Raises:
+        KernelError: see `by_sequence`.
+    """
+    if cu_seqlens is None:
+        yield None, dict(inputs)
+        return
     batch, tokens = next(iter(inputs.values())).shape[:2]
     if batch != 1:
         raise KernelError(f"batch size {batch} with cu_seqlens; flatten the sequences to batch size 1")
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise KernelError(f"cu_seqlens {bounds} must rise from 0 to T={tokens}")
-    results = []
     for n, (first, end) in enumerate(pairwise(bounds)):
-        part = {}
-        for name, x in inputs.items():
-            steps = x.shape[1] // tokens
-            part[name] = x[:, first * steps : end * steps]
-        own = {name: of_state(itemgetter(slice(n, n + 1)), state) for name, state in states.items()}
-        results.append(run(part, own))
-    outputs, *finals = zip(*results, strict=True)
-    return torch.cat(outputs, 1), *(_joined(states) for states in finals)
+        steps = {name: x.shape[1] // tokens for name, x in inputs.items()}
+        yield n, {name: x[:, first * steps[name] : end * steps[name]] for name, x in inputs.items()}
 
 
-def _joined(states: tuple[State, ...]) -> State:
+def _joined(states: tuple[State, ...], dim: int) -> State:
     if states[0] is None:
         return None
     if isinstance(states[0], tuple):
-        return tuple(map(torch.cat, zip(*states, strict=True)))  # type: ignore[arg-type]
-    return torch.cat(states)  # type: ignore[arg-type]
+        return tuple(torch.cat(parts, dim) for parts in zip(*states, strict=True))  # type: ignore[arg-type]
+    return torch.cat(states, dim)  # type: ignore[arg-type]

@@ -57,15 +57,19 @@ def recurrence(kernel: Callable[..., Any], reference: str) -> Callable[..., Resu
         bound.apply_defaults()
         given = bound.arguments
         given |= given.pop("kwargs", {})
+        of_tokens = "output_final_state" not in given
         given = {key: value for key, value in given.items() if value is not None and value is not False}
         naive = getattr(importlib.import_module(module), name)
-        return _compute(kernel.__name__, naive, given)
+        return _compute(kernel.__name__, naive, given, of_tokens)
 
     return compute
 
 
-def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any]) -> Result:
-    """`given` are the arguments that were, by name, without those that are None or False."""
+def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any], of_tokens: bool) -> Result:
+    """`given` are the arguments that were, by name, without those that are None or False.
+
+    `of_tokens`: what is returned beside outputs is no final state, but has a number for each token as they have.
+    """
     dtype = accumulation_dtype(*(value for value in given.values() if isinstance(value, torch.Tensor)))
     out_dtype = given["v"].dtype
     with torch.autocast(given["v"].device.type, enabled=False):
@@ -77,14 +81,14 @@ def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any]) -> R
             name: of_state(lambda x: turn(x).to(dtype), given.pop(name)) for name in _STATES if name in given
         }
         has = inspect.signature(naive).parameters
-        if "g" in has and "g" not in inputs:
+        if "g" in has and has["g"].default is inspect.Parameter.empty and "g" not in inputs:
             inputs["g"] = inputs["q"].new_zeros(inputs["q"].shape[:3])  # no decay
         size = inputs["q"].shape[-1]
         if "scale" in has:
             given.setdefault("scale", size**-0.5)
         elif "scale" in given:  # then it is K ** -0.5
             inputs["q"] = inputs["q"] * (given.pop("scale") * size**0.5)
-        reverse, wants_states = given.pop("reverse", False), given.pop("output_final_state", False)
+        reverse, wants_states = given.pop("reverse", False), given.pop("output_final_state", of_tokens)
         options = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
         if unknown := [name for name in (*inputs, *options, *states) if name not in has]:
             raise _refusal(kernel, naive, f"{unknown[0]}", "has no such argument; leave it out")
@@ -101,7 +105,7 @@ def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any]) -> R
             o, *finals = result if isinstance(result, tuple) else (result, None)
             return flip(swap(o)), *(finals if wants_states else [None] * len(finals))
 
-        o, *finals = by_sequence(run, inputs, states, bounds)
+        o, *finals = by_sequence(run, inputs, states, bounds, of_tokens)
     return o.to(out_dtype), *(of_state(turn, state) for state in finals)
 
 

@@ -13,9 +13,9 @@ from titanplans.modeling.kernels import (
     activations,
     attention,
     convolution,
+    decoding,
     gla,
     losses,
-    mesa,
     norms,
     recurrence,
     residuals,
@@ -31,13 +31,13 @@ _FLASH_ATTENTION = {
 
 _NAIVE = {
     "comba": ("naive_recurrent_comba", "chunk", "fused_recurrent"),
-    "cyfa": ("titanplans.modeling.kernels.cyfa:recurrent_cyfa", "chunk", "fused_recurrent"),
+    "cyfa": ("titanplans.modeling.kernels.references:cyfa", "chunk", "fused_recurrent"),
     "delta_rule": ("delta_rule_recurrence", "chunk", "fused_recurrent"),
     "gated_delta_product": ("naive_recurrent_gated_delta_product", "chunk"),
     "gated_delta_rule": ("naive_recurrent_gated_delta_rule", "chunk", "fused_recurrent"),
     "kda": ("naive_recurrent_kda", "chunk", "fused_recurrent"),
     "mesa_net": ("naive_mesa_net_exact", "chunk"),
-    "path_attn": ("naive_path_attn", "parallel"),
+    "path_attn": ("titanplans.modeling.kernels.references:path_attn", "parallel"),
     "precond_gated_delta_rule": ("naive_recurrent_precond_gated_delta_rule", "chunk", "fused_recurrent"),
     "precond_kda": ("naive_recurrent_precond_kda", "chunk", "fused_recurrent"),
     "simple_gla": ("naive_recurrent_simple_gla", "chunk", "fused_chunk", "fused_recurrent", "parallel"),
@@ -73,7 +73,8 @@ REFERENCES: dict[str, Callable[..., Any] | str] = {
     "fla.ops.gla.chunk:chunk_gla": gla.chunk_gla,
     "fla.ops.gla.fused_recurrent:fused_recurrent_gla": gla.fused_recurrent_gla,
     "fla.ops.kda.gate:fused_kda_gate": recurrence.gate,
-    "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": mesa.one_step,
+    "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": decoding.mesa_net_step,
+    "fla.ops.attn.decoding:attn_decoding_one_step": decoding.attn_decoding_one_step,
     **{
         f"fla.ops.{folder}.{kind}:{kind}_{folder}": reference
         if ":" in reference
