@@ -65,6 +65,12 @@ def test_gated_linear_attention_does_not_grow_with_the_sequence():
     assert _count(config, seq_len=65536)[1] == flops
 
 
+@pytest.mark.parametrize("name", ["kda", "cyclic_flow_attention", "mom"])
+def test_recurrences_that_are_called_attention_do_not_grow_either(name):
+    config = modeling.load_config(name, "debug")
+    assert _count(config, seq_len=512) == _count(config, seq_len=65536)
+
+
 def test_hybrid_layers_are_counted_by_their_own_mixer():
     config = modeling.load_config("gla", "debug", attn={"layers": [1], "num_heads": 8})
     short, long = (_count(config, seq_len)[1] for seq_len in (512, 1024))

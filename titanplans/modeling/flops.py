@@ -12,6 +12,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 _GLA_CHUNK = 64
 """Tokens that FLA's chunked kernels multiply with each other directly; chunks are joined by a state."""
 
+_RECURRENT = ("KimiDeltaAttention", "CyclicFlowAttention", "MomAttention", "RWKV7Attention")
+"""Of FLA, with heads of a dimension as attention has, but their work does not grow with the sequence."""
+
 
 def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
     """Parameters, and FLOPs per token of one forward and backward, at sequences of `seq_len` tokens.
@@ -70,7 +73,12 @@ def _mixer_products(module: Any, seq_len: int) -> int:
         return module.num_heads * (2 * d_k * d_v + min(_GLA_CHUNK, seq_len) * (d_k + d_v))
     config = getattr(module, "config", None)
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
-    if not kind.endswith("Attention") or heads is None or not hasattr(module, "head_dim"):
+    if (
+        not kind.endswith("Attention")
+        or kind in _RECURRENT
+        or heads is None
+        or not hasattr(module, "head_dim")
+    ):
         return 0
     # FLA's name; then transformers', on the module where layers differ in it (None: full) and else on the config.
     window = getattr(module, "window_size", None) or getattr(
