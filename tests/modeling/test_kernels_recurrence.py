@@ -210,10 +210,13 @@ def by_hand(mixer, **given):
 @pytest.mark.parametrize(("mixer", "kind"), [(m, kind) for m in MIXERS for kind in _NAIVE[m][1:]])
 def test_equals_its_definition_in_float64_with_every_gradient(mixer, kind):
     given = inputs(mixer) | options(mixer)
-    final = {} if mixer == "path_attn" else {"output_final_state": True}
+    final = {} if kind == "parallel" else {"output_final_state": True}
     got, want = kernel(mixer, kind)(**given, **final), by_hand(mixer, **given)
+    want = (want[0], *(None for _ in want[1:])) if kind == "parallel" else want
     for a, b in zip(got, want, strict=True):
-        if b is not None:
+        if b is None:
+            assert a is None or mixer == "cyfa"  # its states are not written down here
+        else:
             close(a, b)
     weights = torch.linspace(-1, 2, want[0].numel(), dtype=torch.float64).view_as(want[0])
     wrt = [x for x in given.values() if isinstance(x, torch.Tensor)]

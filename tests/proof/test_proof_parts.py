@@ -91,6 +91,9 @@ def test_float32_is_widened_by_name_and_as_the_default():
         made = [torch.zeros(2), torch.empty(2, dtype=None), torch.ones(2, dtype=torch.float32), torch.eye(2)]
         assert {x.dtype for x in made} == {torch.float64}
         assert torch.zeros(2, dtype=torch.int64).dtype == torch.int64
+        third = torch.arange(2) / 3
+        assert third[1].item() == 1 / 3, "of integers"
+        assert torch.where(third > 0, 1.0, 2.0).dtype == torch.float64
         assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float64
 
 

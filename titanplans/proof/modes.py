@@ -49,10 +49,21 @@ class Widen(TorchFunctionMode):
             kwargs = (kwargs or {}) | {"dtype": torch.get_default_dtype()}
         if any(arg is torch.float32 for arg in args):
             args = tuple(self.dtype if arg is torch.float32 else arg for arg in args)
-        if kwargs:
-            kwargs = {k: self.dtype if v is torch.float32 else v for k, v in kwargs.items()}
-            return func(*args, **kwargs)
-        return func(*args)
+        kwargs = {k: self.dtype if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.dtype is torch.float32 is not self.dtype:
+            return self._of_integers(func, args, kwargs, result)
+        return result
+
+    def _of_integers(self, func: Any, args: tuple, kwargs: dict, result: torch.Tensor) -> torch.Tensor:
+        """Return `result` in `dtype` if it is float32 by default: of integers and Python's numbers."""
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if not tensors or any(x.is_floating_point() for x in tensors):
+            return result
+        wide = (
+            x.to(self.dtype) if isinstance(x, torch.Tensor) and x.dtype is not torch.bool else x for x in args
+        )
+        return func(*wide, **kwargs).to(self.dtype)
 
 
 def _grouped_mm(

@@ -57,18 +57,18 @@ def recurrence(kernel: Callable[..., Any], reference: str) -> Callable[..., Resu
         bound.apply_defaults()
         given = bound.arguments
         given |= given.pop("kwargs", {})
-        of_tokens = "output_final_state" not in given
-        given = {key: value for key, value in given.items() if value is not None and value is not False}
         naive = getattr(importlib.import_module(module), name)
-        return _compute(kernel.__name__, naive, given, of_tokens)
+        stateless = "output_final_state" not in given.keys() | inspect.signature(naive).parameters
+        given = {key: value for key, value in given.items() if value is not None and value is not False}
+        return _compute(kernel.__name__, naive, given, stateless)
 
     return compute
 
 
-def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any], of_tokens: bool) -> Result:
+def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any], stateless: bool) -> Result:
     """`given` are the arguments that were, by name, without those that are None or False.
 
-    `of_tokens`: what is returned beside outputs is no final state, but has a number for each token as they have.
+    `stateless`: what is returned beside outputs is no final state, but has a number for each token as they have.
     """
     dtype = accumulation_dtype(*(value for value in given.values() if isinstance(value, torch.Tensor)))
     out_dtype = given["v"].dtype
@@ -88,7 +88,7 @@ def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any], of_t
             given.setdefault("scale", size**-0.5)
         elif "scale" in given:  # then it is K ** -0.5
             inputs["q"] = inputs["q"] * (given.pop("scale") * size**0.5)
-        reverse, wants_states = given.pop("reverse", False), given.pop("output_final_state", of_tokens)
+        reverse, wants_states = given.pop("reverse", False), given.pop("output_final_state", stateless)
         options = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
         if unknown := [name for name in (*inputs, *options, *states) if name not in has]:
             raise _refusal(kernel, naive, f"{unknown[0]}", "has no such argument; leave it out")
@@ -105,7 +105,7 @@ def _compute(kernel: str, naive: Callable[..., Any], given: dict[str, Any], of_t
             o, *finals = result if isinstance(result, tuple) else (result, None)
             return flip(swap(o)), *(finals if wants_states else [None] * len(finals))
 
-        o, *finals = by_sequence(run, inputs, states, bounds, of_tokens)
+        o, *finals = by_sequence(run, inputs, states, bounds, stateless)
     return o.to(out_dtype), *(of_state(turn, state) for state in finals)
 
 
