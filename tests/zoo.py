@@ -35,6 +35,8 @@ class Architecture(NamedTuple):
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
 _DENSE = _FLA | dict(head_dim=16)
 _EXPERTS = _FLA | dict(moe_intermediate_size=16, num_experts=4)
+_BALANCE = dict(output_router_logits=True, router_aux_loss_coef=0.1)
+_FALCON = dict(hidden_size=64, num_hidden_layers=2, ffn_hidden_size=48, vocab_size=96)
 
 ARCHITECTURES = {
     "transformer": Architecture(_FLA, dict(num_kv_heads=4, qk_norm=True, qkv_bias=True)),
@@ -115,23 +117,52 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         _FLA | dict(head_dim=8, single_kv_proj=True, shared_mem=False, use_output_gate=False),
     ),
     # Mixtures of experts
-    "mixtral": (_FLA | dict(num_key_value_heads=2, num_local_experts=4),),
-    "qwen2_moe": (_EXPERTS | dict(shared_expert_intermediate_size=24, mlp_only_layers=[0]),),
-    "qwen3_moe": (_EXPERTS | dict(attention_bias=True, tie_word_embeddings=True),),
+    "mixtral": (_FLA | _BALANCE | dict(num_key_value_heads=2, num_local_experts=4),),
+    "qwen2_moe": (_EXPERTS | _BALANCE | dict(shared_expert_intermediate_size=24, mlp_only_layers=[0]),),
+    "qwen3_moe": (_EXPERTS | _BALANCE | dict(attention_bias=True, tie_word_embeddings=True),),
     "qwen3_next": (
         _EXPERTS
+        | _BALANCE
         | dict(shared_expert_intermediate_size=24, layer_types=["linear_attention", "full_attention"]),
     ),
+    "olmoe": (_FLA | _BALANCE | dict(num_key_value_heads=2, intermediate_size=16, num_experts=4),),
+    "glm4_moe": (
+        _FLA | dict(moe_intermediate_size=16, use_qk_norm=True),
+        _FLA | dict(moe_intermediate_size=16, attention_bias=True, num_key_value_heads=2),
+    ),
+    "deepseek_v2": (_FLA | dict(moe_intermediate_size=16),),
     "deepseek_v3": (
         _FLA | dict(moe_intermediate_size=16),
         _FLA | dict(moe_intermediate_size=16, q_lora_rank=None, attention_bias=True, n_shared_experts=2),
     ),
-    "gpt_oss": (_DENSE | dict(num_key_value_heads=2, intermediate_size=16, sliding_window=6),),
+    "gpt_oss": (_DENSE | _BALANCE | dict(num_key_value_heads=2, intermediate_size=16, sliding_window=6),),
     "llama4_text": (
         _DENSE
         | dict(
             intermediate_size=16, intermediate_size_mlp=48, attention_chunk_size=6, no_rope_layer_interval=2
         ),
+    ),
+    # Dense decoders of transformers
+    "phi3": (_FLA | dict(num_key_value_heads=2, sliding_window=6), _FLA | dict(num_key_value_heads=8)),
+    "glm4": (_DENSE | dict(num_key_value_heads=2),),
+    "olmo2": (_FLA | dict(num_key_value_heads=2, attention_bias=True),),
+    "olmo3": (_FLA | dict(sliding_window=6),),
+    "gemma2": (_DENSE | dict(sliding_window=6),),
+    "cohere2": (_FLA | dict(sliding_window=6),),
+    "smollm3": (_FLA | dict(no_rope_layer_interval=2),),
+    "granite": (_FLA | dict(mlp_bias=True),),
+    "helium": (_FLA | dict(head_dim=8),),
+    "starcoder2": (_FLA,),
+    "stablelm": (
+        _FLA | dict(num_key_value_heads=2, use_qkv_bias=True),
+        _FLA | dict(qk_layernorm=True, use_parallel_residual=True),
+    ),
+    "gpt_neox": (_FLA, _FLA | dict(use_parallel_residual=False)),
+    "gpt2": (dict(n_embd=64, n_layer=2, n_inner=48, vocab_size=96),),
+    "falcon": (
+        _FALCON,
+        _FALCON | dict(new_decoder_architecture=True, num_kv_heads=4, bias=True),
+        _FALCON | dict(multi_query=False, alibi=True, parallel_attn=False),
     ),
 }
 """Fields of the config of each variant: together they have every option that changes a style of the plan."""

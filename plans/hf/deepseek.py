@@ -1,4 +1,4 @@
-"""The plan of DeepSeek-V3 (and R1): latent attention, experts chosen by groups, shared ones beside them."""
+"""The plan of DeepSeek-V2, V3 and R1: latent attention, experts chosen by groups, shared ones beside them."""
 
 from torch import nn
 
@@ -7,15 +7,15 @@ from titanplans import Plan, register_plan
 from .experts import ExpertsPlan
 
 
-@register_plan("deepseek_v3")
-class DeepseekV3Plan(ExpertsPlan):
+@register_plan("deepseek_v2", "deepseek_v3")
+class DeepseekPlan(ExpertsPlan):
     """Heads are split where they leave the latents, which every rank computes whole.
 
-    The latents are narrow: 1536 of queries, 512 of keys and values and 64 of the rotary key, which all heads share.
+    The latents are narrow: in V3 1536 of queries, 512 of keys and values, and 64 of the rotary key, which all heads share.
     """
 
     shared = "shared_experts"
-    balance = None  # its router has a bias for that, which a training loop moves
+    balance = None  # V3's router has a bias for that, which a training loop moves
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         queries: Plan = {"q_proj": self.colwise()}

@@ -34,7 +34,9 @@ class ExpertsPlan(LlamaPlan):
             if isinstance(experts, nn.ModuleList)
             else []
         )
-        plan = {**self.mlp_region("hidden_states")} | ({} if parts else self._stacked(experts))
+        plan = self.mlp_region("hidden_states", float8_input=False) | (
+            {} if parts else self._stacked(experts)
+        )
         for part in [*parts, *([self.shared] if self.shared else [])]:
             plan |= {f"{part}.{name}": self.colwise() for name in self.mlp_in}
             plan |= {f"{part}.{self.mlp_out}": self.rowwise(reduce_output=False)}

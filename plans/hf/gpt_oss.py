@@ -15,3 +15,6 @@ class GptOssPlan(ExpertsPlan):
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return super().attn_plan(attn) | {"sinks": self.colwise()}
+
+    def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
+        return self.divided(mlp, "experts.intermediate_size")

@@ -1,11 +1,15 @@
-"""The plan of the plain dense decoder of transformers: Llama, Mistral, and all that keep its names."""
+"""The plan of the plain dense decoder of transformers: Llama, Mistral, and all that keep its names.
+
+What they add stands on the stream or outside of it: further norms, parallel attention and MLP, multipliers, caps of logits,
+layers without rotary positions, windows.
+"""
 
 from torch import nn
 
 from titanplans import Plan, TPPlan, register_plan
 
 
-@register_plan("llama", "mistral")
+@register_plan("llama", "mistral", "gemma2", "cohere2", "smollm3", "granite", "helium")
 class LlamaPlan(TPPlan):
     """Heads and MLP width are split, norms replicated."""
 

@@ -1,8 +1,11 @@
-"""The plans of mixtures of experts whose attention is Llama's or Qwen's: Mixtral, Qwen2-MoE, Qwen3-MoE."""
+"""The plans of mixtures of experts with the attention of a dense decoder: Mixtral, Qwen2- and 3-MoE, OLMoE, GLM-4.5."""
 
-from titanplans import register_plan
+from torch import nn
+
+from titanplans import Plan, register_plan
 
 from .experts import ExpertsPlan
+from .olmo import Olmo2Plan
 from .qwen import Qwen3Plan
 
 
@@ -22,3 +25,20 @@ class Qwen2MoePlan(ExpertsPlan):
 @register_plan("qwen3_moe")
 class Qwen3MoePlan(ExpertsPlan, Qwen3Plan):
     """Attention as in Qwen3."""
+
+
+@register_plan("olmoe")
+class OlmoePlan(ExpertsPlan, Olmo2Plan):
+    """Attention as in OLMo 2."""
+
+
+@register_plan("glm4_moe")
+class Glm4MoePlan(ExpertsPlan, Qwen3Plan):
+    """Shared experts, and a router as DeepSeek-V3's; queries and keys may be normed head by head."""
+
+    shared = "shared_experts"
+    balance = None
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        plan = super().attn_plan(attn)
+        return {name: style for name, style in plan.items() if attn.use_qk_norm or "norm" not in name}

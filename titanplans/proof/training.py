@@ -23,7 +23,7 @@ from titanplans.proof.sample import Sample
 from titanplans.proof.script import Script
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.gradients import align_gradients, total_norm
-from titanplans.tensor_parallel.loss import IGNORED, cross_entropy
+from titanplans.tensor_parallel.loss import IGNORED, added_loss, cross_entropy
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What a model raises that does not run here, or is split wrongly: no driver, shapes that don't match, a parameter
@@ -117,8 +117,11 @@ class Training:
         logits, losses = {}, {}
         for name, sample in batches.items():
             with self._recorded(name):  # forwards alone: a block that is recomputed runs again
-                logits[name] = logits_of(call(self.model, sample.inputs))
+                output = call(self.model, sample.inputs)
+            logits[name] = logits_of(output)
             losses[name] = loss_of(logits[name], sample.labels, tokens)
+            if (added := added_loss(self.model, output)) is not None:
+                losses[name] = losses[name] + added * ((sample.labels != IGNORED).sum() / tokens)
         torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():
             left = logits[name].detach()

@@ -17,7 +17,7 @@ from torch import nn
 from titanplans.errors import PlanError
 
 _LAYER_LISTS = ("layers", "blocks", "h")
-_FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_norm")
+_FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
 _MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
 _MLPS = ("mlp", "ffn", "feed_forward")

@@ -18,12 +18,12 @@ REMEDY = "set it to 0, or leave layers whole: tensor_parallel_degree = 1"
 def dropouts(model: nn.Module) -> Iterator[str]:
     """Yield each probability above 0 with which a module of `model` drops something, by name: "layers.0.attn.dropout = 0.1".
 
-    Read off the modules: `p` of torch's Dropout, and what a module calls its dropout itself.
+    Read off the modules: `p` of torch's Dropout, and what a module calls its dropout itself, or the jitter of a router.
     """
     for path, module in model.named_modules():
         own = "Dropout" in type(module).__name__
         for name, value in vars(module).items():
-            drops = (own and name == "p") or "dropout" in name or name.endswith("pdrop")
+            drops = (own and name == "p") or "dropout" in name or name.endswith("pdrop") or "jitter" in name
             if drops and isinstance(value, float) and value > 0:
                 yield f"{path}.{name} = {value}".lstrip(".")
 
@@ -36,8 +36,8 @@ def check_dropout(model: nn.Module, degree: int) -> None:
     """
     if degree > 1 and model.training and (found := next(dropouts(model), None)) is not None:
         raise PlanError(
-            f"{found}: in a model that is split over {degree} ranks it would drop the same places of every rank's heads and "
-            f"tokens: {REMEDY}"
+            f"{found}: in a model that is split over {degree} ranks it would draw the same numbers for every rank's heads "
+            f"and tokens, or other ones where ranks have to agree: {REMEDY}"
         )
 
 

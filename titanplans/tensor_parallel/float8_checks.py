@@ -122,7 +122,14 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
                 enter = "the plan says that something else reads it, too (float8_input = False)"
             enter = plain_border(_module(model, key)) or enter
         if style.closes:
-            leave = _reason(last, model, "gives it")
+            leave = _reason(last, model, "gives it") or next(
+                (
+                    f"{k} is no Linear, and gives it"
+                    for k, s in plan.items()
+                    if k.startswith(f"{key}.") and isinstance(s, Rowwise) and k not in linears
+                ),
+                None,
+            )
         found[key] = Crossing(enter, leave)
     return found
 

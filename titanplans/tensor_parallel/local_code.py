@@ -54,7 +54,9 @@ def code_of_ranks(
     attributes: dict[str, dict[str, Any]] = {}
     functions: dict[str, Functions] = {}
     with as_user_error(f"plan {type(source).__name__}"):
-        functions[""] = source.model_functions(model)
+        for key, make in source.model_functions(model).items():
+            path, _, name = key.rpartition(".")
+            functions[path] = {**functions.get(path, {}), name: make}
     for name, mixer in decoder.mixers.items():
         if split_key(plan, name) is not None:
             owner = source.plan_of(mixer)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -63,6 +64,17 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: int | torc
     else:
         total = cast(torch.Tensor, _Sharded.apply(flat, labels.reshape(-1), *shard))
     return total / tokens
+
+
+def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
+    """Return what `model` adds to the mean cross entropy of its batch: the balance of its routers, weighted; a scalar.
+
+    That is transformers' `aux_loss`, under `output_router_logits`, times `router_aux_loss_coef`. None if there is none.
+    """
+    balance = getattr(output, "aux_loss", None)
+    if not isinstance(balance, torch.Tensor):
+        return None
+    return model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
 
 
 def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:

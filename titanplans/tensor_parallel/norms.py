@@ -84,10 +84,16 @@ class GatheredInRegion(Style):
     """Run a module on the whole width, on every rank, and go on with this rank's part of its output.
 
     Costs a gather of activations, where `SplitNorm` sums one number a token, and is right for any norm. All positional
-    arguments are split alike in their last dimension.
+    arguments are split alike.
+
+    Args:
+        dim: the dimension of the arguments and of the output that is split: the last, or that of heads.
     """
 
     inside = True
+
+    def __init__(self, *, dim: int = -1):
+        self.dim = dim
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         return Layout(Replicate(), Partial())
@@ -99,11 +105,13 @@ class GatheredInRegion(Style):
 
     def _gather(self, group: Group, module: nn.Module, args: Any) -> Any:
         def whole(x: Any) -> Any:
-            return gather(x, x.ndim - 1, x.shape[-1] * group[1], group) if isinstance(x, torch.Tensor) else x
+            if not isinstance(x, torch.Tensor):
+                return x
+            return gather(x, self.dim % x.ndim, x.shape[self.dim] * group[1], group)
 
-        module.__dict__["_tp_width"] = args[0].shape[-1]
+        module.__dict__["_tp_width"] = args[0].shape[self.dim]
         return tuple(map(whole, args))
 
     def _take(self, rank: int, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         width = module.__dict__["_tp_width"]
-        return output.narrow(-1, rank * width, width).contiguous()
+        return output.narrow(self.dim, rank * width, width).contiguous()

@@ -146,6 +146,7 @@ class TPPlan(PlanStyles):
     def model_functions(self, model: nn.Module) -> Functions:
         """Return what makes this rank's functions of those that the model's own code calls, as `local_functions` does.
 
+        A dotted name is that of a module in it, outside of the mixers, and of what the module's code calls.
         For a loss that the model adds of what every rank has whole, such as the balance of a router: `self.alike`.
         """
         return {}

@@ -115,9 +115,9 @@ class PlanStyles:
         own = rows_of(0, [Shared(rows, heads)], self.options.degree) if shared else None  # type: ignore[arg-type]
         return SplitNorm(rows=own, statistic=statistic)
 
-    def gathered_in_region(self) -> ParallelStyle:
-        """Run a module inside a region on the whole width, gathered, and keep this rank's part of its output."""
-        return GatheredInRegion()
+    def gathered_in_region(self, *, dim: int = -1) -> ParallelStyle:
+        """Run a module inside a region on the whole width, gathered in `dim`, and keep this rank's part of its output."""
+        return GatheredInRegion(dim=dim)
 
     def replicated_in_region(self) -> ParallelStyle:
         """Replicate a module inside a region, such as a norm over each head: its gradient is a sum over the ranks."""

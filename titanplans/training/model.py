@@ -18,9 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
 from titanplans.config import DDPConfig, FSDP2Config, by_job_key
+from titanplans.errors import ModelError
 from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
+from titanplans.tensor_parallel.loss import added_loss
 
 
 class LanguageModel(BaseModel):
@@ -48,6 +50,8 @@ class LanguageModel(BaseModel):
             return modeling.count_flops(model.lm, seq_len)
 
     lm: PreTrainedModel
+    added: torch.Tensor | None = None
+    """What the newest forward adds to the loss: the balance of routers."""
     finish: Callable[[], None] | None = None
     """Called once the weights have values: applies DDP."""
 
@@ -66,7 +70,14 @@ class LanguageModel(BaseModel):
         sequence, is dropped: attention and recurrent states run across document boundaries, and a
         token's position is its place in the sequence.
         """
-        return self.lm(input_ids=tokens_BL, use_cache=False).logits
+        output = self.lm(input_ids=tokens_BL, use_cache=False)
+        self.added = added_loss(self.lm, output)
+        if self.added is None and getattr(self.lm.config, "output_router_logits", False):
+            raise ModelError(
+                f"output_router_logits = True, but {type(self.lm).__name__} computes no loss of its routers' balance: "
+                "leave it out"
+            )
+        return output.logits
 
     @torch.no_grad()
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:

@@ -73,6 +73,8 @@ class Trainer(torchtitan.trainer.Trainer):
         self.skipped = Skipped()
         self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
+        (part,) = self.model_parts
+        self.loss_fn.added = lambda: part.added  # pyrefly: ignore[missing-attribute]
         asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
         self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self._finite = torch.ones((), dtype=torch.int32, device=self.device)

@@ -1,0 +1,36 @@
+"""The plan of Falcon: one packed projection, in one of three orders."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .gpt_neox import GPTNeoXPlan
+
+
+@register_plan("falcon")
+class FalconPlan(GPTNeoXPlan):
+    """Falcon-7B has one key/value head, which all ranks share; otherwise rows are packed head by head, or group by group."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        plan = super().attn_plan(attn)
+        if attn.num_kv_heads == 1 and not attn.new_decoder_architecture:
+            shared = self.shared(attn.head_dim)
+            plan["query_key_value"] = self.packed(attn.hidden_size, shared, shared)
+        return plan
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        return self.divided(attn, "num_heads") | {"num_kv_heads": self.part_of(attn.num_kv_heads)}
+
+    def model_functions(self, model: nn.Module):
+        return {"transformer.build_alibi_tensor": alibi_of_rank} if model.config.alibi else {}
+
+
+def alibi_of_rank(build, place):
+    """Return `build`, which makes biases [batch * heads, 1, sequence], of this rank's heads."""
+
+    def local(mask, heads, *args, **kwargs):
+        biases = build(mask, heads, *args, **kwargs).unflatten(0, (-1, heads))
+        own = heads // place.degree
+        return biases.narrow(1, own * place.rank, own).flatten(0, 1)
+
+    return local

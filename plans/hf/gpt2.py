@@ -1,0 +1,33 @@
+"""The plan of GPT-2: weights are [inputs, outputs], queries, keys and values are packed, positions are learned."""
+
+from torch import nn
+
+from titanplans import Plan, TPPlan, register_plan
+
+
+@register_plan("gpt2")
+class GPT2Plan(TPPlan):
+    """Positions are added to whole embeddings. The model views the final norm's output by the shape of the token ids."""
+
+    def model_plan(self, model: nn.Module) -> Plan:
+        return super().model_plan(model) | {
+            "transformer.wpe": self.replicated_off_stream(),
+            "transformer.ln_f": self.end_of_stream(),
+        }
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        width = attn.embed_dim
+        return {
+            **self.attn_input(),
+            "c_attn": self.packed(width, width, width, dim=1),
+            "c_proj": self.rowwise(dim=0),
+        }
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        return self.divided(attn, "num_heads", "split_size", "c_attn.nf")
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        return {**self.mlp_input(), "c_fc": self.colwise(dim=1), "c_proj": self.rowwise(dim=0)}
+
+    def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
+        return self.divided(mlp, "c_fc.nf")

@@ -1,0 +1,16 @@
+"""The plan of OLMo 2 and 3: queries and keys are normed over all heads together."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .llama import LlamaPlan
+
+
+@register_plan("olmo2", "olmo3")
+class Olmo2Plan(LlamaPlan):
+    """The norms' widths are split; a token's mean square is averaged over the ranks."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        keys = self.split_norm(heads=self.kv_heads(attn), rows=len(attn.k_norm.weight))
+        return super().attn_plan(attn) | {"q_norm": self.split_norm(), "k_norm": keys}

@@ -1,0 +1,43 @@
+"""The plans of decoders that pack projections: Phi-3 queries, keys and values, too; GLM-4 gate and up alone."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .llama import LlamaPlan
+
+
+@register_plan("glm4")
+class Glm4Plan(LlamaPlan):
+    """Gate and up are one projection."""
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        width = mlp.down_proj.in_features
+        return {
+            **self.mlp_input("hidden_states"),
+            "gate_up_proj": self.packed(width, width),
+            "down_proj": self.rowwise(),
+        }
+
+
+@register_plan("phi3")
+class Phi3Plan(Glm4Plan):
+    """Queries, keys and values are one projection, which the code cuts by head counts."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        kv = attn.num_key_value_heads
+        shared = self.shared(kv * attn.head_dim, kv)
+        queries = attn.config.num_attention_heads * attn.head_dim
+        return {
+            **self.attn_input(),
+            "qkv_proj": self.packed(queries, shared, shared),
+            "o_proj": self.rowwise(),
+        }
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        counts = self.divided(attn, "config.num_attention_heads")
+        return (
+            super().local_attributes(attn)
+            | counts
+            | {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
+        )

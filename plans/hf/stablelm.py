@@ -1,0 +1,29 @@
+"""The plan of StableLM: its attention counts heads, and may norm each head by weights of its own."""
+
+from torch import nn
+
+from titanplans import Plan, PlanError, register_plan
+
+from .llama import LlamaPlan
+
+
+@register_plan("stablelm")
+class StableLmPlan(LlamaPlan):
+    """Norms of heads (StableLM 2 12B) run on every rank on all heads, gathered: each head's norm is a module of its own."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        plan = super().attn_plan(attn)
+        if attn.qk_layernorm:
+            if self.options.degree > attn.num_key_value_heads:
+                raise PlanError(
+                    f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below tensor_parallel_degree = "
+                    f"{self.options.degree}: the norms of heads that ranks share are not split; take a smaller degree"
+                )
+            for name in ("q_layernorm", "k_layernorm"):
+                plan[name] = self.gathered_in_region(dim=1)
+                plan |= self.each_of(attn, f"{name}.norms", self.replicated_in_region())
+        return plan
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        kv = {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
+        return super().local_attributes(attn) | self.divided(attn, "num_heads") | kv

@@ -1,0 +1,13 @@
+"""The plan of StarCoder2: a Llama whose MLP has no gate."""
+
+from titanplans import register_plan
+
+from .llama import LlamaPlan
+
+
+@register_plan("starcoder2")
+class Starcoder2Plan(LlamaPlan):
+    """The MLP has names of its own; biases stand everywhere."""
+
+    mlp_in = ("c_fc",)
+    mlp_out = "c_proj"

@@ -1,0 +1,192 @@
+"""Mixtures of experts: each way in which transformers computes them, the router, its balance, and what a wrong plan does."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from plainly import verify
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from worlds import run
+
+from titanplans import PlanError, TPOptions, apply_plan, check_plan, modeling, registered_plans
+from titanplans.modeling.samples import build_real, sample_inputs
+from titanplans.parallel import Float8, convert_to_float8
+from titanplans.tensor_parallel.float8_checks import float8_crossings
+
+
+def config(name, **fields):
+    return modeling.load_config(name, "debug", **zoo.FAMILIES[name][0] | fields)
+
+
+def proved(of, plan=None, build=None, **options):
+    inputs = sample_inputs(of, batch_size=2, seq_len=16, seed=0)
+    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True} | options
+    return verify(build or (lambda: build_real(of)), inputs=inputs, plan=plan, **options)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_each_implementation_is_right(name, implementation):
+    """Where nobody asks, transformers takes grouped_mm; biases and another order of gate and up are gpt-oss'."""
+    of = config(name)
+    of._experts_implementation = implementation
+    # In float32 by torch's kernel; in float64, which it has not, all families are proved.
+    report = proved(of, dtype=torch.float32 if implementation == "grouped_mm" else torch.float64)
+    assert report.passed, report.table()
+
+
+def wrong(name, mlp=None, attn=None, **methods):
+    """Return the plan of `name` with keys of its mixtures, or of its mixers, replaced."""
+
+    class Wrong(registered_plans()[name]):
+        def mlp_plan(self, module):
+            plan = super().mlp_plan(module)
+            return plan | (mlp(self) if mlp and hasattr(module, "experts") else {})
+
+        def attn_plan(self, module):
+            return super().attn_plan(module) | (attn(self) if attn else {})
+
+    for method, function in methods.items():
+        setattr(Wrong, method, function)
+    return Wrong
+
+
+WRONG = {
+    "gate and up cut as one": (
+        wrong("mixtral", lambda plan: {"experts.gate_up_proj": plan.colwise(dim=1)}),
+        "mlp.experts",
+    ),
+    "gate and up packed where they alternate": (
+        wrong("gpt_oss", lambda plan: {"experts.gate_up_proj": plan.packed(16, 16, dim=2)}),
+        "mlp.experts",
+    ),
+    "a bias that each rank adds whole": (
+        wrong("gpt_oss", lambda plan: {"experts.down_proj_bias": plan.replicated_in_region()}),
+        "mlp",
+    ),
+    "a router whose gradient is not summed": (
+        wrong("qwen3_moe", lambda plan: {"gate": plan.replicated_off_stream()}),
+        "mlp.gate.weight",
+    ),
+    "a gate whose gradient is not summed": (
+        wrong("qwen2_moe", lambda plan: {"shared_expert_gate": plan.replicated_off_stream()}),
+        "mlp.shared_expert_gate",
+    ),
+    "a balance that each rank counts": (
+        wrong("mixtral", model_functions=lambda self, model: {}),
+        "gate",
+    ),
+    "a latent whose gradient is not summed": (
+        wrong("deepseek_v3", attn=lambda plan: {"kv_a_layernorm": plan.replicated_off_stream()}),
+        "kv_a_layernorm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_plan_is_found(name):
+    plan, place = WRONG[name]
+    model_type = next(name for name, own in registered_plans().items() if own is plan.__mro__[1])
+    report = proved(config(model_type), plan)
+    assert not report.passed
+    assert place in report.table(), report.table()
+
+
+def routes(rank):
+    """Return which experts each token goes to, on each of two ranks, and in the whole model."""
+    of = config("mixtral")
+    model = build_real(of, dtype=torch.float32)
+    tokens = sample_inputs(of, batch_size=2, seq_len=16, seed=0)["input_ids"]
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, args, output: seen.append(output[2]))
+    model(input_ids=tokens)
+    apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    model(input_ids=tokens)
+    gathered = [torch.empty_like(torch.stack(seen)) for _ in range(2)]
+    torch.distributed.all_gather(gathered, torch.stack(seen))
+    return gathered
+
+
+def test_every_rank_routes_as_the_whole_model_does():
+    mine, other = run(routes, 2)
+    assert mine.equal(other)
+    whole, split = mine.chunk(2)
+    assert whole.equal(split)
+
+
+def test_a_router_that_jitters_is_refused():
+    model = modeling.build(config("mixtral", router_jitter_noise=0.1)).train()
+    with pytest.raises(
+        PlanError, match=r"model.layers.0.mlp.jitter_noise = 0.1: in a model that is split over 2 ranks"
+    ):
+        check_plan(model, tp_degree=2)
+
+
+def test_norms_of_shared_heads_are_refused():
+    model = modeling.build(
+        modeling.load_config("stablelm", "debug", qk_layernorm=True, num_key_value_heads=2)
+    )
+    assert check_plan(model, tp_degree=2)
+    with pytest.raises(
+        PlanError, match="qk_layernorm with num_key_value_heads = 2 below tensor_parallel_degree = 4"
+    ):
+        check_plan(model, tp_degree=4)
+
+
+class Listed(nn.Module):
+    """A mixture whose experts are a list of MLPs."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.gate = MixtralTopKRouter(of)
+        of = copy.copy(of)
+        of.mlp_bias = False
+        self.experts = nn.ModuleList(LlamaMLP(of) for _ in range(of.num_local_experts))
+
+    def forward(self, hidden_states):
+        tokens = hidden_states.flatten(0, 1)
+        _, weights, chosen = self.gate(tokens)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            share = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True)
+            out = out + share * expert(tokens)
+        return out.view_as(hidden_states)
+
+
+def test_experts_in_a_list_are_right():
+    of = config("mixtral")
+
+    def build():
+        model = build_real(of)
+        for layer in model.model.layers:
+            layer.mlp = Listed(of).double()
+        return model
+
+    report = proved(of, build=build, degrees=[2, 4])
+    assert report.passed, report.table()
+
+
+def test_in_float8_the_router_reads_the_sequence_as_it_is():
+    """A shared expert alone is made of Linears: its region is crossed in the sequence's own dtype, both ways."""
+    sizes = dict(hidden_size=128, vocab_size=128, intermediate_size=64, shared_expert_intermediate_size=64)
+    of = config("qwen2_moe", moe_intermediate_size=32, **sizes)
+
+    def build():
+        model = build_real(of)
+        convert_to_float8(
+            model, Float8(recipe_name="tensorwise", emulate=True, filter_fqns=("shared_expert_gate",))
+        )
+        return model
+
+    model = build()
+    source = registered_plans()["qwen2_moe"](TPOptions(2, float8="tensorwise"))
+    crossings = float8_crossings(source.full_plan(model), model)
+    assert crossings["model.layers.0.mlp"].enter is None  # a dense one
+    assert all(crossings["model.layers.1.mlp"])
+    report = proved(of, build=build)
+    assert report.passed, report.table()

@@ -1,0 +1,55 @@
+"""Jobs of a mixture of experts whose config asks for its routers' balance (`output_router_logits`)."""
+
+import json
+import math
+
+import pytest
+import torch
+from jobs import Job
+
+from titanplans import modeling
+from titanplans.errors import ModelError
+from titanplans.training.device import prepare_device
+
+prepare_device()  # before torchtitan, which the next line imports
+
+from titanplans.training.model import LanguageModel  # noqa: E402
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "vocab_size": 4096,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+def test_the_balance_is_in_the_loss_at_every_degree(tmp_path):
+    """Of four experts, two a token, a balanced router has a balance of 2; a new model's cross entropy is log 4096."""
+    job = Job(tmp_path)
+    found = {}
+    (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL))
+    for degree in (1, 2):
+        words = (f"--parallelism.tensor_parallel_degree={degree}", f"--job.dump_folder=out{degree}")
+        words += ("--model.config=mixtral.json", "--training.steps=3", "--checkpoint.no-enable")
+        assert job.run(*words) == 0, job.err
+        found[degree] = [float(loss) for _, loss in job.losses]
+    assert len(found[1]) == 3
+    assert found[2] == pytest.approx(found[1], abs=2e-4)
+    assert found[2][0] == pytest.approx(math.log(4096) + 0.5 * 2, abs=0.1)
+
+
+def test_a_model_without_a_balance_refuses_the_option():
+    config = modeling.load_config("deepseek_v3", "debug", output_router_logits=True)
+    model = LanguageModel(LanguageModel.Config(hf_config=config))
+    model.to_empty(device="cpu")
+    model.init_states()
+    with pytest.raises(
+        ModelError, match="output_router_logits = True, but DeepseekV3ForCausalLM computes no loss of its"
+    ):
+        model(torch.zeros(1, 8, dtype=torch.int64))
