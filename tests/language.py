@@ -37,34 +37,37 @@ def causal(q, k, v, past=None):
 
 
 class GatedNorm(nn.Module):
-    """A norm over the whole width, of what a gate has multiplied before."""
+    """A norm over the width, or over groups of it, of what a gate has multiplied before."""
 
-    def __init__(self):
+    def __init__(self, groups):
         super().__init__()
         self.weight, self.bias, self.eps = (
             nn.Parameter(torch.ones(WIDTH)),
             nn.Parameter(torch.zeros(WIDTH)),
             1e-5,
         )
+        self.size = WIDTH // groups
 
     def forward(self, x, gate):
-        x = x * F.silu(gate)
-        normed = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        x = (x * F.silu(gate)).unflatten(-1, (-1, self.size))
+        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        normed = x.flatten(-2) * self.weight
         return normed if self.bias is None else normed + self.bias
 
 
 class StateSpace(nn.Module):
     """Mamba2's parts: z | x | B | C | dt in one projection, two groups of B and C, a convolution of three sections."""
 
-    def __init__(self, groups=2, state=3):
+    def __init__(self, groups=2, state=3, norms=1):
         super().__init__()
+        self.norms = norms
         self.num_heads, self.groups, self.state, self.width = HEADS, groups, state, WIDTH
         self.in_proj = nn.Linear(HIDDEN, 2 * WIDTH + 2 * groups * state + HEADS)
         self.conv1d = nn.Conv1d(
             channels := WIDTH + 2 * groups * state, channels, 2, groups=channels, padding=1
         )
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.randn(HEADS)) for _ in range(3))
-        self.norm = GatedNorm()
+        self.norm = GatedNorm(norms)
         self.out_proj = nn.Linear(WIDTH, HIDDEN)
 
     def forward(self, hidden_states):
@@ -94,14 +97,16 @@ class StateSpacePlan(TinyPlan):
             "A_log": self.colwise(),
             "D": self.colwise(),
             "dt_bias": self.colwise(),
-            "norm": self.split_norm(statistic=lambda x, gate: x * F.silu(gate)),
+            "norm": self.split_norm(statistic=lambda x, gate: x * F.silu(gate), groups=attn.norms),
             "out_proj": self.rowwise(reduce_output=False),
         }
 
     def local_attributes(self, attn):
         groups = max(1, attn.groups // self.options.degree)
         channels = WIDTH // self.options.degree + 2 * groups * attn.state
-        return self.divided(attn, "num_heads", "width") | {"groups": groups, "conv1d.groups": channels}
+        size = WIDTH // max(attn.norms, self.options.degree)
+        sizes = {"groups": groups, "conv1d.groups": channels, "norm.size": size}
+        return self.divided(attn, "num_heads", "width") | sizes
 
 
 class Packed(nn.Module):
@@ -140,6 +145,35 @@ class PackedPlan(TinyPlan):
         return self.divided(attn, "num_heads") | {"num_kv_heads": kv}
 
 
+class TwoMixers(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.second = Packed(), Packed(kv=1)
+
+    def forward(self, x):
+        return super().forward(x + self.second(self.attn_norm(x)))
+
+
+def with_two_mixers():
+    """Return a Tiny with two mixers a block."""
+    model = Tiny()
+    model.layers = nn.ModuleList(TwoMixers() for _ in range(2))
+    return model
+
+
+class TwoMixersPlan(PackedPlan):
+    def layer_plan(self, layer):
+        second = {f"second.{name}".rstrip("."): s for name, s in self.attn_plan(layer.second).items()}
+        return super().layer_plan(layer) | second
+
+    def model_attributes(self, model):
+        return {
+            f"layers.{number}.second.{name}": count
+            for number, layer in enumerate(model.layers)
+            for name, count in self.local_attributes(layer.second).items()
+        }
+
+
 class Transposed(nn.Module):
     """transformers' Conv1D: a Linear whose weight is [in, out], and which can't do without its bias."""
 
@@ -168,10 +202,20 @@ class Selective(nn.Module):
 
     def forward(self, hidden_states):
         x = self.in_proj(hidden_states)
-        dt, b, c = self.x_proj(x).split([self.rank, self.state, self.state], -1)
+        dt, b, c = self.steps(x).split([self.rank, self.state, self.state], -1)
         past = (-F.softplus(self.dt_proj(dt)) * self.A_log.exp().sum(-1)).cumsum(1)
         b, c = (y[:, :, None].expand(-1, -1, x.shape[-1], -1) for y in (b, c))
         return self.out_proj(causal(c, b, x[..., None], past)[..., 0])
+
+    def steps(self, x):
+        return self.x_proj(x)
+
+
+class SelectiveByHand(Selective):
+    """The mixer multiplies by the weight itself, as Rodimus does."""
+
+    def steps(self, x):
+        return F.linear(x, self.x_proj.weight) + self.x_proj.bias
 
 
 class SelectivePlan(TinyPlan):
@@ -187,6 +231,16 @@ class SelectivePlan(TinyPlan):
 
     def heads(self, attn):
         return {"width": attn.width}
+
+
+class SelectiveByHandPlan(SelectivePlan):
+    def attn_plan(self, attn):
+        plan = super().attn_plan(attn)
+        del plan["x_proj"]
+        return plan | {"x_proj.weight": self.colwise(dim=1), "x_proj.bias": self.replicated_in_region()}
+
+    def local_functions(self, attn):
+        return {"F.linear": self.summed}
 
 
 def decays(heads, device):
@@ -236,6 +290,56 @@ class RetentionPlan(TinyPlan):
 
     def local_functions(self, attn):
         return {"decays": decays_of_rank}
+
+
+def norm_linear(x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-5):
+    """A norm and the projection behind it in one kernel, as FLA's `rms_norm_linear`."""
+    return F.linear(F.rms_norm(x, x.shape[-1:], norm_weight, eps), linear_weight)
+
+
+class Fused(nn.Module):
+    """One kernel reads the weights of a norm over the whole width and of the projection behind it, or they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(HIDDEN, WIDTH) for _ in range(3))
+        self.norm, self.o_proj = nn.RMSNorm(WIDTH, eps=1e-5), nn.Linear(WIDTH, HIDDEN, bias=False)
+
+    def forward(self, hidden_states, one_kernel=True):
+        q, k, v = (
+            proj(hidden_states).unflatten(-1, (-1, SIZE)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        o = causal(q, k, v).flatten(2)
+        if one_kernel:
+            return norm_linear(o, self.norm.weight, None, self.o_proj.weight, None)
+        return self.o_proj(self.norm(o))
+
+
+class FusedPlan(TinyPlan):
+    """The kernel stays."""
+
+    def attn_plan(self, attn):
+        return {
+            **self.attn_region(),
+            **{name: self.colwise() for name in ("q_proj", "k_proj", "v_proj", "norm")},
+            "o_proj": self.rowwise(reduce_output=False),
+        }
+
+    def local_functions(self, attn):
+        return {"norm_linear": self.over_all_ranks}
+
+
+class PartsPlan(TinyPlan):
+    """An argument of the mixer leaves the kernel out."""
+
+    def attn_plan(self, attn):
+        return {
+            **self.attn_region(arguments={"one_kernel": False}),
+            **{name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")},
+            "norm": self.split_norm(),
+            "o_proj": self.rowwise(reduce_output=False),
+        }
 
 
 class WholePlan(TinyPlan):

@@ -53,6 +53,9 @@ ARCHITECTURES = {
         {},
     ),
 }
+_SSM = dict(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=96)
+_RWKV = _FLA | dict(use_l2warp=False)
+_RODIMUS = _FLA | dict(expand_ratio=8, residual_in_fp32=False, ska_attn=dict(num_heads=8, window_size=5))
 
 FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "gated_deltanet": (
@@ -163,6 +166,58 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         _FALCON,
         _FALCON | dict(new_decoder_architecture=True, num_kv_heads=4, bias=True),
         _FALCON | dict(multi_query=False, alibi=True, parallel_attn=False),
+    ),
+    # Recurrent mixers of flash-linear-attention
+    "hgrn": (_FLA, _FLA | dict(use_short_conv=True, use_lower_bound=False, elementwise_affine=False)),
+    "hgrn2": (
+        _FLA | dict(num_heads=8, expand_ratio=8),
+        _FLA | dict(num_heads=8, expand_ratio=4, use_short_conv=True, use_lower_bound=False),
+        _FLA
+        | dict(num_heads=8, expand_ratio=8, elementwise_affine=False, attn=dict(layers=[0], num_heads=8)),
+    ),
+    "log_linear_mamba2": (
+        _SSM | dict(head_dim=16),
+        _SSM | dict(head_dim=16, n_groups=2, use_bias=True, D_has_hdim=True, attnres_block_size=2),
+        _SSM | dict(head_dim=16, rmsnorm=False, tie_word_embeddings=True),
+    ),
+    "mamba": (_SSM, _SSM | dict(use_bias=True, use_conv_bias=False, tie_word_embeddings=True)),
+    "mamba2": (
+        _SSM | dict(head_dim=16),
+        _SSM | dict(head_dim=16, n_groups=2, use_bias=True, norm_before_gate=True),
+        _SSM | dict(head_dim=16, n_groups=4, D_has_hdim=True, tie_word_embeddings=True, use_conv_bias=False),
+        _SSM | dict(head_dim=16, rmsnorm=False),
+    ),
+    "mamba3": (
+        _SSM | dict(head_dim=16),
+        _SSM | dict(head_dim=16, n_groups=2, use_bias=True, is_outproj_norm=True, rope_fraction=1.0),
+        _SSM | dict(head_dim=16, n_groups=4, is_mimo=True, mimo_rank=2, tie_word_embeddings=True),
+        _SSM | dict(head_dim=16, n_groups=2, is_mimo=True, mimo_rank=2, is_outproj_norm=True),
+    ),
+    "rodimus": (
+        _RODIMUS,
+        _RODIMUS
+        | dict(
+            residual_in_fp32=True,
+            block_residual_in_fp32=True,
+            ska_attn=dict(num_heads=4, qk_norm=True, qkv_bias=True),
+        ),
+        _RODIMUS | dict(block_type="rodimus", use_short_conv=False, attn=dict(layers=[1], num_heads=8)),
+    ),
+    "rwkv6": (
+        _RWKV | dict(num_heads=8),
+        _RWKV
+        | dict(
+            num_heads=4, expand_k=1.0, fuse_norm=False, norm_first=False, attn=dict(layers=[1], num_heads=8)
+        ),
+    ),
+    "rwkv7": (
+        _RWKV | dict(head_dim=8),
+        _RWKV
+        | dict(head_dim=16, fuse_norm=False, norm_first=False, norm_bias=False, tie_word_embeddings=True),
+    ),
+    "samba": (
+        _SSM | dict(attn=dict(layers=[1], num_heads=8, num_kv_heads=2, window_size=5)),
+        _SSM | dict(attn=None, use_bias=True, attnres_block_size=2),
     ),
 }
 """Fields of the config of each variant: together they have every option that changes a style of the plan."""

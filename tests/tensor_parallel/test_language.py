@@ -1,5 +1,7 @@
 """Each word of the plan language proves right at two degrees, and says what to write where it is misused."""
 
+from functools import partial
+
 import pytest
 import torch
 from language import (
@@ -8,29 +10,38 @@ from language import (
     BoundedPlan,
     Experts,
     ExpertsPlan,
+    Fused,
+    FusedPlan,
     GateUp,
     GateUpPlan,
     Packed,
     PackedPlan,
+    PartsPlan,
     QKVPlan,
     Retention,
     RetentionPlan,
     Selective,
+    SelectiveByHand,
+    SelectiveByHandPlan,
     SelectivePlan,
     StateSpace,
     StateSpacePlan,
+    TwoMixersPlan,
     WholePlan,
     balanced,
+    norm_linear,
     with_mixer,
     with_mlp,
+    with_two_mixers,
 )
 from plainly import verify
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from titanplans import PlanError, TPOptions, apply_plan, check_plan
+from titanplans import PlanError, TPOptions, TPPlan, apply_plan, check_plan
 from titanplans.proof.simulate import each_rank, ranks
 from titanplans.tensor_parallel.custom import DictPlan
+from titanplans.tensor_parallel.local_code import Place
 
 
 class BiasBeforeSum(TinyPlan):
@@ -43,8 +54,13 @@ class BiasBeforeSum(TinyPlan):
 RIGHT = {
     "bias before the sum": (Tiny, BiasBeforeSum),
     "packed state space": (lambda: with_mixer(StateSpace), StateSpacePlan),
+    "norms over groups of the width": (lambda: with_mixer(partial(StateSpace, norms=2)), StateSpacePlan),
+    "norm and projection in one kernel": (lambda: with_mixer(Fused), FusedPlan),
+    "an argument for the mixer": (lambda: with_mixer(Fused), PartsPlan),
     "packed transposed": (lambda: with_mixer(Packed), PackedPlan),
     "sum in the region": (lambda: with_mixer(Selective), SelectivePlan),
+    "sum of a product by hand": (lambda: with_mixer(SelectiveByHand), SelectiveByHandPlan),
+    "two mixers a block": (with_two_mixers, TwoMixersPlan),
     "function of a head's number": (lambda: with_mixer(Retention), RetentionPlan),
     "whole mixer": (Tiny, WholePlan),
     "experts": (lambda: with_mlp(Experts), ExpertsPlan),
@@ -171,6 +187,13 @@ def test_misuse_is_one_sentence(name):
         check_plan(model(), degree, plan=plan)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused():
+    function = TPPlan.over_all_ranks(norm_linear, Place(rank=0, degree=2, group=("none", 2)))
+    x, weight = torch.ones(1, 4), torch.ones(2, 4)
+    with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no linear_bias"):
+        function(x, torch.ones(4), None, weight, torch.ones(2))
 
 
 def test_a_foreign_style_takes_no_parameter():

@@ -187,10 +187,15 @@ def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Ite
 
 def _fields(config: PretrainedConfig) -> list[str]:
     """The fields that describe the architecture: not those that every config has (dtype, labels, outputs)."""
-    common = inspect.signature(PretrainedConfig).parameters
-    return [
-        key for key in inspect.signature(type(config)).parameters if key not in common and key != "kwargs"
-    ]
+    common, fields = inspect.signature(PretrainedConfig).parameters, []
+    for kind in type(config).__mro__:
+        if kind is PretrainedConfig:
+            break
+        parameters = inspect.signature(kind).parameters
+        fields += [key for key in parameters if key not in common and key != "kwargs"]
+        if "kwargs" not in parameters:
+            break  # others go to the class that this one extends
+    return list(dict.fromkeys(fields))
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ its own.
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.collectives import Group
+from titanplans.tensor_parallel.collectives import Group, sum_gradients, sum_ranks
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.local_parameters import subclass
 from titanplans.tensor_parallel.styles import split_key
@@ -40,7 +40,10 @@ class Place(NamedTuple):
 
 
 Functions = Mapping[str, Callable[[Callable[..., Any], Place], Callable[..., Any]]]
-"""By the name under which a module's code calls a function: what makes this rank's function of it."""
+"""By the name under which a module's code calls a function: what makes this rank's function of it.
+
+"F.linear" is a function of the file `F`.
+"""
 
 
 def code_of_ranks(
@@ -54,6 +57,7 @@ def code_of_ranks(
     attributes: dict[str, dict[str, Any]] = {}
     functions: dict[str, Functions] = {}
     with as_user_error(f"plan {type(source).__name__}"):
+        attributes[""] = source.model_attributes(model)
         for key, make in source.model_functions(model).items():
             path, _, name = key.rpartition(".")
             functions[path] = {**functions.get(path, {}), name: make}
@@ -143,17 +147,31 @@ def _methods(cls: type) -> dict[str, FunctionType]:
 
 def _calls(function: FunctionType, name: str) -> bool:
     """Whether the code of `function`, or of what it decorates, looks `name` up in its file."""
-    if name in function.__code__.co_names and name in function.__globals__:
+    if _looks_up(function, name):
         return True
     inner = getattr(function, "__wrapped__", None)
     return isinstance(inner, FunctionType) and _calls(inner, name)
 
 
+def _looks_up(function: FunctionType, name: str) -> bool:
+    path = name.split(".")
+    return set(path) <= set(function.__code__.co_names) and path[0] in function.__globals__
+
+
+def _replaced(value: Any, path: list[str], local: Any, place: Place) -> Any:
+    """Return `value`, a function, or a file of functions of which the one at `path` is this rank's."""
+    if not path:
+        return local(value, place)
+    inner = _replaced(getattr(value, path[0]), path[1:], local, place)
+    return SimpleNamespace(**{**vars(value), path[0]: inner})
+
+
 def _with(function: FunctionType, name: str, local: Any, place: Place) -> FunctionType:
     """Return `function` whose code, or that of what it decorates, finds this rank's function under `name`."""
     known, closure = function.__globals__, function.__closure__
-    if name in function.__code__.co_names and name in known:
-        known = {**known, name: local(known[name], place)}
+    if _looks_up(function, name):
+        first, *path = name.split(".")
+        known = {**known, first: _replaced(known[first], path, local, place)}
     inner = getattr(function, "__wrapped__", None)
     decorates = isinstance(inner, FunctionType) and _calls(inner, name)
     if decorates:
@@ -180,5 +198,19 @@ def alike(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
         value = value.view_as(value)
         value.register_hook(lambda grad: grad / place.degree)
         return value
+
+    return computed
+
+
+def summed(function: Callable[..., torch.Tensor], place: Place) -> Callable[..., torch.Tensor]:
+    """Return `function`, whose result is a part of a sum on each rank, with the sum on every rank; the region goes on.
+
+    For a product that a mixer's code computes itself, with a weight whose inputs are split.
+    """
+
+    @wraps(function)
+    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # Each rank goes on with its share of the work: its gradients of the sum are shares, too.
+        return sum_gradients(sum_ranks(function(*args, **kwargs), place.group), place.group)
 
     return computed

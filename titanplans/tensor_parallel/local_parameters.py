@@ -102,7 +102,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
 
 def hidden_bias(module: nn.Module) -> torch.Tensor | None:
     """Return the bias of `module` that its own forward does not see; None if there is none, or it does."""
-    reading = module.__dict__["_tp_readings"].get("bias")
+    reading = module.__dict__.get("_tp_readings", {}).get("bias")
     return local_parameter(module, "bias") if reading is not None and reading.layout.hidden else None
 
 

@@ -1,7 +1,8 @@
-"""Styles of a norm over a width that the ranks share, such as one norm over all heads together."""
+"""Styles of a norm over a width that the ranks share, such as one norm over all heads together; and one fused with more."""
 
-from collections.abc import Callable
-from functools import partial
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from titanplans.errors import PlanError
 from titanplans.tensor_parallel.collectives import Group, gather, sum_gradients, sum_ranks
 from titanplans.tensor_parallel.layout import Layout, Rows
+from titanplans.tensor_parallel.local_code import Place
 from titanplans.tensor_parallel.local_parameters import hidden_bias
 from titanplans.tensor_parallel.styles import Style
 
@@ -31,12 +34,17 @@ class SplitNorm(Style):
     Args:
         rows: the rows of the weight that a rank reads, where ranks share heads; None for even shards.
         statistic: what the mean square is taken of, where that is not the first argument: a gate before the norm.
+        groups: into which the width is cut, each with a mean square of its own; neighbouring ranks share one where there
+            are too few of them.
     """
 
     inside = True
 
-    def __init__(self, *, rows: Rows | None = None, statistic: Statistic | None = None):
-        self.rows, self.statistic = rows, statistic
+    def __init__(self, *, rows: Rows | None = None, statistic: Statistic | None = None, groups: int = 1):
+        self.rows, self.statistic, self.groups = rows, statistic, groups
+
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        return {"groups of its width": (self.groups, True)}
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         if self.rows is not None:
@@ -58,26 +66,67 @@ class SplitNorm(Style):
             (width,) = module.normalized_shape
             rows = width // mesh.size() if self.rows is None else sum(run.size for run in self.rows.runs)
             module.normalized_shape = (rows,)
-        group = (mesh.get_group().group_name, mesh.size())
-        module.register_forward_hook(partial(self._correct, group), with_kwargs=True)
+        group, sharing = (mesh.get_group().group_name, mesh.size()), max(1, mesh.size() // self.groups)
+        first = mesh.get_local_rank() // sharing * sharing
+        module.register_forward_hook(partial(self._correct, group, first, sharing), with_kwargs=True)
 
-    def _correct(self, group: Group, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        x = args[0] if self.statistic is None else self.statistic(*args, **kwargs)
-        epsilon = next(getattr(module, name) for name in _EPSILONS if hasattr(module, name))
-        if epsilon is None:  # torch's RMSNorm: that of the input's dtype
-            epsilon = torch.finfo(x.dtype).eps
-        output = (output * root_ratio(x, epsilon, group)).to(output.dtype)
+    def _correct(
+        self, group: Group, first: int, sharing: int, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
+        if sharing > 1:
+            x = args[0] if self.statistic is None else self.statistic(*args, **kwargs)
+            epsilon = next(getattr(module, name) for name in _EPSILONS if hasattr(module, name))
+            if epsilon is None:  # torch's RMSNorm: that of the input's dtype
+                epsilon = torch.finfo(x.dtype).eps
+            output = (output * root_ratio(x, epsilon, group, first, sharing)).to(output.dtype)
         bias = hidden_bias(module)
         return output if bias is None else output + bias
 
 
-def root_ratio(x: torch.Tensor, epsilon: float, group: Group) -> torch.Tensor:
-    """Return the ratio of the root mean square of this rank's `x` [..., width] to that of all ranks', [..., 1]."""
+def root_ratio(
+    x: torch.Tensor, epsilon: float, group: Group, first: int = 0, sharing: int | None = None
+) -> torch.Tensor:
+    """Return the ratio of the root mean square of this rank's `x` [..., width] to that of more ranks', [..., 1].
+
+    They are all ranks of `group`, or `sharing` ones from the `first`.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     own = wide.square().mean(-1, keepdim=True)
     # Each rank goes on with its share of the work: its gradients of the mean are shares, too.
-    whole = sum_gradients(sum_ranks(own, group), group) / group[1]
+    if sharing is None or sharing == group[1]:
+        whole = sum_gradients(sum_ranks(own, group), group) / group[1]
+    else:
+        of_ranks = gather(own, own.ndim - 1, group[1], group)
+        whole = of_ranks.narrow(-1, first, sharing).mean(-1, keepdim=True)
     return ((own + epsilon) / (whole + epsilon)).sqrt()
+
+
+def over_all_ranks(function: Callable[..., Any], place: Place) -> Callable[..., torch.Tensor]:
+    """Return `function`, a root-mean-square norm fused with a product of its output, for a width that the ranks share.
+
+    It takes `x` [..., width] and `eps` and may gate behind the norm, as FLA's `rms_norm_linear` and
+    `rms_norm_swish_gate_linear`. As `SplitNorm` does, the output is multiplied by the ratio of the roots.
+
+    The function raises:
+        PlanError: an argument of it that such a ratio can't be applied behind: a bias, a residual.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        for name in ("norm_bias", "linear_bias", "residual", "prenorm"):
+            if (value := given.get(name)) is not None and value is not False:
+                raise PlanError(
+                    f"{function.__name__}: over_all_ranks takes no {name}: its part of the output is not in proportion to "
+                    "the norm's; split the norm and the product apart, by split_norm() or gathered_in_region()"
+                )
+        output = function(*args, **kwargs)
+        return (output * root_ratio(given["x"], given["eps"], place.group)).to(output.dtype)
+
+    return local
 
 
 class GatheredInRegion(Style):

@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import find_block, find_decoder, join
-from titanplans.tensor_parallel.local_code import Functions, alike
+from titanplans.tensor_parallel.local_code import Functions, alike, summed
+from titanplans.tensor_parallel.norms import over_all_ranks
 from titanplans.tensor_parallel.plan_styles import Plan, PlanStyles, TPOptions
 from titanplans.tensor_parallel.projections import Colwise, KVColwise
 from titanplans.tensor_parallel.registry import mixer_plan_of, plan_for_mixer
@@ -135,12 +136,17 @@ class TPPlan(PlanStyles):
         """Return what makes this rank's functions of those that a mixer's code calls, by name.
 
         For functions with global knowledge, such as a decay that depends on a head's number. Each gets the function and
-        the rank's `Place`, and returns what the code is to call in its place.
+        the rank's `Place`, and returns what the code is to call in its place. `self.over_all_ranks` does so for a norm over
+        the whole width that is fused with the product behind it, `self.summed` for a product of which a rank has a part.
         """
         return {}
 
     def mlp_attributes(self, mlp: nn.Module) -> dict[str, int]:
         """Return the attributes of an MLP that must count this rank's width, by dotted name, and their values."""
+        return {}
+
+    def model_attributes(self, model: nn.Module) -> dict[str, int]:
+        """Return the attributes of what is no mixer and no MLP that must count this rank's heads, by dotted name."""
         return {}
 
     def model_functions(self, model: nn.Module) -> Functions:
@@ -152,6 +158,8 @@ class TPPlan(PlanStyles):
         return {}
 
     alike = staticmethod(alike)
+    over_all_ranks = staticmethod(over_all_ranks)
+    summed = staticmethod(summed)
 
     def kv_colwise(self, attn: nn.Module) -> ParallelStyle:
         """Shard a projection to the keys or values of `attn` by heads, which ranks share where there are too few."""

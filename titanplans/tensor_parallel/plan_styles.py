@@ -3,8 +3,9 @@
 What each does is in `styles`; this gives them the plan's stream and options.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -58,9 +59,18 @@ class PlanStyles:
         """Gather the sequence once, before all projections of a mixer; a `rowwise` inside reduces."""
         return self._region(input_name, False, float8_input)
 
-    def attn_region(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
-        """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`."""
-        return self._region(input_name, True, float8_input)
+    def attn_region(
+        self,
+        input_name: str = "hidden_states",
+        *,
+        float8_input: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Gather at a mixer's entry and reduce at its exit; its `rowwise` has `reduce_output=False`.
+
+        `arguments` are given to the mixer whatever its caller gives, for a path of its code that can be split.
+        """
+        return self._region(input_name, True, float8_input, arguments)
 
     def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
         """Gather the sequence once, before gate and up."""
@@ -70,12 +80,19 @@ class PlanStyles:
         """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
         return self._region(input_name, True, float8_input)
 
-    def _region(self, input_name: str, reduce_output: bool, float8_input: bool) -> Plan:
+    def _region(
+        self,
+        input_name: str,
+        reduce_output: bool,
+        float8_input: bool,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Plan:
         region = Region(
             stream=self.stream,
             reduce_output=reduce_output,
             input_name=input_name,
             float8_input=float8_input,
+            arguments=arguments,
         )
         return {"": region}
 
@@ -103,17 +120,22 @@ class PlanStyles:
         return RowwiseInRegion()
 
     def split_norm(
-        self, *, heads: int | None = None, rows: int = 0, statistic: Statistic | None = None
+        self,
+        *,
+        heads: int | None = None,
+        rows: int = 0,
+        statistic: Statistic | None = None,
+        groups: int = 1,
     ) -> ParallelStyle:
         """Shard the width of a norm, and average its mean square over the ranks.
 
         Args:
             heads: that the width counts, where ranks may share them, and `rows`, their width.
-            statistic: see `SplitNorm`.
+            statistic, groups: see `SplitNorm`.
         """
         shared = heads is not None and heads < self.options.degree
         own = rows_of(0, [Shared(rows, heads)], self.options.degree) if shared else None  # type: ignore[arg-type]
-        return SplitNorm(rows=own, statistic=statistic)
+        return SplitNorm(rows=own, statistic=statistic, groups=groups)
 
     def gathered_in_region(self, *, dim: int = -1) -> ParallelStyle:
         """Run a module inside a region on the whole width, gathered in `dim`, and keep this rank's part of its output."""

@@ -154,6 +154,7 @@ class Region(Style):
         input_name: keyword under which the input comes if it is not the first positional argument.
         float8_input: only the projections inside read the input, so that in a model converted to float8 it may
             come in float8.
+        arguments: what the module is called with, whatever its caller gives: for a path of its code that can be split.
     """
 
     opens = gathers = True
@@ -165,9 +166,10 @@ class Region(Style):
         reduce_output: bool,
         input_name: str = "hidden_states",
         float8_input: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ):
         self.stream, self.reduce_output, self.input_name = stream, reduce_output, input_name
-        self.float8_input = float8_input
+        self.float8_input, self.arguments = float8_input, arguments or {}
 
     @property
     def closes(self) -> bool:  # type: ignore[override]
@@ -180,7 +182,7 @@ class Region(Style):
             module.register_forward_hook(partial(self._leave, border), with_kwargs=True)
 
     def _enter(self, border: Border, module, args, kwargs):
-        return on_input(border.enter, self, self.input_name, module, args, kwargs)
+        return on_input(border.enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
 
     def _leave(self, border: Border, module, args, kwargs, output):
         shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]

@@ -100,7 +100,7 @@ def _on_cpu(reference: Callable[..., Any], original: Callable[..., Any] | None) 
             return reference(*args, **kwargs)
         if original is None:
             raise KernelError(
-                f"{reference.__name__}: flash-attn is not installed, and these are not CPU tensors"
+                f"{reference.__name__}: its package is not installed, and these are not CPU tensors"
             )
         return original(*args, **kwargs)
 

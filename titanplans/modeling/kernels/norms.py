@@ -77,6 +77,25 @@ def layer_norm_gated_linear(
     return _linear(y, linear_weight, linear_bias)
 
 
+def gated_layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> torch.Tensor:
+    """Mamba 2's norm of x [..., D] over groups of `group_size`, times silu(z) [..., D] behind the norm or before it."""
+    dtype = accumulation_dtype(x, weight, z)
+    gate = None if z is None else F.silu(z.to(dtype))
+    wide = x.to(dtype) if gate is None or norm_before_gate else x.to(dtype) * gate
+    groups = 1 if group_size is None else x.shape[-1] // group_size
+    y, _ = _normed(wide, weight, bias, None, eps, False, is_rms_norm, groups)
+    return (y * gate if gate is not None and norm_before_gate else y).to(x.dtype)
+
+
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension."""
     wide = x.to(accumulation_dtype(x))

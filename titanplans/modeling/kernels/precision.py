@@ -12,3 +12,8 @@ def accumulation_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
     return (
         torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
     )
+
+
+def any_dtype(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, which FLA casts for flash-attn, for attention on a CPU, which takes any dtype."""
+    return x

@@ -1,0 +1,60 @@
+"""The plan of Mamba 2, its heads split (Dao and Gu 2024, arXiv:2405.21060)."""
+
+from torch import nn
+from torch.nn.functional import silu
+
+from titanplans import Plan, register_plan
+
+from .mamba import UNFUSED
+from .transformer import TransformerPlan
+
+
+@register_plan("mamba2", mixer="fla.layers.mamba2.Mamba2")
+class Mamba2Plan(TransformerPlan):
+    """One projection to gate, x, B, C and step size, whose first four parts a convolution joins; a gated norm.
+
+    Heads share B and C by groups, and so do ranks where there are fewer groups. The norm is over each group's width.
+    """
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        width, groups = attn.intermediate_size, attn.n_groups
+        shared = self.shared(groups * attn.ssm_state_size, groups)
+        gated = None if attn.norm_before_gate else gated_before
+        norm = {"norm": self.split_norm(statistic=gated, groups=groups)} if attn.rmsnorm else {}
+        return {
+            **self.attn_region(arguments=UNFUSED),
+            "in_proj": self.packed(width, width, shared, shared, *self.rows_by_head(attn)),
+            "conv1d": self.packed(width, shared, shared),
+            "A_log": self.colwise(),
+            "D": self.colwise(),
+            "dt_bias": self.colwise(),
+            **norm,
+            "out_proj": self.rowwise(reduce_output=False),
+        }
+
+    def rows_by_head(self, attn: nn.Module) -> tuple[int, ...]:
+        """Return the last sections of `in_proj`."""
+        return (attn.num_heads,)
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        groups = self.part_of(attn.n_groups)
+        local = self.divided(attn, "num_heads", "intermediate_size") | {"n_groups": groups}
+        channels = local["intermediate_size"] + 2 * groups * attn.ssm_state_size
+        norm = {"norm.group_size": local["intermediate_size"] // groups} if attn.rmsnorm else {}
+        return local | norm | {"conv_dim": channels, "conv1d.groups": channels}
+
+
+@register_plan("log_linear_mamba2", mixer="fla.layers.log_linear_mamba2.LogLinearMamba2")
+class LogLinearMamba2Plan(Mamba2Plan):
+    """The projection makes a scale for each level of each head's states, too (Guo et al. 2025, arXiv:2506.04761)."""
+
+    def rows_by_head(self, attn: nn.Module) -> tuple[int, ...]:
+        return (attn.num_heads, attn.num_heads * attn.num_lambda_dims)
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        return super().attn_plan(attn) | {"L": self.colwise()}
+
+
+def gated_before(x, z):
+    """Return what the norm divides by its root mean square."""
+    return x * silu(z)

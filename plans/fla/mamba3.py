@@ -1,0 +1,31 @@
+"""The plan of Mamba 3, its heads split."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .mixer import has
+from .transformer import TransformerPlan
+
+
+@register_plan("mamba3", mixer="fla.layers.mamba3.Mamba3")
+class Mamba3Plan(TransformerPlan):
+    """Gate, x, B, C (of each rank of MIMO), three numbers a head, and angles for all heads come from one projection."""
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        width, groups, heads = attn.intermediate_size, attn.n_groups, attn.num_heads
+        b_and_c = [self.shared(groups * attn.ssm_state_size, groups)] * (2 * attn.mimo_rank)
+        angles = self.shared(attn.num_rope_angles)
+        by_head = ("dt_bias", "B_bias", "C_bias", "D", "mimo_x", "mimo_z", "mimo_o", "norm")
+        return {
+            **self.attn_region(),
+            "in_proj": self.packed(width, width, *b_and_c, heads, heads, heads, angles),
+            **{name: self.colwise() for name in by_head if has(attn, name)},
+            **{name: self.replicated_in_region() for name in ("B_norm", "C_norm")},
+            "out_proj": self.rowwise(reduce_output=False),
+        }
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        return self.divided(attn, "num_heads", "intermediate_size") | {
+            "n_groups": self.part_of(attn.n_groups)
+        }

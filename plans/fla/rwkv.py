@@ -1,0 +1,57 @@
+"""The plans of RWKV-6 and RWKV-7, their heads split (Peng et al. 2024, arXiv:2404.05892; 2025, arXiv:2503.14456)."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("rwkv7", mixer="fla.layers.rwkv7.RWKV7Attention")
+class RWKV7Plan(MixerPlan):
+    """Each token is mixed with the one before it inside the regions, where every rank has the whole sequence.
+
+    The values of the first layer, which all others read, stay where they are: each rank has those of its heads.
+    """
+
+    by_head = (
+        "r_proj",
+        "k_proj",
+        "v_proj",
+        "w_lora.lora.2",
+        "v_lora.lora.2",
+        "a_lora.lora.2",
+        "g_lora.lora.2",
+    )
+    by_head += ("k_k", "k_a", "r_k", "g_norm")
+    for_all_heads = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
+    for_all_heads += ("w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0")
+    counts = ("g_norm.num_groups",)
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        return {
+            **self.mlp_region(),
+            "x_k": self.replicated_in_region(),
+            "key": self.colwise(),
+            "value": self.rowwise(reduce_output=False),
+        }
+
+
+@register_plan("rwkv6", mixer="fla.layers.rwkv6.RWKV6Attention")
+class RWKV6Plan(MixerPlan):
+    """The MLP multiplies its sum by a gate, which each rank has whole, so a part of the sum times it is a part, too."""
+
+    by_head = ("r_proj.linear", "w_proj.linear.lora.2", "k_proj.linear", "v_proj.linear", "g_proj.linear")
+    by_head += ("bonus", "g_norm")
+    for_all_heads = ("x_proj.0", "x_proj.0.linear", "x_proj.2", "x_bias", "w_proj.linear.lora.0")
+    counts = ("g_norm.num_groups",)
+
+    def mlp_plan(self, mlp: nn.Module) -> Plan:
+        return {
+            **self.mlp_region(),
+            "key": self.replicated_in_region(),
+            "key.linear": self.colwise(),
+            "value": self.rowwise(reduce_output=False),
+            "receptance": self.replicated_in_region(),
+            "receptance.linear": self.replicated_in_region(),
+        }

@@ -1,0 +1,71 @@
+"""Log-linear attention on a CPU, by FLA's reference, and the forward of its Mamba 2, which FLA itself keeps to GPUs."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from titanplans.errors import KernelError
+from titanplans.modeling.kernels.precision import accumulation_dtype
+
+
+class Past(NamedTuple):
+    """The inputs of all tokens so far, [B, T, ...]: here the state, from which everything is computed again."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    level_scales: torch.Tensor
+
+
+def chunk_log_linear_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    level_scales: torch.Tensor,
+    initial_state: Past | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float | None = 1.0,
+) -> tuple[torch.Tensor, Past | None]:
+    """Outputs [B, T, H, V] of q, k [B, T, G, K], v [B, T, H, V], log gates g [B, T, H], level_scales [B, T, H, L]."""
+    from fla.ops.log_linear_attn.naive import naive_log_linear_attn
+
+    if cu_seqlens is not None:
+        raise KernelError(
+            "chunk_log_linear_attn: cu_seqlens are not computed on a CPU; leave them out or run on a GPU"
+        )
+    dtype = accumulation_dtype(q, k, v, g, level_scales)
+    state = Past(*(x.to(dtype) for x in (q, k, v, g, level_scales)))
+    if initial_state is not None:
+        state = Past(*(torch.cat(pair, 1) for pair in zip(initial_state, state, strict=True)))
+    o = naive_log_linear_attn(*state, scale=scale)[:, -q.shape[1] :]
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def log_linear_mamba2_forward(
+    mixer: nn.Module,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    output_attentions: bool | None = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None, Any]:
+    """As `LogLinearMamba2.forward` on a GPU, whose kernels are replaced one by one."""
+    from fla.layers.utils import get_layer_cache, update_layer_cache
+
+    last_state = get_layer_cache(mixer, past_key_values)
+    output, conv_state, state = mixer.cuda_kernels_forward(
+        hidden_states, last_state, use_cache, attention_mask
+    )  # type: ignore
+    update_layer_cache(
+        mixer,
+        past_key_values,
+        recurrent_state=state,
+        conv_state=conv_state,
+        offset=hidden_states.shape[1],
+    )
+    return output, None, past_key_values

@@ -1,0 +1,133 @@
+"""RWKV-6's and RWKV-7's operators on a CPU: recurrences token by token, the token shift, and pointwise kernels.
+
+    RWKV-6   S_t = exp(w_t) S_(t-1) + k_t v_t^T                              o_t = r_t^T (S_(t-1) + u k_t v_t^T)
+    RWKV-7   S_t = exp(w_t) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T        o_t = r_t^T S_t
+
+with S [K, V] for each head. FLA's references (`recurrent_naive.py` of RWKV-6, `dplr/naive.py`) have heads first, and neither
+packed sequences nor a scale.
+"""
+
+from typing import Any
+
+import torch
+
+from titanplans.modeling.kernels.packing import Result, by_sequence
+from titanplans.modeling.kernels.precision import accumulation_dtype
+
+
+def rwkv6(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **split_of_work: Any,
+) -> Result:
+    """RWKV-6 of r, k, w [B, T, H, K], v [B, T, H, V] and the bonus u [H, K]; states are [N, H, K, V]."""
+    return _recurrence(dict(r=r, w=w, k=k, v=v), u, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def rwkv7(
+    r: torch.Tensor,
+    w: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = 1.0,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **split_of_work: Any,
+) -> Result:
+    """RWKV-7 of r, w, k, a, b [B, T, H, K] and v [B, T, H, V]; states are [N, H, K, V]."""
+    given = dict(r=r, w=w, k=k, v=v, a=a, b=b)
+    return _recurrence(given, None, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def rwkv7_mul(
+    r: torch.Tensor,
+    w: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kk: torch.Tensor,
+    a: torch.Tensor,
+    *options: Any,
+    **more: Any,
+) -> Result:
+    """`rwkv7` with a = -kk and b = kk * a."""
+    return rwkv7(r, w, k, v, -kk, kk * a, *options, **more)
+
+
+def _recurrence(
+    given: dict[str, torch.Tensor],
+    u: torch.Tensor | None,
+    scale: float | None,
+    state: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+) -> Result:
+    dtype, out_dtype = accumulation_dtype(*given.values(), state), given["v"].dtype
+    inputs = {name: x.to(dtype) for name, x in given.items()}
+    scale = inputs["r"].shape[-1] ** -0.5 if scale is None else scale
+
+    def run(part: dict[str, torch.Tensor], states: dict[str, Any]) -> Result:
+        shape, state = part["k"].shape, states["initial"]
+        s = (
+            part["k"].new_zeros(shape[0], *shape[2:], part["v"].shape[-1])
+            if state is None
+            else state.to(dtype)
+        )
+        outputs = []
+        for t in range(shape[1]):
+            now = {name: x[:, t] for name, x in part.items()}
+            new = now["k"][..., None] * now["v"][..., None, :]
+            read = s if u is None else s + u.to(dtype)[..., None] * new
+            decayed = s * now["w"].exp()[..., None]
+            if "a" in now:
+                decayed = decayed + now["b"][..., None] * (now["a"][..., None] * s).sum(-2, keepdim=True)
+            s = decayed + new
+            outputs.append(((s if u is None else read) * now["r"][..., None]).sum(-2) * scale)
+        return torch.stack(outputs, 1), s
+
+    o, final = by_sequence(run, inputs, {"initial": state}, cu_seqlens)
+    return o.to(out_dtype), final if output_final_state else None
+
+
+def token_shift(
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    cache: torch.Tensor | None = None,
+    output_cache: bool = False,
+    chunk_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The token before less each token, of x [B, T, D], and the last tokens [N, D]; `cache` [N, D] came before the first."""
+
+    def run(part: dict[str, torch.Tensor], states: dict[str, Any]) -> Result:
+        x, before = part["x"], states["before"]
+        first = torch.zeros_like(x[:, :1]) if before is None else before.view_as(x[:, :1]).to(x.dtype)
+        return torch.cat([first, x[:, :-1]], 1) - x, x[:, -1]
+
+    delta, last = by_sequence(run, {"x": x}, {"before": cache}, cu_seqlens)
+    return delta, last if output_cache else None
+
+
+def addcmul(hidden_states: torch.Tensor, delta: torch.Tensor, *weights: torch.Tensor | None) -> Any:
+    """hidden_states + delta * weight for each weight; None stays None."""
+    return tuple(None if w is None else torch.addcmul(hidden_states, delta, w) for w in weights)
+
+
+def k_update(k: torch.Tensor, a: torch.Tensor, ka: torch.Tensor, *split_of_work: Any) -> torch.Tensor:
+    """k (1 + (a - 1) ka)."""
+    return k.addcmul(k * (a - 1), ka)
+
+
+def gate_output_correction(
+    o: torch.Tensor, r: torch.Tensor, k: torch.Tensor, r_k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
+) -> torch.Tensor:
+    """(o + (sum of r k r_k) v) g of r, k, v [B, T, H, D], r_k [H, D] and o, g [B, T, H D]."""
+    return (o + ((r * k * r_k).sum(-1, keepdim=True) * v).flatten(-2)) * g
