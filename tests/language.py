@@ -342,6 +342,103 @@ class PartsPlan(TinyPlan):
         }
 
 
+def retained(q, k, v):
+    """Return linear attention whose heads forget by their numbers, as FLA's kernels of retention look them up."""
+    steps = torch.arange(q.shape[1], device=q.device)[:, None]
+    return causal(q, k, v, (steps * decays(q.shape[2], q.device)).to(q.dtype).expand(len(q), -1, -1))
+
+
+class Retained(Retention):
+    """Retention in a function of its own, which looks the decays up."""
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states * self.scale
+        q, v = (proj(hidden_states).unflatten(-1, (-1, SIZE)) for proj in (self.q_proj, self.v_proj))
+        return self.o_proj(
+            retained(q, self.k_proj(hidden_states).unflatten(-1, (2, -1, SIZE)).prod(2), v).flatten(2)
+        )
+
+
+class RetainedPlan(RetentionPlan):
+    def local_functions(self, attn):
+        return {"retained.decays": decays_of_rank}
+
+
+class Keys(nn.Module):
+    """Keys and values that several blocks read; the code counts heads."""
+
+    def __init__(self, heads=2):
+        super().__init__()
+        self.num_kv_heads, self.norm = heads, nn.RMSNorm(HIDDEN)
+        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, heads * SIZE) for _ in range(2))
+
+    def forward(self, hidden_states):
+        x = self.norm(hidden_states)
+        return tuple(proj(x).unflatten(-1, (self.num_kv_heads, SIZE)) for proj in (self.k_proj, self.v_proj))
+
+
+class Cross(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.q_proj, self.o_proj = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, hidden_states, keys, values):
+        q = self.q_proj(hidden_states).unflatten(-1, (-1, SIZE))
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (keys, values))
+        return self.o_proj(causal(q, k, v).flatten(2))
+
+
+class CrossBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn = Cross()
+
+    def forward(self, x, keys, values):
+        x = x + self.attn(self.attn_norm(x), keys, values)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Halves(Tiny):
+    """YOCO's form: the second half of the blocks reads keys and values that are made once."""
+
+    def __init__(self):
+        super().__init__()
+        del self.layers
+        self.self_layers, self.cross_layers = (
+            nn.ModuleList([Block()]),
+            nn.ModuleList([CrossBlock(), CrossBlock()]),
+        )
+        self.keys = Keys()
+
+    def forward(self, input_ids, **kwargs):
+        x = self.embed(input_ids)
+        for layer in self.self_layers:
+            x = layer(x)
+        keys, values = self.keys(x)
+        for layer in self.cross_layers:
+            x = layer(x, keys, values)
+        return SimpleNamespace(logits=self.lm_head(self.norm(x)))
+
+
+class HalvesPlan(TinyPlan):
+    def model_plan(self, model):
+        kv = self.kv_colwise(model.keys)
+        parts = {"norm": self.replicated_in_region(), "k_proj": kv, "v_proj": kv}
+        return super().model_plan(model) | {
+            "keys": self.shared_region()[""],
+            **{f"keys.{name}": style for name, style in parts.items()},
+        }
+
+    def attn_plan(self, attn):
+        if not isinstance(attn, Cross):
+            return super().attn_plan(attn)
+        return {**self.attn_input(), "q_proj": self.colwise(), "o_proj": self.rowwise()}
+
+    def model_attributes(self, model):
+        return {"keys.num_kv_heads": self.part_of(model.keys.num_kv_heads)}
+
+
 class WholePlan(TinyPlan):
     """The mixer whole on every rank, the MLP split."""
 

@@ -34,6 +34,7 @@ class Architecture(NamedTuple):
 
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
 _DENSE = _FLA | dict(head_dim=16)
+_YOCO = _FLA | dict(num_self_decoder_layers=1)
 _EXPERTS = _FLA | dict(moe_intermediate_size=16, num_experts=4)
 _BALANCE = dict(output_router_logits=True, router_aux_loss_coef=0.1)
 _FALCON = dict(hidden_size=64, num_hidden_layers=2, ffn_hidden_size=48, vocab_size=96)
@@ -218,6 +219,81 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "samba": (
         _SSM | dict(attn=dict(layers=[1], num_heads=8, num_kv_heads=2, window_size=5)),
         _SSM | dict(attn=None, use_bias=True, attnres_block_size=2),
+    ),
+    # Softmax attention and its relatives.
+    "linear_attn": (
+        _FLA | dict(num_kv_heads=2, norm_q=True, norm_feature_map=True, feature_map="hedgehog"),
+        _FLA | dict(feature_map="elementwise_product", tie_feature_map_qk=True, tie_word_embeddings=True),
+        _FLA | dict(feature_map="t2r", attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
+    ),
+    "abc": (
+        _FLA | dict(num_slots=4, exapnd_k=1.0, use_short_conv=True),
+        _FLA | dict(num_slots=None, use_rope=False, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
+    ),
+    "retnet": (
+        _FLA | dict(num_kv_heads=2, use_short_conv=True),
+        _FLA | dict(use_output_gate=False, feature_map="relu", tie_word_embeddings=True),
+        _FLA | dict(fuse_norm=False, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
+    ),
+    "deltaformer": (
+        _FLA | dict(qkv_bias=True, qk_norm=True),
+        _FLA | dict(tie_word_embeddings=True, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
+    ),
+    "parallax": (
+        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True),
+        _FLA | dict(window_size=5, tie_word_embeddings=True),
+    ),
+    "forgetting_transformer": (
+        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True),
+        _FLA | dict(use_output_gate=True, tie_word_embeddings=True),
+    ),
+    "wall_transformer": (
+        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True, use_scalar_gate=True),
+        _FLA | dict(use_output_gate=True, window_size=5, tie_word_embeddings=True),
+    ),
+    "stickbreaking_attn": (
+        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True),
+        _FLA | dict(attend_current=True, tie_word_embeddings=True),
+    ),
+    "moba": (
+        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True, moba_chunk_size=4, moba_topk=2),
+        _FLA | dict(use_output_gate=True, moba_chunk_size=3, moba_topk=3, tie_word_embeddings=True),
+    ),
+    "mla": (
+        _FLA,
+        _FLA | dict(q_lora_rank=None, window_size=5, tie_word_embeddings=True),
+    ),
+    "gsa": (
+        _FLA | dict(num_slots=4, num_kv_heads=2, use_short_conv=True),
+        _FLA | dict(num_slots=4, feature_map="t2r", tie_word_embeddings=True),
+        _FLA
+        | dict(num_slots=4, elementwise_affine=False, attn=dict(layers=[1], num_heads=8, num_kv_heads=2)),
+    ),
+    "lightnet": (
+        _FLA | dict(expand_ratio=8, gate_low_rank_dim=4, use_short_conv=True),
+        _FLA
+        | dict(expand_ratio=4, gate_low_rank_dim=4, attnres_block_size=2, attn=dict(layers=[1], num_heads=8)),
+    ),
+    "bitnet": (_FLA | dict(num_kv_heads=2), _FLA | dict(window_size=5, tie_word_embeddings=True)),
+    "nsa": (_FLA | dict(head_dim=4, block_size=4, block_counts=3, window_size=5, qkv_bias=True),),
+    "cat": (
+        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True, pad_to_multiple_of=8, max_chunk_size=4),
+        _FLA
+        | dict(
+            pad_to_multiple_of=1,
+            max_chunk_size=4,
+            train_chunk_size_schedule="fixed",
+            tie_word_embeddings=True,
+        ),
+    ),
+    "yoco": (
+        _YOCO | dict(cross_decoder_attn=dict(num_heads=8, num_kv_heads=2, qkv_bias=True, qk_norm=True)),
+        _YOCO | dict(self_decoder_attn=dict(type="gated_retention", num_heads=8), attnres_block_size=2),
+        _YOCO
+        | dict(
+            self_decoder_attn=dict(type="swa", num_heads=8, num_v_heads=2, window_size=5),
+            tie_word_embeddings=True,
+        ),
     ),
 }
 """Fields of the config of each variant: together they have every option that changes a style of the plan."""

@@ -14,14 +14,12 @@ class TransformerPlan(TPPlan):
     """
 
     def model_plan(self, model: nn.Module) -> Plan:
-        plan = super().model_plan(model)
+        plan, decoder = super().model_plan(model), find_decoder(model)
         # FLA's models read the sequence off the tokens, or inside a mixer: never off their embeddings.
-        if (embedding := find_decoder(model).embedding) is not None:
-            plan[embedding] = self.vocab_embedding(begins_stream=True)
-        base = model.get_submodule(model.base_model_prefix)  # type: ignore[arg-type]
-        return plan | {
-            f"{model.base_model_prefix}.{name}": s for name, s in self._residual_mixing(base).items()
-        }
+        if decoder.embedding is not None:
+            plan[decoder.embedding] = self.vocab_embedding(begins_stream=True)
+        mixing = self._residual_mixing(model.get_submodule(decoder.base))
+        return plan | {f"{decoder.base}.{name}".removeprefix("."): style for name, style in mixing.items()}
 
     def layer_plan(self, layer: nn.Module) -> Plan:
         return super().layer_plan(layer) | self._residual_mixing(layer)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import worlds
 import zoo
+from language import Halves
 from tiny import Tiny, TinyPlan
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -365,3 +366,12 @@ def test_kept_collectives_are_not_sent_again(under_tp, sequence_parallel):
         "mlp": BLOCKS * each,
         "mixer": BLOCKS * each,
     }
+
+
+def test_torchtitan_s_policies_treat_both_lists_of_a_decoder_in_halves():
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    model = Halves()
+    apply_activation_checkpointing(model, FullAC.Config())
+    wrapped = {name for name, module in model.named_modules() if type(module).__name__ == "CheckpointWrapper"}
+    assert wrapped == {"self_layers.0", "cross_layers.0", "cross_layers.1"}

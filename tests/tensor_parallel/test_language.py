@@ -14,10 +14,14 @@ from language import (
     FusedPlan,
     GateUp,
     GateUpPlan,
+    Halves,
+    HalvesPlan,
     Packed,
     PackedPlan,
     PartsPlan,
     QKVPlan,
+    Retained,
+    RetainedPlan,
     Retention,
     RetentionPlan,
     Selective,
@@ -62,6 +66,8 @@ RIGHT = {
     "sum of a product by hand": (lambda: with_mixer(SelectiveByHand), SelectiveByHandPlan),
     "two mixers a block": (with_two_mixers, TwoMixersPlan),
     "function of a head's number": (lambda: with_mixer(Retention), RetentionPlan),
+    "a function that a function calls": (lambda: with_mixer(Retained), RetainedPlan),
+    "keys for several blocks": (Halves, HalvesPlan),
     "whole mixer": (Tiny, WholePlan),
     "experts": (lambda: with_mlp(Experts), ExpertsPlan),
     "balance of experts": (balanced, ExpertsPlan),
@@ -115,6 +121,18 @@ MISUSED = {
         changed(StateSpacePlan, lambda plan: {"A": plan.colwise()}),
         2,
         "no parameter: layers.0.attn (StateSpace) holds in_proj, conv1d, norm, out_proj, A_log, D, dt_bias",
+    ),
+    "a region that nothing leaves": (
+        Halves,
+        changed(HalvesPlan, model=lambda plan: {"keys": plan.attn_input()[""]}),
+        2,
+        "shared_region() if regions read its output",
+    ),
+    "a function that nobody calls": (
+        lambda: with_mixer(Retained),
+        changed(RetainedPlan, local_functions=lambda plan, attn: {"retained.decay": None}),
+        2,
+        "its plan's local_functions name 'retained.decay', but no method of Retained calls a function of this name",
     ),
     "a region for a parameter": (
         lambda: with_mixer(StateSpace),
@@ -225,3 +243,9 @@ def test_a_dict_names_parameters():
     styles = plan.full_plan(with_mixer(StateSpace))
     assert type(styles["layers.1.attn.A_log"]).__name__ == "Colwise"
     assert type(styles["layers.0.attn.norm"]).__name__ == "SplitNorm"
+
+
+def test_a_norm_fused_with_a_product_takes_no_bias():
+    fused = TinyPlan.over_all_ranks(norm_linear, Place(0, 2, ("", 2)))
+    with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no norm_bias"):
+        fused(torch.ones(1, 4), torch.ones(4), torch.ones(4), torch.ones(2, 4), None)

@@ -24,7 +24,16 @@ from titanplans.tensor_parallel.plan import Plan, TPPlan
 from titanplans.tensor_parallel.projections import Rowwise
 from titanplans.tensor_parallel.replicated import ReplicatedOnStream
 from titanplans.tensor_parallel.sizes import check_degree
-from titanplans.tensor_parallel.styles import Style, held, layouts_at, own_styles, split_key, target, targets
+from titanplans.tensor_parallel.styles import (
+    Region,
+    Style,
+    held,
+    layouts_at,
+    own_styles,
+    split_key,
+    target,
+    targets,
+)
 from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 
@@ -195,13 +204,14 @@ def region_faults(plan: Plan) -> Iterator[Fault]:
         closers = [key for key, style in inside.items() if style.closes]
         # Foreign styles may do the splitting and the summing; they don't say.
         all_ours = not any(within(key, region) for key in plan.keys() - ours.keys())
-        if all_ours and not any(isinstance(style, Rowwise) for style in inside.values()):
+        shared = isinstance(opener, Region) and opener.shared
+        if all_ours and not shared and not any(isinstance(style, Rowwise) for style in inside.values()):
             yield (
                 region,
                 "it opens a region without a rowwise() projection: every rank would compute the same output, and their "
-                "sum is that many times too large: split it, or drop the region",
+                "sum is that many times too large: split it, or drop the region; shared_region() if regions read its output",
             )
-        if all_ours and not closers and not opener.closes:
+        if all_ours and not shared and not closers and not opener.closes:
             yield (
                 region,
                 "it opens a region that nothing leaves, so its partial output is not summed: give its last projection "

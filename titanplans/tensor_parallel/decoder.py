@@ -17,6 +17,8 @@ from torch import nn
 from titanplans.errors import PlanError
 
 _LAYER_LISTS = ("layers", "blocks", "h")
+_HALVES = ("self_layers", "cross_layers")
+"""Two lists, one behind the other, of a decoder whose second half reads what the first has made once."""
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
 _MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
@@ -130,17 +132,24 @@ def _block_names(model: nn.Module) -> tuple[str, ...]:
     lists = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _LAYER_LISTS
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in (*_LAYER_LISTS, *_HALVES)
     ]
     if not lists:
         return ()
-    blocks = min(lists, key=lambda name: name.count("."))
-    return tuple(join(blocks, name) for name, _ in model.get_submodule(blocks).named_children())
+    first = min(lists, key=lambda name: name.count("."))
+    base, _, name = first.rpartition(".")
+    halves = [join(base, half) for half in _HALVES] if name in _HALVES else [first]
+    return tuple(
+        join(half, name)
+        for half in halves
+        if half in lists
+        for name, _ in model.get_submodule(half).named_children()
+    )
 
 
 def _towers(model: nn.Module, decoder: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yield the names of the blocks of each outermost list of blocks that is not the decoder's."""
-    taken = [*decoder, *(name.rpartition(".")[0] for name in decoder[:1])]
+    taken = [*decoder, *{name.rpartition(".")[0] for name in decoder}]
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _LAYER_LISTS
         if is_list and not any(name == other or name.startswith(f"{other}.") for other in taken):

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 Functions = Mapping[str, Callable[[Callable[..., Any], Place], Callable[..., Any]]]
 """By the name under which a module's code calls a function: what makes this rank's function of it.
 
-"F.linear" is a function of the file `F`.
+"F.linear" is a function of the file `F`; "retention.decay" one that the function `retention` calls.
 """
 
 
@@ -61,6 +61,7 @@ def code_of_ranks(
         for key, make in source.model_functions(model).items():
             path, _, name = key.rpartition(".")
             functions[path] = {**functions.get(path, {}), name: make}
+        attributes[""] = source.model_attributes(model)
     for name, mixer in decoder.mixers.items():
         if split_key(plan, name) is not None:
             owner = source.plan_of(mixer)
@@ -154,14 +155,20 @@ def _calls(function: FunctionType, name: str) -> bool:
 
 
 def _looks_up(function: FunctionType, name: str) -> bool:
-    path = name.split(".")
-    return set(path) <= set(function.__code__.co_names) and path[0] in function.__globals__
+    first, *path = name.split(".")
+    if first not in function.__code__.co_names or first not in function.__globals__:
+        return False
+    if path and isinstance(called := function.__globals__[first], FunctionType):
+        return _calls(called, ".".join(path))
+    return set(path) <= set(function.__code__.co_names)
 
 
 def _replaced(value: Any, path: list[str], local: Any, place: Place) -> Any:
-    """Return `value`, a function, or a file of functions of which the one at `path` is this rank's."""
+    """Return `value`, a function, or a file of functions or a function that calls them, with this rank's at `path`."""
     if not path:
         return local(value, place)
+    if isinstance(value, FunctionType):
+        return _with(value, ".".join(path), local, place)
     inner = _replaced(getattr(value, path[0]), path[1:], local, place)
     return SimpleNamespace(**{**vars(value), path[0]: inner})
 

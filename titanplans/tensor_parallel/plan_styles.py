@@ -80,6 +80,10 @@ class PlanStyles:
         """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
         return self._region(input_name, True, float8_input)
 
+    def shared_region(self, input_name: str = "hidden_states") -> Plan:
+        """Gather at the entry of a module whose output other regions read: keys and values for several blocks."""
+        return {"": Region(stream=self.stream, reduce_output=False, input_name=input_name, shared=True)}
+
     def _region(
         self,
         input_name: str,

@@ -66,6 +66,9 @@ class KVColwise(Colwise):
         shared = rows_of(0, [Shared(param.shape[0], self.heads)], self.degree)
         return Layout(Replicate(), Partial(), rows=shared)
 
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        return {"the number of its heads": (self.heads, True)}
+
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         return {"outputs": True, "sharing": max(1, self.degree // self.heads)}
 

@@ -154,6 +154,7 @@ class Region(Style):
         input_name: keyword under which the input comes if it is not the first positional argument.
         float8_input: only the projections inside read the input, so that in a model converted to float8 it may
             come in float8.
+        shared: other regions read what it returns, such as keys and values for several blocks; nothing leaves.
         arguments: what the module is called with, whatever its caller gives: for a path of its code that can be split.
     """
 
@@ -166,10 +167,11 @@ class Region(Style):
         reduce_output: bool,
         input_name: str = "hidden_states",
         float8_input: bool = True,
+        shared: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ):
         self.stream, self.reduce_output, self.input_name = stream, reduce_output, input_name
-        self.float8_input, self.arguments = float8_input, arguments or {}
+        self.float8_input, self.shared, self.arguments = float8_input, shared, arguments or {}
 
     @property
     def closes(self) -> bool:  # type: ignore[override]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from titanplans.errors import KernelError
+from titanplans.modeling.kernels.naive import Naive, by_naive
 from titanplans.modeling.kernels.recurrence import recurrence
-from titanplans.modeling.kernels.table import REFERENCES
+from titanplans.modeling.kernels.table import REFERENCES, Reference
 
 MARK = "cpu_function"
 """Attribute of what is installed, the reference: a second `install`, and `coverage`, know it by that."""
@@ -66,12 +67,14 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, MethodType) else id(value)
 
 
-def _replace(owner: Any, name: str, reference: Callable[..., Any] | str, names: Names) -> None:
+def _replace(owner: Any, name: str, reference: Reference, names: Names) -> None:
     original: Any = getattr(owner, name, None)
     if hasattr(original, MARK):
         return
     if isinstance(reference, str):
         reference = recurrence(original, reference)
+    elif isinstance(reference, Naive):
+        reference = by_naive(original, reference)
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
         # Out of every graph of torch.compile, as the kernels behind it are on a GPU.
         replacement = torch.compiler.disable(_on_cpu(reference, original.apply))
@@ -109,8 +112,11 @@ def _on_cpu(reference: Callable[..., Any], original: Callable[..., Any] | None) 
 
 
 def _first_is_on_cpu(*args: Any, **kwargs: Any) -> bool:
-    """Whether the first tensor is on a CPU; host copies of lengths may follow CUDA tensors."""
+    """Whether the first tensor is on a CPU; host copies of lengths may follow CUDA tensors.
+
+    What takes no tensors, such as a mask by lengths, works where there is no GPU.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device.type == "cpu"
-    return False
+    return not torch.accelerator.is_available()

@@ -2,8 +2,8 @@
 
 A place is a function or an autograd.Function; the reference takes the same arguments (of a Function: those of `apply`)
 and is differentiated by torch. A reference of FLA's own, `fla/ops/*/naive.py`, is given by its place, and `recurrence`
-calls it: another mixer is a line here. Those of this package are for what FLA has no reference for, or none that
-holds float64 and simulated ranks, or, of GLA, none that is fast enough to train with.
+calls it, or `naive` where it attends: another mixer is a line here. Those of this package are for what FLA has no
+reference for, or none that holds float64 and simulated ranks, or, of GLA, none that is fast enough to train with.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,12 @@ from typing import Any
 from titanplans.modeling.kernels import (
     activations,
     attention,
+    attention_parts,
+    bitlinear,
     convolution,
+    cumsum,
     decoding,
+    gates,
     gla,
     hgrn,
     log_linear,
@@ -27,11 +31,15 @@ from titanplans.modeling.kernels import (
     rwkv,
     state_space,
 )
+from titanplans.modeling.kernels.naive import Naive
 
 _FLASH_ATTENTION = {
     # The modules import flash-attn, which may be absent: then the names are None, or missing.
-    f"fla.layers.{module}:{function.__name__}": function
-    for module in ("attn", "bitattn", "mla", "rodimus")
+    f"fla.{module}:{function.__name__}": function
+    for module in (
+        *(f"layers.{name}" for name in ("attn", "bitattn", "mla", "moba", "rodimus")),
+        *(f"ops.{name}" for name in ("deltaformer.parallel", "nsa.naive", "nsa.parallel", "moba.parallel")),
+    )
     for function in (attention.flash_attn_func, attention.flash_attn_varlen_func)
 }
 
@@ -50,7 +58,24 @@ _NAIVE = {
 }
 """Folder of fla.ops -> the reference in its naive.py, and the kernels that it stands for: `chunk_delta_rule`, ..."""
 
-REFERENCES: dict[str, Callable[..., Any] | str] = {
+_ATTENTION = {
+    f"fla.ops.{place}": Naive(f"fla.ops.{reference}")
+    for place, reference in {
+        "attn.parallel:parallel_attn": "attn.naive:naive_parallel_attn",
+        "forgetting_attn.parallel:parallel_forgetting_attn": "forgetting_attn.naive:naive_forgetting_attn",
+        "nsa.parallel:parallel_nsa": "nsa.naive:naive_nsa",
+        "parallax.parallel:parallel_parallax": "parallax.naive:naive_parallax",
+        "stickbreaking_attn.parallel:parallel_stickbreaking_attn": "stickbreaking_attn.naive:naive_stickbreaking_attn",
+        "wall_attn.parallel:parallel_wall_attn": "wall_attn.naive:naive_wall_attn",
+        "gsa.chunk:chunk_gsa": "gsa.naive:naive_recurrent_gsa",
+        "gsa.fused_recurrent:fused_recurrent_gsa": "gsa.naive:naive_recurrent_gsa",
+        "abc.chunk:chunk_abc": "gsa.naive:naive_recurrent_gsa",  # without a gate; abc.naive has the heads first
+    }.items()
+}
+
+Reference = Callable[..., Any] | str | Naive
+
+REFERENCES: dict[str, Reference] = {
     "fla.modules.norm.layernorm:LayerNormFunction": norms.layer_norm,
     "fla.modules.norm.layernorm:LayerNormLinearFunction": norms.layer_norm_linear,
     "fla.modules.norm.fused_norm_gate:LayerNormGatedFunction": norms.layer_norm_gated,
@@ -93,7 +118,20 @@ REFERENCES: dict[str, Callable[..., Any] | str] = {
     "fla.layers.mamba3:mamba3_mimo_combined": mamba3.mimo,
     "fla.layers.rodimus:autocast_to_fp16": precision.any_dtype,
     "fla.ops.attnres.fused:fused_attnres": residuals.fused_attnres,
+    "fla.ops.utils.cumsum:chunk_global_cumsum": cumsum.chunk_global_cumsum,
+    "fla.modules.norm.layernorm_quant:LayerNormLinearQuantFunction": bitlinear.layer_norm_linear_quant,
+    "fla.ops.gsa.gate:fused_additive_gate": gates.fused_additive_gate,
+    "fla.ops.utils.pooling:MeanPoolingFunction": attention_parts.mean_pooling,
     **_FLASH_ATTENTION,
+    **_ATTENTION,
+    "fla.ops.deltaformer.parallel:ParallelDeltaformerFunction": attention_parts.deltaformer_values,
+    "fla.ops.moba.parallel:parallel_moba": attention_parts.parallel_moba,
+    "fla.ops.parallax.decode:parallax_decode": decoding.parallax_decode,
+    "fla.ops.parallax.decode:parallax_decode_one_step": decoding.parallax_decode,
+    "fla.ops.wall_attn.decode:parallel_wall_attn_decode": decoding.parallel_wall_attn_decode,
+    "fla.models.cat.modeling_cat:create_block_mask_compiled": attention_parts.create_block_mask,
+    "fla.models.cat.modeling_cat:flex_attention_compiled": attention_parts.flex_attention,
+    "fla.layers.stickbreaking_attn:StickBreakingAttention.forward": attention_parts.stickbreaking_module,
     "fla.ops.gla.chunk:chunk_gla": gla.chunk_gla,
     "fla.ops.gla.fused_recurrent:fused_recurrent_gla": gla.fused_recurrent_gla,
     "fla.ops.kda.gate:fused_kda_gate": recurrence.gate,

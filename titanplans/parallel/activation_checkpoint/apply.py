@@ -41,10 +41,10 @@ def apply_activation_checkpointing(model: nn.Module, options: Any, dump_folder: 
         PlanError, ParallelError: as `check_activation_checkpointing`; nothing is touched then.
     """
     if not isinstance(options, ActivationCheckpoint):
-        first = find_decoder(model).names[0]
-        blocks = nn.Module()
-        blocks.layers = model.get_submodule(first.rpartition(".")[0])
-        options.build(dump_folder=dump_folder).apply(blocks)
+        for layers in dict.fromkeys(name.rpartition(".")[0] for name in find_decoder(model).names):
+            blocks = nn.Module()
+            blocks.layers = model.get_submodule(layers)
+            options.build(dump_folder=dump_folder).apply(blocks)
         return
     wrapped: dict[str, Any] = {
         name: getattr(options, name)

@@ -1,0 +1,36 @@
+"""The plan of CAT, compress and attend transformers (Prakash et al. 2025, arXiv:2511.05313)."""
+
+from torch import nn
+
+from titanplans import Plan, find_decoder, register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("cat", mixer="fla.models.cat.modeling_cat.CATDecoderAttention")
+class CATPlan(MixerPlan):
+    """The decoder is split. The compressor, which works on the tokens of each chunk before, is whole on every rank.
+
+    The model lays the chunks out before the blocks and takes them apart behind them: there every rank has all of them.
+    """
+
+    by_head = ("q_proj",)
+    by_shared_head = ("k_proj", "v_proj")
+    for_all_heads = ("q_norm", "k_norm")
+    counts = ("num_heads", "hidden_size")
+
+    def model_plan(self, model: nn.Module) -> Plan:
+        plan, decoder = super().model_plan(model), find_decoder(model)
+        before = [f"{decoder.base}.{name}" for name in ("separator", "adaptive_token")]
+        return {
+            **plan,
+            **self.each_of(model, f"{decoder.base}.compressor", self.replicated_off_stream()),
+            **{name: self.replicated_off_stream() for name in before},
+            **{
+                name: self.vocab_embedding() for name in (decoder.embedding, f"{decoder.base}.compressor.wte")
+            },
+            decoder.norm: self.end_of_stream(),
+        }
+
+    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+        return super().local_attributes(attn) | {"num_kv_heads": self.part_of(attn.num_kv_heads)}

@@ -1,0 +1,22 @@
+"""The plan of gated slot attention, its heads split (Zhang et al. 2024, arXiv:2409.07146)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from titanplans import register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("gsa", mixer="fla.layers.gsa.GatedSlotAttention")
+class GSAPlan(MixerPlan):
+    """Its norm is over all heads, and fused with `o_proj`: one number a token is summed over the ranks."""
+
+    by_head = ("q_proj", "q_conv1d", "g_norm")
+    by_shared_head = ("k_proj", "v_proj", "k_conv1d", "v_conv1d", "f_proj")
+    for_all_heads = ("feature_map.layer",)
+
+    def local_functions(self, attn: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        return {"rms_norm_linear": self.over_all_ranks}

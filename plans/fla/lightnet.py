@@ -1,0 +1,21 @@
+"""The plan of LightNet, its heads split (Qin et al. 2024, arXiv:2405.21022)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from titanplans import register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("lightnet", mixer="fla.layers.lightnet.LightNetAttention")
+class LightNetPlan(MixerPlan):
+    """Its gated norm is over all heads, and fused with `o_proj`: one number a token is summed over the ranks."""
+
+    by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1", "g_norm")
+    for_all_heads = ("g_proj.0",)
+
+    def local_functions(self, attn: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        return {"rms_norm_swish_gate_linear": self.over_all_ranks}

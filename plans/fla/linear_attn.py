@@ -1,0 +1,17 @@
+"""The plan of linear attention, its heads split (Katharopoulos et al. 2020, arXiv:2006.16236)."""
+
+from titanplans import register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("linear_attn", mixer="fla.layers.linear_attn.LinearAttention")
+class LinearAttentionPlan(MixerPlan):
+    """Feature maps work on each head, by weights that all heads share."""
+
+    by_head = ("q_proj",)
+    by_shared_head = ("k_proj", "v_proj")
+    for_all_heads = (
+        "norm",
+        *(f"feature_map_{x}.{layer}" for x in "qk" for layer in ("layer", "layer1", "layer2")),
+    )

@@ -1,0 +1,23 @@
+"""The plan of multi-head latent attention, its heads split (DeepSeek-AI 2024, arXiv:2405.04434)."""
+
+from torch import nn
+
+from titanplans import Plan, register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("mla", mixer="fla.layers.mla.MultiheadLatentAttention")
+class MLAPlan(MixerPlan):
+    """Queries, and keys and values, are low-rank products; the rotary part of the keys is one for all heads.
+
+    Without a rank for the queries, `q_proj` is one Linear.
+    """
+
+    by_head = ("q_proj.2", "kv_proj.2")
+    for_all_heads = ("q_proj.0", "q_proj.1", "kv_proj.0", "kv_proj.1", "k_rope")
+    counts = ("num_heads",)
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        plan = super().attn_plan(attn)
+        return plan if attn.q_lora_rank is not None else plan | {"q_proj": self.colwise()}

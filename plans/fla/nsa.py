@@ -1,0 +1,14 @@
+"""The plan of native sparse attention, its heads split (Yuan et al. 2025, arXiv:2502.11089)."""
+
+from titanplans import register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("nsa", mixer="fla.layers.nsa.NativeSparseAttention")
+class NSAPlan(MixerPlan):
+    """The query heads of a key/value head choose their blocks together, so no two ranks share a key/value head."""
+
+    shared_head_names = ()
+    head_names = ("num_kv_heads",)
+    by_head = ("q_proj", "k_proj", "v_proj", "g_proj")

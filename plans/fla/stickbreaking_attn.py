@@ -1,0 +1,14 @@
+"""The plan of stick-breaking attention, its heads split (Tan et al. 2024, arXiv:2410.17980)."""
+
+from titanplans import register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("stickbreaking_attn", mixer="fla.layers.stickbreaking_attn.StickBreakingAttention")
+class StickBreakingPlan(MixerPlan):
+    """A transformer's, but for what follows the scores."""
+
+    by_head = ("q_proj",)
+    by_shared_head = ("k_proj", "v_proj")
+    for_all_heads = ("q_norm", "k_norm")

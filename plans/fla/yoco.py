@@ -1,0 +1,66 @@
+"""The plan of YOCO, whose second half reads keys and values that are made once (Sun et al. 2024, arXiv:2405.05254)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from titanplans import Plan, PlanError, register_plan
+
+from .mixer import MixerPlan, has
+
+
+@register_plan(mixer="fla.layers.yoco.YOCOGatedRetention")
+class GatedRetentionPlan(MixerPlan):
+    """Of the first half, where it is neither Gated DeltaNet nor attention in a window."""
+
+    by_head = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")
+
+
+@register_plan("yoco", mixer="fla.layers.yoco.YOCOCrossAttention")
+class YOCOPlan(MixerPlan):
+    """Of the second half, and of what makes the keys and values for all of its blocks."""
+
+    by_head = ("q_proj",)
+    for_all_heads = ("q_norm",)
+
+    def heads(self, attn: nn.Module) -> dict[str, int]:
+        counts = super().heads(attn)
+        return (
+            counts if has(attn, "k_proj") else {"num_heads": counts["num_heads"]}
+        )  # it reads those of another module
+
+    def model_plan(self, model: nn.Module) -> Plan:
+        plan = super().model_plan(model)
+        if has(model, "model.shared_kv_builder"):
+            kv = self.kv_colwise(model.get_submodule("model.shared_kv_builder"))
+            parts = {
+                "kv_norm": self.replicated_in_region(),
+                "k_proj": kv,
+                "v_proj": kv,
+                **self.shared_region(),
+            }
+            plan |= {f"model.shared_kv_builder.{name}".removesuffix("."): s for name, s in parts.items()}
+        mixing = [f"model.shared_kv_res_{name}" for name in ("proj", "norm")]
+        return plan | {name: self.replicated_on_stream() for name in mixing if has(model, name)}
+
+    def model_attributes(self, model: nn.Module) -> dict[str, int]:
+        if not has(model, "model.shared_kv_builder"):
+            return {}
+        builder = model.get_submodule("model.shared_kv_builder")
+        return {"model.shared_kv_builder.num_kv_heads": self.part_of(builder.num_kv_heads)}  # type: ignore[arg-type]
+
+    def model_functions(self, model: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        return {"model._select_last_query_hidden_states": refused} if self.options.sequence_parallel else {}
+
+
+def refused(select: Callable[..., Any], place: Any) -> Callable[..., Any]:
+    """Refuse what takes the last token of hidden states of which a rank has its shard."""
+
+    def local(*args: Any, **kwargs: Any) -> Any:
+        raise PlanError(
+            "skip_cross_decoder = True takes the last token of the hidden states, of which each rank has its shard: pass "
+            "skip_cross_decoder = False, to generate() too, or set sequence_parallel = False"
+        )
+
+    return local

@@ -1,0 +1,32 @@
+"""What a split YOCO is asked beside its training: its prefill may leave out the second half of the blocks."""
+
+import pytest
+import torch
+import zoo
+
+from titanplans import PlanError, apply_plan
+from titanplans.proof import threads
+
+TOKENS = torch.arange(7)[None]
+
+
+def test_a_prefill_that_skips_is_refused_where_ranks_hold_shards():
+    def work(rank):
+        model = zoo.build("yoco")
+        apply_plan(model, rank.mesh, loss_parallel=False)
+        with pytest.raises(PlanError, match=r"skip_cross_decoder = True takes .* pass skip_cross_decoder = "):
+            model(TOKENS, skip_cross_decoder=True)
+        return model(TOKENS).logits
+
+    assert threads.run(2, torch.device("cpu"), work).shape == (1, 7, 96)
+
+
+def test_it_generates_the_tokens_of_the_whole_model():
+    whole = zoo.build("yoco").generate(TOKENS, max_new_tokens=3, do_sample=False)
+
+    def work(rank):
+        model = zoo.build("yoco")
+        apply_plan(model, rank.mesh, sequence_parallel=False)
+        return model.generate(TOKENS, max_new_tokens=3, do_sample=False)
+
+    assert torch.equal(threads.run(2, torch.device("cpu"), work), whole)
