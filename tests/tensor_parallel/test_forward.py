@@ -19,6 +19,7 @@ from titanplans import PlanError, apply_plan, check_plan
 from titanplans.errors import ParallelError
 from titanplans.parallel import cross_entropy
 from titanplans.proof import threads
+from titanplans.tensor_parallel.loss import added_loss
 
 RANKS = 2
 NAMES = ("llama", "gemma3_text", "gla")
@@ -213,7 +214,10 @@ def test_the_models_own_loss(name):
 
 
 def test_the_own_loss_with_the_balance_of_routers():
-    """Every rank computes the balance whole, inside of regions where gradients are summed."""
+    """Every rank computes the balance whole, inside of regions where gradients are summed.
+
+    FLA's mixture of memories adds it where it computes its own loss; a loop of one's own calls `added_loss`.
+    """
 
     def work(split, whole):
         outputs = [model(ids(), labels=ids()) for model in (split, whole)]
@@ -221,6 +225,7 @@ def test_the_own_loss_with_the_balance_of_routers():
         for output in outputs:
             output.loss.backward()
         same_gradients(split, whole)
+        same(added_loss(split, split(ids())), 10.0 * outputs[1].aux_loss)
 
     on_ranks(work, model=zoo.build("mom", fuse_cross_entropy=False, aux_loss_scale=10.0))
 

@@ -69,12 +69,18 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: int | torc
 def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     """Return what `model` adds to the mean cross entropy of its batch: the balance of its routers, weighted; a scalar.
 
-    That is transformers' `aux_loss`, under `output_router_logits`, times `router_aux_loss_coef`. None if there is none.
+    That is transformers' `aux_loss`, under `output_router_logits`, times `router_aux_loss_coef`, or that of FLA's mixture of
+    memories times `aux_loss_scale`. None if there is none.
     """
-    balance = getattr(output, "aux_loss", None)
-    if not isinstance(balance, torch.Tensor):
-        return None
-    return model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
+    config: Any = getattr(model, "config", None)
+    balance, scale = getattr(output, "aux_loss", None), getattr(config, "aux_loss_scale", 0)
+    if isinstance(balance, torch.Tensor):
+        return (scale or config.router_aux_loss_coef) * balance
+    if scale and (logits := getattr(output, "router_logits", None)):
+        # The model computes it beside its own loss alone. Its code knows the function, or this rank's of it.
+        function = type(model).forward.__globals__["load_balancing_loss_func"]
+        return scale * function(logits, config.num_memories, config.topk)
+    return None
 
 
 def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
