@@ -30,10 +30,10 @@ def with_mlp(mlp: type[nn.Module]) -> nn.Module:
 def causal(q, k, v, past=None):
     """Return linear attention of [batch, length, heads, size], decayed by exp(past[i] - past[j])."""
     scores = torch.einsum("bihn,bjhn->bijh", q, k)
+    later = ~torch.ones(scores.shape[1:3], dtype=torch.bool, device=scores.device).tril()[None, :, :, None]
     if past is not None:
-        scores = scores * (past[:, :, None] - past[:, None]).exp()
-    mask = torch.ones(scores.shape[1:3], dtype=torch.bool, device=scores.device).tril()[None, :, :, None]
-    return torch.einsum("bijh,bjhd->bihd", scores.masked_fill(~mask, 0), v)
+        scores = scores * (past[:, :, None] - past[:, None]).masked_fill(later, 0).exp()
+    return torch.einsum("bijh,bjhd->bihd", scores.masked_fill(later, 0), v)
 
 
 class GatedNorm(nn.Module):

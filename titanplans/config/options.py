@@ -53,6 +53,9 @@ class Options:
 
     def __init__(self, **values: Any) -> None:
         known = {field.name: field for field in options_of(type(self))}
+        # dataclasses.replace gives each field by its attribute's name, beside what it is to be.
+        for name in [name for name in values if name.endswith("_")]:
+            values.setdefault(name.removesuffix("_"), values.pop(name))
         for name in [name for name in values if name not in known and name in AUTOMODEL]:
             today = AUTOMODEL[name]
             if today in known:

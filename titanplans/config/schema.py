@@ -98,9 +98,9 @@ def build_job(values: dict[str, Any]) -> JobConfig:
 
 def _build(default: Any, section: str, values: dict[str, Any]) -> Any:
     given = {}
-    for item in fields(default):
-        name, value = f"{section}.{item.name}".lstrip("."), getattr(default, item.name)
-        given[item.name] = (
+    for field in options_of(type(default)):
+        name, value = f"{section}.{field.name}".lstrip("."), getattr(default, field.name)
+        given[field.name] = (
             _build(value, name, values) if isinstance(value, Options) else values.get(name, value)
         )
     return type(default)(**given)

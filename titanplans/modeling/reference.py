@@ -26,6 +26,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from titanplans.errors import ModelError
 from titanplans.modeling.build import construct
+from titanplans.modeling.own import is_own
 from titanplans.tensor_parallel.decoder import join
 from titanplans.torch_private import version
 
@@ -56,7 +57,10 @@ class Reference:
         layers = {cls for m in model.modules() for cls in type(m).__mro__ if cls.__name__ in names}
         self._calls: dict[nn.Module, Callable[[], nn.Module]] = {}
         with self._seeded("constructor"), _constructing(device), ExitStack() as stack:
-            stack.enter_context(_unwritten_to_meta())
+            if not is_own(
+                model.config
+            ):  # whose modules write their parameters after they have registered them
+                stack.enter_context(_unwritten_to_meta())
             stack.enter_context(_without_init_weights())
             for layer in layers:
                 stack.enter_context(_recorded(layer, self._calls))

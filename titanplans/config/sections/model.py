@@ -37,7 +37,7 @@ class Model(PlanOption):
     class_: Name | None = None
     """A model of your own, "module:Class", an nn.Module that transformers need not know; instead of name and flavor."""
 
-    arguments: dict[str, Any] | None = None
+    arguments: dict[str, bool | int | float | str] | None = None
     """Keywords of its constructor."""
 
     hf_assets_path: FilePath | None = None
