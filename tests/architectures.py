@@ -53,13 +53,18 @@ def rows() -> Iterator[tuple[str, ...]]:
         split = split_by(model, plan, styles)
         yield (
             f"`{name}`",
-            f"`{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py`",
+            place(plan),
             str(len(inspect.getsource(plan).splitlines())),
             ", ".join(f"`{kind}`" for kind in split),
             "; ".join(dict.fromkeys(split.values())).replace("'", "`"),
             ", ".join(f"{flavor} {largest(name, flavor)}" for flavor in modeling.available()[name]),
             variants(name),
         )
+
+
+def place(plan: type) -> str:
+    """Return the file of a plan."""
+    return f"`{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py`"
 
 
 def largest(name: str, flavor: str) -> int:
