@@ -153,7 +153,9 @@ class CountedOnEveryRank(ReplicatedOnStream):
         super().apply(module, mesh, layouts, memo)
         for name, param in list(module._parameters.items()):
             module._parameters[name] = _with_local(param, param.to_local(), Shard(0))  # type: ignore[union-attr, arg-type]
-            module.__dict__["_gradient_placements"][name] = (Shard(0),)
+            reading = module.__dict__["_tp_readings"][name]
+            layout = reading.layout._replace(gradient=Shard(0))
+            module.__dict__["_tp_readings"][name] = reading._replace(layout=layout)
 
 
 class DrawnOnEveryRank(ReplicatedOnStream):

@@ -230,6 +230,6 @@ def untied(style: Style) -> Style:
     """The parameters are distributed without a look at what other modules hold."""
 
     def apply(self: Style, module: nn.Module, mesh: DeviceMesh, layouts: Any, memo: ParameterMemo) -> None:
-        type(style).apply(self, module, mesh, ParameterMemo())
+        type(style).apply(self, module, mesh, layouts, ParameterMemo())
 
     return _faulty(style, "Untied", apply=apply)

@@ -164,7 +164,7 @@ WRONG = {
         "backward", "gradient of the output of layers.1.attn_norm", "not summed over the ranks",
     ),
     "output not summed": (
-        Tiny, attn(o_proj=lambda p: SumLeft(stream=p.stream, reduce_output=True)), False,
+        Tiny, attn(o_proj=lambda p: SumLeft(stream=p.stream, reduce_output=True, degree=p.options.degree)), False,
         "forward", "layers.0.attn.o_proj", "",
     ),
 }  # fmt: skip

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
-from titanplans.tensor_parallel.decoder import HEADS, Decoder, find_decoder, join, within
+from titanplans.tensor_parallel.coverage import check_adapters, check_coverage, check_keys
+from titanplans.tensor_parallel.decoder import HEADS, Decoder, find_decoder, within
 from titanplans.tensor_parallel.dropout import check_dropout
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
@@ -37,7 +36,6 @@ from titanplans.tensor_parallel.styles import (
 from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
 
-ADAPTERS = "adapters (LoRA, peft) work with data parallelism alone: tensor_parallel_degree = 1"
 Fault = tuple[str, str]
 """A plan key, and what is wrong there."""
 
@@ -104,70 +102,6 @@ def _refuse(faults: Iterable[Fault], plan: Plan, model: nn.Module) -> None:
         found = target(key, model)
         assert found is not None
         raise PlanError(reason, key=key, style=plan[key], module=found.module)
-
-
-def check_adapters(model: nn.Module) -> None:
-    """Refuse the adapters of peft, whose parameters have "lora_" in their names: no plan has keys for them."""
-    for name, _ in model.named_parameters():
-        if "lora_" in name:
-            raise PlanError(f"parameter '{name}' is an adapter's, which no plan splits: {ADAPTERS}")
-
-
-def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:
-    """Refuse a key that names no module, with the names that stand there, and a value that is no style."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for key, style in plan.items():
-        if not isinstance(style, ParallelStyle):
-            raise PlanError(
-                f"plan key '{key}' ({plan_name}) has {style!r}, which is no style: a method of a plan returns what "
-                "self.colwise() and the like make, or an object of another torch ParallelStyle"
-            )
-        if key in modules:
-            continue
-        found = target(key, model)
-        if found is not None and isinstance(style, Style):
-            continue
-        if found is not None:
-            raise PlanError(
-                f"plan key '{key}' ({plan_name}) names a parameter, which only a style of titanplans takes, not "
-                f"{type(style).__name__}: self.colwise(), self.replicated_in_region() and the like"
-            )
-        parent = key
-        while parent not in modules:
-            parent = parent.rpartition(".")[0]
-        children = [*dict(modules[parent].named_children()), *held(modules[parent])]
-        raise PlanError(
-            f"plan key '{key}' ({plan_name}) matches no module and no parameter: "
-            f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'none'}"
-        )
-
-
-def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
-    """Refuse a parameter that no key covers: it would stay a plain tensor beside DTensors."""
-    for name, module in model.named_modules():
-        for param_name, param in module._parameters.items():
-            if param is None:
-                continue
-            if isinstance(param, DTensor):
-                raise PlanError(
-                    f"parameter '{join(name, param_name)}' is a DTensor already: apply a plan once, before FSDP"
-                )
-            if not _covered(plan, name, module, param_name):
-                own = join(name, param_name)
-                beside = f", whose style is for what it does, not for what it holds: add '{own}'"
-                raise PlanError(
-                    f"parameter '{own}' {tuple(param.shape)} of {type(module).__name__} is covered by no key of {plan_name}"
-                    f"{beside if name in plan else f': add {name!r}'} with a style. What is not split is "
-                    "replicated_in_region() inside a region, replicated_on_stream() outside"
-                )
-
-
-def _covered(plan: Plan, name: str, module: nn.Module, param_name: str) -> bool:
-    if join(name, param_name) in plan:
-        return True
-    style = plan.get(name)
-    # A foreign style says nothing before it acts; what it left out is found afterwards.
-    return param_name in style.layouts(module) if isinstance(style, Style) else style is not None
 
 
 def parameter_refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.checks import ADAPTERS
 from titanplans.tensor_parallel.checksum import checksum
+from titanplans.tensor_parallel.coverage import ADAPTERS
 from titanplans.tensor_parallel.dropout import REMEDY, dropouts, generator_state
 from titanplans.tensor_parallel.inputs import positional
 from titanplans.torch_private import dispatch_is_watched, tree_leaves

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.checks import ADAPTERS
+from titanplans.tensor_parallel.coverage import ADAPTERS
 
 _INITIALISE = (
     "call titanplans.modeling.initialize(model, seed=0) for a model of transformers or FLA, which gives the same values "
