@@ -56,6 +56,7 @@ ARCHITECTURES = {
 }
 _SSM = dict(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=96)
 _RWKV = _FLA | dict(use_l2warp=False)
+_RAVEN = _FLA | dict(num_heads=8, num_slots=8, topk=4, add_gumbel_noise=False)
 _RODIMUS = _FLA | dict(expand_ratio=8, residual_in_fp32=False, ska_attn=dict(num_heads=8, window_size=5))
 
 FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -193,6 +194,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         _SSM | dict(head_dim=16, n_groups=2, use_bias=True, is_outproj_norm=True, rope_fraction=1.0),
         _SSM | dict(head_dim=16, n_groups=4, is_mimo=True, mimo_rank=2, tie_word_embeddings=True),
         _SSM | dict(head_dim=16, n_groups=2, is_mimo=True, mimo_rank=2, is_outproj_norm=True),
+    ),
+    "raven": (
+        _RAVEN,
+        _RAVEN | dict(num_kv_heads=2, decay_type="GLA", router_type="mlp", bias_rmm=True, fuse_norm=False),
+        _RAVEN | dict(num_kv_heads=4, use_output_gate=True, feature_map="t2r", use_rope=True),
+        _RAVEN | dict(router_score="softmax", elementwise_affine=False, attn=dict(layers=[0], num_heads=8)),
     ),
     "rodimus": (
         _RODIMUS,

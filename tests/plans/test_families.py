@@ -1,10 +1,11 @@
 """The plans of all families in `zoo.FAMILIES`, proved with each variant of their options at tp 2 and 4."""
 
 import pytest
+import torch
 import zoo
 from plainly import verify
 
-from titanplans import modeling
+from titanplans import PlanError, check_plan, modeling
 from titanplans.modeling import kernels
 from titanplans.modeling.samples import build_real, sample_inputs
 
@@ -32,3 +33,10 @@ def test_equal_to_the_whole_model(name, number):
         assert report.passed, report.table()
         assert len(report.cases) == 2
         assert not report.refused
+
+
+def test_raven_is_refused_with_random_numbers_for_each_head():
+    with torch.device("meta"):
+        model = modeling.build(modeling.load_config("raven", "debug", add_gumbel_noise=True))
+    with pytest.raises(PlanError, match=r"ranks that draw alike give their heads the same ones.* = False"):
+        check_plan(model, 2)

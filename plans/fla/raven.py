@@ -1,0 +1,33 @@
+"""The plan of Raven, its heads split."""
+
+from torch import nn
+
+from titanplans import Plan, PlanError, register_plan
+
+from .mixer import MixerPlan
+
+
+@register_plan("raven", mixer="fla.layers.raven.Raven")
+class RavenPlan(MixerPlan):
+    """A router gives each token some of each key/value head's slots. The norm is over the whole width, or gated by head."""
+
+    by_head = ("q_proj", "o_gate_proj", "g_norm")
+    by_shared_head = ("k_proj", "v_proj", "a_proj", "f_proj", "A_log", "dt_bias", "r_bias")
+    for_all_heads = ("q_norm", "k_norm", "o_norm", "feature_map.layer")
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        if attn.add_gumbel_noise:
+            raise PlanError(
+                "with add_gumbel_noise = True, Raven draws random numbers for the slots of each head in training: ranks "
+                "that draw alike give their heads the same ones, ranks that don't drift apart: set add_gumbel_noise = False"
+            )
+        plan = super().attn_plan(attn)
+        if not attn.use_output_gate and not attn.fuse_norm:
+            plan["g_norm"] = self.split_norm()
+        if attn.router_type == "lin":
+            return plan | {"r_proj": self.kv_colwise(attn)}
+        return plan | {"r_proj.0": self.replicated_in_region(), "r_proj.2": self.kv_colwise(attn)}
+
+    def local_functions(self, attn: nn.Module):
+        fused = attn.fuse_norm and not attn.use_output_gate
+        return {"rms_norm_linear": self.over_all_ranks} if fused else {}
