@@ -74,7 +74,8 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
         for name in every_model() if request.all else [request.subject or ""]:
             with redirect_stdout(sys.stderr), progress(name, shown=rank == 0) as show:
                 subject = find_subject(name, request)
-                if subject.make is not None or "fla" in sys.modules:  # which takes a second to import
+                own = subject.config is None or kernels.calls_fla(subject.config)
+                if own or "fla" in sys.modules:  # which takes a second to import
                     kernels.install(device.type)
                 gc.enable()
                 outcomes.append(prove(subject, request, device, show, fork=alone and not request.all))

@@ -7,6 +7,6 @@ and fast it is, stands in docs/cpu-kernels.md. Another mixer with a reference of
 
 from titanplans.errors import KernelError
 from titanplans.modeling.kernels.coverage import check_cpu
-from titanplans.modeling.kernels.install import install
+from titanplans.modeling.kernels.install import calls_fla, install
 
-__all__ = ["KernelError", "check_cpu", "install"]
+__all__ = ["KernelError", "calls_fla", "check_cpu", "install"]

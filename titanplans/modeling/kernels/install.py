@@ -7,12 +7,15 @@ place that computes CPU tensors by the reference and hands any other call to the
 
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from titanplans.errors import KernelError
 from titanplans.modeling.kernels.naive import Naive, by_naive
@@ -37,6 +40,18 @@ def install(device_type: str) -> None:
     names = _names()
     for (owner, name), reference in zip(places, REFERENCES.values(), strict=True):
         _replace(owner, name, reference, names)
+
+
+def calls_fla(config: PretrainedConfig) -> bool:
+    """Whether the code of a model of transformers may call FLA's kernels: its file names the package.
+
+    Such a file takes them when it is imported, so `install` has to come before.
+    """
+    module = type(config).__module__
+    if not module.startswith("transformers."):
+        return False
+    spec = importlib.util.find_spec(module.replace("configuration_", "modeling_"))
+    return spec is not None and spec.origin is not None and '"fla"' in Path(spec.origin).read_text("utf-8")
 
 
 Names = dict[Any, list[tuple[dict[str, Any], str]]]
