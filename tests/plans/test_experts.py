@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from worlds import run
 
 from titanplans import PlanError, TPOptions, apply_plan, check_plan, modeling, registered_plans
+from titanplans.modeling import kernels
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
 from titanplans.tensor_parallel.float8_checks import float8_crossings
@@ -125,6 +126,14 @@ def test_a_router_that_jitters_is_refused():
         PlanError, match=r"model.layers.0.mlp.jitter_noise = 0.1: in a model that is split over 2 ranks"
     ):
         check_plan(model, tp_degree=2)
+
+
+def test_files_that_call_kernels_of_fla_are_known():
+    """They take them when they are imported: the stand-ins have to be there before."""
+    named = ("qwen3_next", "mixtral", "llama", "gla")
+    assert [name for name in named if kernels.calls_fla(modeling.load_config(name, "debug"))] == [
+        "qwen3_next"
+    ]
 
 
 def test_norms_of_shared_heads_are_refused():

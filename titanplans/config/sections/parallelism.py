@@ -235,7 +235,7 @@ class Compile(Options):
     """Inductor's preset; unset: its default."""
 
     fullgraph: bool | None = None
-    """Whether each component must be one graph; unset: layers must, but for those of FLA."""
+    """Whether each component must be one graph; unset: layers must, but for FLA's and those with recorded routers."""
 
     dynamic: bool | None = None
     """Compile for any sizes (true) or for each (false); unset: for each, until one changes."""

@@ -41,7 +41,8 @@ def apply_compile(
 ) -> None:
     """Compile each block in place; names and parameters stay as they are.
 
-    A block must become one graph, and it is an error if it does not, unless it holds modules of
+    A block must become one graph, and it is an error if it does not, unless its routers' logits are recorded
+    (`output_router_logits`), which a graph can't, or it holds modules of
     flash-linear-attention, whose kernels take themselves out of every graph (`fla_graphs`). Such a block is compiled
     inside of the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep operators.
     A kind of block that is compiled more often than `RECOMPILATIONS` is an error, too.
@@ -69,6 +70,12 @@ def apply_compile(
                 f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
                 "themselves out of every graph: leave fullgraph out"
             )
+    recorded = getattr(getattr(model, "config", None), "output_router_logits", False)
+    if fullgraph and recorded:
+        raise ParallelError(
+            "compile.fullgraph = true, but with output_router_logits = true the logits of routers are recorded, which ends "
+            "a graph: leave fullgraph out"
+        )
     if async_tensor_parallel:
         async_tp.enable(model, parallel_dims)
     # Under checkpointing the recomputation would replay Python side effects that a graph can't. The setting
@@ -80,7 +87,7 @@ def apply_compile(
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
     border = border_of_model(model)
     for name, block in blocks:
-        one_graph = not holds_fla(block) if fullgraph is None else fullgraph
+        one_graph = not (recorded or holds_fla(block)) if fullgraph is None else fullgraph
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
         inside = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
         if not one_graph and holds_fla(block):
