@@ -77,7 +77,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     check_keys(styles, model, name)
     check_coverage(styles, model, name)
     _refuse(parameter_refusals(styles, model), styles, model)
-    _refuse(region_faults(styles), styles, model)
+    _refuse(region_faults(styles, model), styles, model)
     decoder = with_unnamed_mixers(find_decoder(model, required=False), styles, source)
     _refuse(mixer_faults(styles, decoder, source), styles, model)
     _refuse(end_faults(styles, decoder, source), styles, model)
@@ -120,14 +120,14 @@ def refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
             yield key, reason
 
 
-def region_faults(plan: Plan) -> Iterator[Fault]:
+def region_faults(plan: Plan, model: nn.Module) -> Iterator[Fault]:
     """Yield split modules outside a region, and regions whose output would not be one sum of parts."""
     ours = own_styles(plan)
     opened = {key: style for key, style in ours.items() if style.opens}
-    for key, style in ours.items():
-        # What the model holds for its blocks, such as a bound for each layer's gates, is read inside of them.
-        holds_regions = any(within(region, key.rpartition(".")[0]) for region in opened)
-        if style.inside and not holds_regions and not any(within(key, region) for region in opened):
+    for key, style, found in targets(plan, model):
+        # A parameter that the model holds for its blocks, such as a bound for each layer's gates, is read inside of them.
+        for_blocks = found.parameter is not None and any(within(region, found.path) for region in opened)
+        if style.inside and not for_blocks and not any(within(key, region) for region in opened):
             yield (
                 key,
                 "it stands in no region, so its input is not the whole sequence and its input's gradient is not summed: "
