@@ -151,6 +151,25 @@ def test_batches_are_what_they_say():
     assert (ends.diff() > 0).all()
 
 
+def test_what_a_model_asserts_is_left_out_and_said():
+    """PaTH attention takes padding and a cache in evaluation alone, and a cache with a mask alone."""
+
+    class Careful(Tiny):
+        def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+            assert attention_mask is None or not self.training, "no mask in training"
+            assert not use_cache, "no cache"
+            return super().forward(input_ids)
+
+    report = verify(
+        Careful, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True
+    )
+    assert report.passed, report.table()
+    assert {
+        "padding: its forward in training refuses an attention_mask: AssertionError: no mask in training",
+        "a forward with a cache: its forward refuses use_cache: AssertionError: no cache",
+    } <= set(report.unreached)
+
+
 def test_images_that_no_batch_has_are_named():
     class Seeing(Tiny):
         def forward(self, input_ids, pixel_values=None):

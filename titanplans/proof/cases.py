@@ -1,18 +1,21 @@
 """The cases of one model and one plan: which there are, and proving them, those of one training together."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
+import torch
 from torch import nn
 
 from titanplans.proof.blame import Blame
 from titanplans.proof.case import prove_case
-from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
+from titanplans.proof.conditions import STEPS, Batch, Scenario, cover, trainings
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, case_name
-from titanplans.proof.sample import Sampler, longest_block
-from titanplans.proof.training import Loss
+from titanplans.proof.sample import Sampler, longest_block, moved
+from titanplans.proof.training import FAILURES, Loss, call, first_line
 from titanplans.proof.world import World, Worlds
 from titanplans.tensor_parallel.custom import PlanSource
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -62,6 +65,7 @@ class Proof:
         blocks = bool(find_decoder(self.model, required=False).blocks)
         if not blocks:
             self.unreached.append("recomputed blocks: no list of blocks was found")
+        self._leave_out_what_is_refused()
         if self.sampler.fixed:
             trained = (replace(plain, steps=(plain.steps[0] * 2,) * STEPS, evaluated=True),)
         else:
@@ -73,6 +77,30 @@ class Proof:
             trained, dtypes = trained[:1], dtypes[:1]
         self.unreached += self._text_alone(trained)
         return cover(accepted, trained, dtypes, recompute=blocks, quick=quick), trained
+
+    def _leave_out_what_is_refused(self) -> None:
+        """Leave out padding and caches where the model's own code asserts that there are none."""
+        batch = Batch(2, 4)
+        if self.sampler.padded and (reason := self._asserted(replace(batch, padding="left"), training=True)):
+            self.sampler.padded = False
+            self.unreached.append(f"padding: its forward in training refuses an attention_mask: {reason}")
+        if self.sampler.cached and (reason := self._asserted(batch, training=False, use_cache=True)):
+            self.sampler.cached = False
+            self.unreached.append(f"a forward with a cache: its forward refuses use_cache: {reason}")
+
+    def _asserted(self, batch: Batch, *, training: bool, **options: Any) -> str | None:
+        """Return by which words the model asserts that it is not called so; None if it does not."""
+        model = copy.deepcopy(self.model).train(training)
+        first = next(model.parameters())
+        inputs = moved(self.sampler.tokens(batch, 0), first.device, first.dtype) | options
+        try:
+            with torch.set_grad_enabled(training):
+                call(model, inputs)
+        except AssertionError as error:
+            return first_line(error)
+        except FAILURES:  # told where the whole model runs
+            return None
+        return None
 
     def _text_alone(self, trained: Sequence[Scenario]) -> Iterator[str]:
         return self.sampler.text_alone([batch for one in trained for step in one.steps for batch in step])

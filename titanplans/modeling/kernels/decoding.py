@@ -48,9 +48,10 @@ def attn_decoding_one_step(
     from fla.ops.attn.naive import naive_attn_decoding
 
     dtype = accumulation_dtype(q, k, v, g)
-    wide = (x if x is None else x.to(dtype) for x in (q, k, v, g))
+    options |= {"scale": scale, "cu_seqlens": cu_seqlens, "do_gate_scale": do_gate_scale}
     with torch.autocast(q.device.type, enabled=False), Widen(dtype):
-        return naive_attn_decoding(*wide, scale, cu_seqlens, do_gate_scale, **options).to(v.dtype)
+        gates = None if g is None else g.to(dtype)
+        return naive_attn_decoding(q.to(dtype), k.to(dtype), v.to(dtype), gates, **options).to(v.dtype)
 
 
 def parallax_decode(
