@@ -57,7 +57,6 @@ def code_of_ranks(
     attributes: dict[str, dict[str, Any]] = {}
     functions: dict[str, Functions] = {}
     with as_user_error(f"plan {type(source).__name__}"):
-        attributes[""] = source.model_attributes(model)
         for key, make in source.model_functions(model).items():
             path, _, name = key.rpartition(".")
             functions[path] = {**functions.get(path, {}), name: make}
