@@ -1,6 +1,8 @@
 """The plan of native sparse attention, its heads split (Yuan et al. 2025, arXiv:2502.11089)."""
 
-from titanplans import register_plan
+from torch import nn
+
+from titanplans import Plan, register_plan
 
 from .mixer import MixerPlan
 
@@ -11,4 +13,9 @@ class NSAPlan(MixerPlan):
 
     shared_head_names = ()
     head_names = ("num_kv_heads",)
-    by_head = ("q_proj", "k_proj", "v_proj", "g_proj")
+    by_head = ("q_proj", "k_proj", "v_proj")
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        return super().attn_plan(attn) | {
+            "g_proj": self.colwise(interleaved=True)
+        }  # three gates a query head

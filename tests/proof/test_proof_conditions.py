@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,26 @@ def test_what_a_model_asserts_is_left_out_and_said():
             assert attention_mask is None or not self.training, "no mask in training"
             assert not use_cache, "no cache"
             return super().forward(input_ids)
+
+    class Modest(Tiny):
+        def forward(
+            self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, cu_seqlens=None
+        ):
+            if cu_seqlens is not None:
+                raise NotImplementedError("no documents")
+            assert attention_mask is None or past_key_values is None, "no mask beside a cache"
+            return SimpleNamespace(
+                logits=super().forward(input_ids).logits, past_key_values=use_cache or None
+            )
+
+    report = verify(
+        Modest, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True
+    )
+    assert report.passed, report.table()
+    assert {
+        "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents",
+        "padding with a cache: its forward refuses both: AssertionError: no mask beside a cache",
+    } <= set(report.unreached)
 
     report = verify(
         Careful, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True

@@ -4,17 +4,18 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import nn
 
+from titanplans.errors import UserError
 from titanplans.proof.blame import Blame
 from titanplans.proof.case import prove_case
 from titanplans.proof.conditions import STEPS, Batch, Scenario, cover, trainings
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, case_name
 from titanplans.proof.sample import Sampler, longest_block, moved
+from titanplans.proof.script import one_more
 from titanplans.proof.training import FAILURES, Loss, call, first_line
 from titanplans.proof.world import World, Worlds
 from titanplans.tensor_parallel.custom import PlanSource
@@ -79,24 +80,40 @@ class Proof:
         return cover(accepted, trained, dtypes, recompute=blocks, quick=quick), trained
 
     def _leave_out_what_is_refused(self) -> None:
-        """Leave out padding and caches where the model's own code asserts that there are none."""
-        batch = Batch(2, 4)
-        if self.sampler.padded and (reason := self._asserted(replace(batch, padding="left"), training=True)):
-            self.sampler.padded = False
+        """Leave out padding, documents and caches where the model's own code says that it takes none."""
+        batch, sampler = Batch(2, 4), self.sampler
+        padded = replace(batch, padding="left")
+        if sampler.padded and (reason := self._refusal(padded)):
+            sampler.padded = False
             self.unreached.append(f"padding: its forward in training refuses an attention_mask: {reason}")
-        if self.sampler.cached and (reason := self._asserted(batch, training=False, use_cache=True)):
-            self.sampler.cached = False
+        if sampler.documents and (reason := self._refusal(replace(batch, documents=True))):
+            self.unreached.append(
+                f"documents in a sequence: its forward refuses {sampler.documents}: {reason}"
+            )
+            sampler.documents = None
+        if sampler.cached and (reason := self._refusal(batch, cached=True)):
+            sampler.cached = False
             self.unreached.append(f"a forward with a cache: its forward refuses use_cache: {reason}")
+        if sampler.cached and sampler.padded and (reason := self._refusal(padded, cached=True)):
+            sampler.padded_cache = False
+            self.unreached.append(f"padding with a cache: its forward refuses both: {reason}")
 
-    def _asserted(self, batch: Batch, *, training: bool, **options: Any) -> str | None:
-        """Return by which words the model asserts that it is not called so; None if it does not."""
-        model = copy.deepcopy(self.model).train(training)
+    def _refusal(self, batch: Batch, *, cached: bool = False) -> str | None:
+        """Return by which words the model refuses `batch`, in training or with a cache; None if it does not."""
+        model = copy.deepcopy(self.model).train(not cached)
         first = next(model.parameters())
-        inputs = moved(self.sampler.tokens(batch, 0), first.device, first.dtype) | options
+        given = self.sampler.tokens(batch, 0)
+        inputs, token = (
+            moved(one, first.device, first.dtype) for one in (given, one_more(given, self.sampler))
+        )
         try:
-            with torch.set_grad_enabled(training):
-                call(model, inputs)
-        except AssertionError as error:
+            with torch.set_grad_enabled(not cached):
+                output = call(model, inputs | ({"use_cache": True} if cached else {}))
+                if cached:
+                    call(model, token | {"past_key_values": output.past_key_values, "use_cache": True})
+        except UserError:  # ours
+            return None
+        except (AssertionError, NotImplementedError, ValueError) as error:
             return first_line(error)
         except FAILURES:  # told where the whole model runs
             return None

@@ -54,6 +54,7 @@ class Sampler:
         self.cached = "use_cache" in parameters and "past_key_values" in parameters and not self.fixed
         batch_first = sequence_dim == 1 and not self.fixed
         self.padded = batch_first and "attention_mask" in parameters
+        self.padded_cache = self.padded
         documents = (name for name in ("cu_seqlens", "position_ids") if batch_first and _takes(model, name))
         self.documents = next(documents, None)
         self.beside_text = [name for name in _BESIDE_TEXT if name in parameters]

@@ -45,13 +45,18 @@ def write_script(
         evaluated = moved(sampler.tokens(again, number + 1), device, dtype)
     if scenario.evaluated and sampler.cached:
         # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
-        padding = "left" if any(batch.padding for batch in first) else ""
+        padding = "left" if sampler.padded_cache and any(batch.padding for batch in first) else ""
         filled = sampler.tokens(Batch(first[0].size, first[0].length, padding), number + 2)
-        ids = filled[sampler.ids_name]
-        token = {sampler.ids_name: ids.narrow(sampler.sequence_dim, ids.shape[sampler.sequence_dim] - 1, 1)}
-        if "attention_mask" in filled:
-            mask = filled["attention_mask"]
-            token["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        cached = moved(filled, device, dtype), moved(token, device, dtype)
+        cached = moved(filled, device, dtype), moved(one_more(filled, sampler), device, dtype)
     thaws = scenario.frozen and len(scenario.steps) > 1
     return Script(tuple(map(tuple, steps)), evaluated, cached, thaws)
+
+
+def one_more(filled: dict[str, Any], sampler: Sampler) -> dict[str, Any]:
+    """Return the inputs of one more token of each sequence, after those of `filled`."""
+    ids = filled[sampler.ids_name]
+    token = {sampler.ids_name: ids.narrow(sampler.sequence_dim, ids.shape[sampler.sequence_dim] - 1, 1)}
+    if "attention_mask" in filled:
+        mask = filled["attention_mask"]
+        token["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return token
