@@ -1,6 +1,6 @@
 """The plans of Mamba and of Samba, the mixer's channels split (Gu and Dao 2023, arXiv:2312.00752)."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -16,7 +16,7 @@ class MambaPlan(TransformerPlan):
 
     head_names = ("intermediate_size",)
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         width = attn.intermediate_size
         return {
             **self.attn_region(arguments=UNFUSED),
@@ -29,7 +29,7 @@ class MambaPlan(TransformerPlan):
             "out_proj": self.rowwise(reduce_output=False),
         }
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         return self.divided(attn, "intermediate_size", "conv1d.groups")
 
 

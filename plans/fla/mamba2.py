@@ -1,6 +1,7 @@
 """The plan of Mamba 2, its heads split (Dao and Gu 2024, arXiv:2405.21060)."""
 
-from torch import nn
+from typing import Any
+
 from torch.nn.functional import silu
 
 from titanplans import Plan, register_plan
@@ -16,7 +17,7 @@ class Mamba2Plan(TransformerPlan):
     Heads share B and C by groups, and so do ranks where there are fewer groups. The norm is over each group's width.
     """
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         width, groups = attn.intermediate_size, attn.n_groups
         shared = self.shared(groups * attn.ssm_state_size, groups)
         gated = None if attn.norm_before_gate else gated_before
@@ -32,11 +33,11 @@ class Mamba2Plan(TransformerPlan):
             "out_proj": self.rowwise(reduce_output=False),
         }
 
-    def rows_by_head(self, attn: nn.Module) -> tuple[int, ...]:
+    def rows_by_head(self, attn: Any) -> tuple[int, ...]:
         """Return the last sections of `in_proj`."""
         return (attn.num_heads,)
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         groups = self.part_of(attn.n_groups)
         local = self.divided(attn, "num_heads", "intermediate_size") | {"n_groups": groups}
         channels = local["intermediate_size"] + 2 * groups * attn.ssm_state_size
@@ -48,10 +49,10 @@ class Mamba2Plan(TransformerPlan):
 class LogLinearMamba2Plan(Mamba2Plan):
     """The projection makes a scale for each level of each head's states, too (Guo et al. 2025, arXiv:2506.04761)."""
 
-    def rows_by_head(self, attn: nn.Module) -> tuple[int, ...]:
+    def rows_by_head(self, attn: Any) -> tuple[int, ...]:
         return (attn.num_heads, attn.num_heads * attn.num_lambda_dims)
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         return super().attn_plan(attn) | {"L": self.colwise()}
 
 

@@ -1,6 +1,6 @@
 """The plan of Mamba 3, its heads split."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -12,7 +12,7 @@ from .transformer import TransformerPlan
 class Mamba3Plan(TransformerPlan):
     """Gate, x, B, C (of each rank of MIMO), three numbers a head, and angles for all heads come from one projection."""
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         width, groups, heads = attn.intermediate_size, attn.n_groups, attn.num_heads
         b_and_c = [self.shared(groups * attn.ssm_state_size, groups)] * (2 * attn.mimo_rank)
         angles = self.shared(attn.num_rope_angles)
@@ -25,7 +25,7 @@ class Mamba3Plan(TransformerPlan):
             "out_proj": self.rowwise(reduce_output=False),
         }
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         return self.divided(attn, "num_heads", "intermediate_size") | {
             "n_groups": self.part_of(attn.n_groups)
         }

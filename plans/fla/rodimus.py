@@ -1,5 +1,7 @@
 """The plan of Rodimus, the channels of its one head split (He et al. 2024, arXiv:2410.06577)."""
 
+from typing import Any
+
 from torch import nn
 
 from titanplans import Plan, register_plan
@@ -18,7 +20,7 @@ class RodimusPlan(TransformerPlan):
 
     head_names = ("d_inner",)
 
-    def layer_plan(self, layer: nn.Module) -> Plan:
+    def layer_plan(self, layer: Any) -> Plan:
         plan = super().layer_plan(layer)
         if not has(layer, "ska_attn"):
             return plan
@@ -32,7 +34,7 @@ class RodimusPlan(TransformerPlan):
         }
         return plan | {f"ska_attn.{name}".rstrip("."): style for name, style in attn.items()}
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         plan = {
             **self.attn_region(),
             **{name: self.colwise() for name in ("gate_proj", "up_proj", "residual_weight", "i_gate_proj.1")},
@@ -44,10 +46,10 @@ class RodimusPlan(TransformerPlan):
             plan |= {f"{gate}.weight": self.colwise(dim=1), f"{gate}.bias": self.replicated_in_region()}
         return plan | ({"short_conv": self.colwise()} if attn.use_short_conv else {})
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         return {}
 
-    def local_functions(self, attn: nn.Module):
+    def local_functions(self, attn: Any):
         return {"F.linear": self.summed}
 
     def model_attributes(self, model: nn.Module) -> dict[str, int]:

@@ -23,7 +23,10 @@ def hgrn(
 
     def run(part: dict[str, torch.Tensor], states: dict[str, Any]) -> Result:
         with Widen(dtype):
-            return naive_recurrent_hgrn(part["x"].to(dtype), part["g"], states["initial"], output_final_state)
+            o, final = naive_recurrent_hgrn(
+                part["x"].to(dtype), part["g"], states["initial"], output_final_state
+            )
+        return o, final
 
     o, final = by_sequence(run, {"x": x, "g": g}, {"initial": initial_state}, cu_seqlens)
     return o.to(x.dtype), final

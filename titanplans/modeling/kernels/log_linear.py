@@ -58,9 +58,8 @@ def log_linear_mamba2_forward(
     from fla.layers.utils import get_layer_cache, update_layer_cache
 
     last_state = get_layer_cache(mixer, past_key_values)
-    output, conv_state, state = mixer.cuda_kernels_forward(
-        hidden_states, last_state, use_cache, attention_mask
-    )  # type: ignore
+    m: Any = mixer
+    output, conv_state, state = m.cuda_kernels_forward(hidden_states, last_state, use_cache, attention_mask)
     update_layer_cache(
         mixer,
         past_key_values,

@@ -108,5 +108,6 @@ def mamba3_forward(
     """As `Mamba3.forward` on a GPU, but for caches, packed sequences and padding."""
     if attention_mask is not None and not attention_mask.all():
         raise KernelError("mamba3: padding is not computed on a CPU; leave it out or run on a GPU")
-    output, _ = mixer.cuda_kernels_forward(hidden_states, None, bool(use_cache), cu_seqlens)  # type: ignore[operator]
+    m: Any = mixer
+    output, _ = m.cuda_kernels_forward(hidden_states, None, bool(use_cache), cu_seqlens)
     return output, None, past_key_values

@@ -48,7 +48,8 @@ def recurrence(
         state = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], b.shape[3])
     outputs = []
     for first in range(0, x.shape[1], CHUNK_SIZE):
-        y, state = _chunk(*(part[:, first : first + CHUNK_SIZE] for part in (x, g, b, c)), state)
+        here = slice(first, first + CHUNK_SIZE)
+        y, state = _chunk(x[:, here], g[:, here], b[:, here], c[:, here], state)
         outputs.append(y)
     return torch.cat(outputs, 1), state
 
