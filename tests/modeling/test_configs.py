@@ -66,7 +66,7 @@ def test_a_config_leaves_the_flavor_as_it_was():
 @pytest.mark.parametrize(
     ("arguments", "overrides", "words"),
     [
-        (("gal", "debug"), {}, ["'gal'", "gla, llama", "'gla'?"]),
+        (("glaa", "debug"), {}, ["'glaa'", "gla, ", "'gla'?"]),
         (("gla", "350M"), {}, ["'350M'", "debug, 340M, 1.3B, 7B", "'340M'?"]),
         (("gla", "debug"), {"hiden_size": 64}, ["hiden_size", "'hidden_size'?"]),
         (("llama", "debug"), {"num_attn_heads": 4}, ["LlamaConfig", "'num_attention_heads'?"]),

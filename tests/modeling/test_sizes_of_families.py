@@ -23,6 +23,7 @@ FLA = {
     ("gla", "340M"): (374_475_776, None, "ours"),
     ("gla", "1.3B"): (1_365_514_240, None, "ours"),
     ("gla", "7B"): (6_741_635_072, None, "ours"),
+    ("delta_net", "340M"): (374_362_112, None, "ours"),
 }
 TRANSFORMERS = {
     ("llama", "debug"): (2_098_304, None, "ours"),
