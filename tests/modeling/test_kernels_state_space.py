@@ -129,3 +129,31 @@ def test_mamba3_is_its_recurrence():
     )  # fmt: skip
     theirs = mamba3_loop(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, mimo_v, mimo_o)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mamba3", "log_linear_mamba2"])
+def test_what_fla_keeps_to_gpus_runs(name):
+    """One token after a cache goes on where the prefix ended, padding is no token, and packed sequences are apart."""
+    install("cpu")
+    from fla.layers.log_linear_mamba2 import LogLinearMamba2
+    from fla.layers.mamba3 import Mamba3
+    from fla.models.utils import Cache
+
+    torch.manual_seed(0)
+    sizes = dict(head_dim=8, hidden_size=16, state_size=4, n_groups=2, layer_idx=0)
+    mixer = Mamba3(**sizes) if name == "mamba3" else LogLinearMamba2(num_heads=4, **sizes)
+    mixer = mixer.double()
+    x, cache = torch.randn(2, 11, 16, dtype=torch.float64), Cache()
+    whole = mixer(x)[0]
+    mixer(x[:, :10], past_key_values=cache, use_cache=True)
+    step = mixer(x[:, 10:], past_key_values=cache, use_cache=True)[0]
+    torch.testing.assert_close(step, whole[:, 10:], rtol=1e-12, atol=1e-12)
+    if name == "mamba3":
+        mask = torch.ones(2, 11, dtype=torch.long)
+        mask[1, :3] = 0
+        padded = mixer(x, attention_mask=mask)[0]
+        torch.testing.assert_close(padded[0], whole[0])
+        torch.testing.assert_close(padded[1, 3:], mixer(x[1:, 3:])[0][0])
+        both = torch.cat([x[:1, :4], x[1:, 3:]], 1)
+        packed = mixer(both, cu_seqlens=torch.tensor([0, 4, 12]))[0]
+        torch.testing.assert_close(packed[0, 4:], padded[1, 3:])

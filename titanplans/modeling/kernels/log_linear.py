@@ -59,6 +59,9 @@ def log_linear_mamba2_forward(
 
     last_state = get_layer_cache(mixer, past_key_values)
     m: Any = mixer
+    m.dt_limit = tuple(
+        m.dt_limit
+    )  # of a config.json a list, which FLA's fused path takes for another limit than none
     output, conv_state, state = m.cuda_kernels_forward(hidden_states, last_state, use_cache, attention_mask)
     update_layer_cache(
         mixer,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanplans.errors import KernelError
+from titanplans.modeling.kernels.packing import by_sequence
 from titanplans.modeling.kernels.precision import accumulation_dtype
 from titanplans.modeling.kernels.state_space import recurrence
 
@@ -44,32 +44,33 @@ def mimo(
     MIMO_Z: torch.Tensor | None = None,
     MIMO_Out: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
-    **options: Any,
+    **split_of_work: Any,
 ) -> torch.Tensor:
-    """As `mamba3_mimo_combined`.
+    """As `mamba3_mimo_combined`, but for states.
 
     Q, K [B, T, R, G, N]; V, Z [B, T, H, P]; ADT, DT, Trap [B, H, T]; biases [H, R, N]; Angles [B, T, H, A];
     MIMO_* [H, R, P]. Returns [B, T, H, P], or [B, T, R, H, P] without MIMO_Out.
-
-    Raises:
-        KernelError: packed sequences, or states for decoding.
     """
-    if cu_seqlens is not None or options.get("return_state") or options.get("return_final_states"):
-        what = "use_cache = True" if cu_seqlens is None else "cu_seqlens"
-        raise KernelError(f"mamba3: {what} is not computed on a CPU; leave it out or run on a GPU")
-    out_dtype, dtype = V.dtype, accumulation_dtype(Q, K, V, ADT)
-    adt, dt, trap = (x.to(dtype).transpose(1, 2) for x in (ADT, DT, Trap.sigmoid()))
-    turned = (dt[..., None] * Angles.to(dtype)).cumsum(1)[:, :, None]  # [B, T, 1, H, A]
-    heads = V.shape[2]
+    out_dtype, dtype, heads = V.dtype, accumulation_dtype(Q, K, V, ADT), V.shape[2]
+    adt, dt, trap, angles = (x.to(dtype) for x in (ADT.mT, DT.mT, Trap.mT.sigmoid(), Angles))
     c, b = (
-        _turned(x.to(dtype).repeat_interleave(heads // x.shape[3], 3) + bias.transpose(0, 1), turned)
+        x.to(dtype).repeat_interleave(heads // x.shape[3], 3) + bias.transpose(0, 1)
         for x, bias in ((Q, Q_bias), (K, K_bias))
     )
     x = V.to(dtype)[:, :, None] * (1 if MIMO_V is None else MIMO_V.transpose(0, 1))  # [B, T, R, H, P]
-    y = torch.stack([_of_rank(x, adt, dt, trap, b, one) for one in c.unbind(2)], 2) + D[:, None] * x
+    inputs = dict(x=x, adt=adt, dt=dt, trap=trap, angles=angles, b=b, c=c)
+    (y,) = by_sequence(lambda part, _: (_scan(**part),), inputs, {}, cu_seqlens)
+    y = y + D[:, None] * x
     if Z is not None:
         y = y * F.silu(Z.to(dtype)[:, :, None] * (1 if MIMO_Z is None else MIMO_Z.transpose(0, 1)))
     return (y if MIMO_Out is None else (y * MIMO_Out.transpose(0, 1)).sum(2)).to(out_dtype)
+
+
+def _scan(x, adt, dt, trap, angles, b, c):
+    """Return what each rank of queries c [B, T, R, H, N] reads of the states of one sequence."""
+    turned = (dt[..., None] * angles).cumsum(1)[:, :, None]  # [B, T, 1, H, A]
+    b, c = _turned(b, turned), _turned(c, turned)
+    return torch.stack([_of_rank(x, adt, dt, trap, b, one) for one in c.unbind(2)], 2)
 
 
 def _of_rank(x, adt, dt, trap, b, c):
@@ -105,9 +106,15 @@ def mamba3_forward(
     cu_seqlens: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None, Any]:
-    """As `Mamba3.forward` on a GPU, but for caches, packed sequences and padding."""
-    if attention_mask is not None and not attention_mask.all():
-        raise KernelError("mamba3: padding is not computed on a CPU; leave it out or run on a GPU")
+    """As `Mamba3.forward` on a GPU, but that a cache holds the hidden states [B, T, D] so far: all is computed again."""
+    from fla.layers.utils import get_layer_cache, repad_hidden_states, unpad_hidden_states, update_layer_cache
+
     m: Any = mixer
-    output, _ = m.cuda_kernels_forward(hidden_states, None, bool(use_cache), cu_seqlens)
-    return output, None, past_key_values
+    last_state, length = get_layer_cache(m, past_key_values), hidden_states.shape[1]
+    if last_state is not None:
+        hidden_states = torch.cat([last_state["recurrent_state"], hidden_states], 1)
+    batch, so_far = hidden_states.shape[:2]
+    packed, indices, bounds = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, so_far)
+    output, _ = m.cuda_kernels_forward(packed, None, False, bounds)
+    update_layer_cache(m, past_key_values, recurrent_state=hidden_states, offset=length)
+    return repad_hidden_states(output, indices, batch, so_far)[:, -length:], None, past_key_values
