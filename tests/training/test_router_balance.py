@@ -11,7 +11,7 @@ from titanplans import modeling
 from titanplans.config import Compile
 from titanplans.errors import ModelError, ParallelError
 from titanplans.modeling.samples import build_real
-from titanplans.parallel.compile import apply_compile
+from titanplans.parallel.compile import apply_compile, one_graph_a_block
 from titanplans.training.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next line imports
@@ -56,6 +56,15 @@ def test_a_model_without_a_balance_refuses_the_option():
         ModelError, match="output_router_logits = True, but DeepseekV3ForCausalLM computes no loss of its"
     ):
         model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "one"),
+    [("mixtral", {}, True), ("mixtral", {"output_router_logits": True}, False), ("qwen3_next", {}, False)],
+)
+def test_what_a_graph_can_hold(name, fields, one):
+    """Not what transformers records, nor FLA's kernels, which transformers calls where FLA is installed."""
+    assert one_graph_a_block(modeling.build(modeling.load_config(name, "debug", **fields))) is one
 
 
 def test_compiled_blocks_record_their_routers():

@@ -16,7 +16,7 @@ from titanplans.config import Compile
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.compile import async_tp
-from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
+from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.stream import border_of_model
@@ -65,12 +65,12 @@ def apply_compile(
                 "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or recompute the "
                 "MLP only"
             )
-        if fullgraph and holds_fla(block):
+        if fullgraph and calls_kernels(block):
             raise ParallelError(
-                f"compile.fullgraph = true, but {name} holds modules of flash-linear-attention, whose kernels take "
+                f"compile.fullgraph = true, but {name} calls kernels of flash-linear-attention, which take "
                 "themselves out of every graph: leave fullgraph out"
             )
-    recorded = getattr(getattr(model, "config", None), "output_router_logits", False)
+    recorded = _records_routers(model)
     if fullgraph and recorded:
         raise ParallelError(
             "compile.fullgraph = true, but with output_router_logits = true the logits of routers are recorded, which ends "
@@ -87,10 +87,10 @@ def apply_compile(
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
     border = border_of_model(model)
     for name, block in blocks:
-        one_graph = not (recorded or holds_fla(block)) if fullgraph is None else fullgraph
+        one_graph = not (recorded or calls_kernels(block)) if fullgraph is None else fullgraph
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
         inside = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
-        if not one_graph and holds_fla(block):
+        if not one_graph and calls_kernels(block):
             end_graphs_at_kernels(block)
         chosen = backend if memory_budget(block) is None else within_budget
         _compile_module(inside, name, limit, backend=chosen, fullgraph=one_graph, **options)
@@ -188,7 +188,11 @@ def compile_options(compile_config: Compile) -> dict[str, Any]:
 
 def one_graph_a_block(model: nn.Module) -> bool:
     """Whether every block of `model` can become a single graph."""
-    return not any(holds_fla(block) for _, block in _blocks(model))
+    return not (_records_routers(model) or any(calls_kernels(block) for _, block in _blocks(model)))
+
+
+def _records_routers(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "output_router_logits", False)
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -23,6 +23,21 @@ def holds_fla(module: nn.Module) -> bool:
     return any(_of_fla(type(inner)) for inner in module.modules())
 
 
+def calls_kernels(block: nn.Module) -> bool:
+    """Whether `block` holds modules of flash-linear-attention, or others, as of transformers, that call its kernels."""
+    return holds_fla(block) or any(_calls_disabled(type(module)) for module in block.modules())
+
+
+@cache
+def _calls_disabled(cls: type[nn.Module]) -> bool:
+    """Whether the forward of `cls` calls a function that is out of every graph, or one that chose such a function."""
+    forward = inspect.unwrap(cls.forward)
+    called = (forward.__globals__.get(name) for name in _names(forward.__code__))
+    functions = [value for value in called if isinstance(value, FunctionType)]
+    chosen = (cell.cell_contents for f in functions for cell in f.__closure__ or ())
+    return any(map(is_disabled, [*functions, *filter(callable, chosen)]))
+
+
 def end_graphs_at_kernels(block: nn.Module) -> None:
     """Take the modules of `block` out of its graphs that are nothing but calls of kernels that FLA takes out.
 
