@@ -282,7 +282,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         | dict(expand_ratio=4, gate_low_rank_dim=4, attnres_block_size=2, attn=dict(layers=[1], num_heads=8)),
     ),
     "bitnet": (_FLA | dict(num_kv_heads=2), _FLA | dict(window_size=5, tie_word_embeddings=True)),
-    "nsa": (_FLA | dict(head_dim=4, block_size=4, block_counts=3, window_size=5, qkv_bias=True),),
+    "nsa": (
+        _FLA
+        | dict(num_hidden_layers=1, head_dim=4, block_size=4, block_counts=3, window_size=5, qkv_bias=True),
+    ),
     "cat": (
         _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True, pad_to_multiple_of=8, max_chunk_size=4),
         _FLA
