@@ -34,6 +34,7 @@ class Architecture(NamedTuple):
 
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
 _DENSE = _FLA | dict(head_dim=16)
+_NSA = _FLA | dict(num_hidden_layers=1, head_dim=4, block_size=4, block_counts=3, window_size=5)
 _YOCO = _FLA | dict(num_self_decoder_layers=1)
 _EXPERTS = _FLA | dict(moe_intermediate_size=16, num_experts=4)
 _BALANCE = dict(output_router_logits=True, router_aux_loss_coef=0.1)
@@ -282,10 +283,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         | dict(expand_ratio=4, gate_low_rank_dim=4, attnres_block_size=2, attn=dict(layers=[1], num_heads=8)),
     ),
     "bitnet": (_FLA | dict(num_kv_heads=2), _FLA | dict(window_size=5, tie_word_embeddings=True)),
-    "nsa": (
-        _FLA
-        | dict(num_hidden_layers=1, head_dim=4, block_size=4, block_counts=3, window_size=5, qkv_bias=True),
-    ),
+    "nsa": (_NSA | dict(qkv_bias=True), _NSA | dict(tie_word_embeddings=True)),
     "cat": (
         _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True, pad_to_multiple_of=8, max_chunk_size=4),
         _FLA

@@ -20,17 +20,17 @@ class CATPlan(MixerPlan):
     counts = ("num_heads", "hidden_size")
 
     def model_plan(self, model: nn.Module) -> Plan:
-        plan, decoder = super().model_plan(model), find_decoder(model)
-        before = [f"{decoder.base}.{name}" for name in ("separator", "adaptive_token")]
+        plan, base = super().model_plan(model), find_decoder(model).base
+        before = [f"{base}.{name}" for name in ("separator", "adaptive_token")]
+        words = [f"{base}.{name}" for name in ("embeddings", "compressor.wte")]
         return {
             **plan,
-            **self.each_of(model, f"{decoder.base}.compressor", self.replicated_off_stream()),
+            **self.each_of(model, f"{base}.compressor", self.replicated_off_stream()),
             **{name: self.replicated_off_stream() for name in before},
-            **{
-                name: self.vocab_embedding() for name in (decoder.embedding, f"{decoder.base}.compressor.wte")
-            },
-            decoder.norm: self.end_of_stream(),
+            **{name: self.vocab_embedding() for name in words},
+            f"{base}.norm": self.end_of_stream(),
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        return super().local_attributes(attn) | {"num_kv_heads": self.part_of(attn.num_kv_heads)}
+        kv = self.part_of(attn.num_kv_heads)  # type: ignore[arg-type]
+        return super().local_attributes(attn) | {"num_kv_heads": kv}

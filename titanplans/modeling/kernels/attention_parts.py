@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from titanplans.modeling.kernels.packing import sequences
 from titanplans.modeling.kernels.precision import accumulation_dtype
@@ -124,7 +123,7 @@ def flex_attention(
 
 
 def stickbreaking_module(
-    attn: nn.Module,
+    attn: Any,
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     past_key_values: Any = None,

@@ -23,13 +23,13 @@ def layer_norm_linear_quant(
     The gradient passes through what rounds. With `prenorm` also x + `residual`.
     """
     normed = layer_norm(x, norm_weight, norm_bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm)
-    y, summed = normed if prenorm else (normed, None)
+    y, summed = normed if isinstance(normed, tuple) else (normed, None)
     scale = 127.0 / y.abs().amax(-1, keepdim=True).clamp(min=1e-5)
     rounded = _through(y, (_away_from_zero(y * scale).clamp(-128, 127) / scale))
     mean = linear_weight.abs().mean().clamp(min=1e-5)
     ternary = _through(linear_weight, (linear_weight / mean).round().clamp(-1, 1) * mean)
     output = F.linear(rounded, ternary.to(rounded.dtype), linear_bias)
-    return (output, summed) if prenorm else output
+    return output if summed is None else (output, summed)
 
 
 def _through(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
