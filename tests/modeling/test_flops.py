@@ -71,6 +71,13 @@ def test_recurrences_that_are_called_attention_do_not_grow_either(name):
     assert _count(config, seq_len=512) == _count(config, seq_len=65536)
 
 
+def test_a_token_passes_the_memories_that_it_is_routed_to():
+    """Two of four, and the shared one, whose keys, values and gates are another projection; queries for each."""
+    total, flops = _count(modeling.load_config("mom", "debug"), seq_len=64)
+    of_memory = 2 * 128 * 128 + 2 * 128 * 8  # k, v, a, b
+    assert flops == 6 * (total - 4096 * 128 + 4 * (2 * 128 * 128 - 2 * of_memory))
+
+
 def test_hybrid_layers_are_counted_by_their_own_mixer():
     config = modeling.load_config("gla", "debug", attn={"layers": [1], "num_heads": 8})
     short, long = (_count(config, seq_len)[1] for seq_len in (512, 1024))

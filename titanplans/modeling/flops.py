@@ -23,7 +23,7 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
 
     A multiply-add is 2 FLOPs, the backward costs twice the forward, so everything counts sixfold: the
     parameters a token is multiplied with, which are all but embeddings that are only looked up and
-    experts that the token is not routed to, and in each token mixer, with H heads of dimension D,
+    experts (and memories) that the token is not routed to, and in each token mixer, with H heads of dimension D,
 
     - softmax attention: H * (D_qk + D_v) * T, T the smaller of `seq_len` and the window (for equal
       dimensions the 12 * H * D * T of PaLM, arXiv:2204.02311, appendix B);
@@ -46,7 +46,8 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
             continue
         total += parameter.numel()
         if name not in looked_up and model.get_submodule(name.rpartition(".")[0]) in of_text:
-            per_token += parameter.numel() * (_share_of_experts(config) if ".experts." in name else 1.0)
+            share = _share_of_experts(config) if ".experts." in name else _passes(model, name)
+            per_token += parameter.numel() * share
     per_token += sum(_mixer_products(module, seq_len) for module in of_text)
     return total, round(6 * per_token)
 
@@ -63,6 +64,20 @@ def _share_of_experts(config: PretrainedConfig) -> float:
     """The part of a layer's routed experts that one token passes through."""
     experts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     return config.num_experts_per_tok / next(count for count in experts if count)
+
+
+def _passes(model: PreTrainedModel, name: str) -> float:
+    """How often a token passes a parameter: in a mixture of memories, once for each that it is routed to."""
+    path, _, own = name.partition(".attn.")
+    mixer: Any = model.get_submodule(f"{path}.attn") if own else None
+    if type(mixer).__name__ != "MomAttention":
+        return 1.0
+    part, shared = own.partition(".")[0], int(mixer.shared_mem)
+    if part == "q_proj":
+        return mixer.topk + shared
+    if part.startswith("shared_"):
+        return shared + mixer.topk * mixer.single_kv_proj
+    return mixer.topk / mixer.num_memories if part in ("k_proj", "v_proj", "a_proj", "b_proj") else 1.0
 
 
 def _mixer_products(module: Any, seq_len: int) -> int:
