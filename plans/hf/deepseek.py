@@ -1,6 +1,6 @@
 """The plan of DeepSeek-V2, V3 and R1: latent attention, experts chosen by groups, shared ones beside them."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -14,10 +14,10 @@ class DeepseekPlan(ExpertsPlan):
     The latents are narrow: in V3 1536 of queries, 512 of keys and values, and 64 of the rotary key, which all heads share.
     """
 
-    shared = "shared_experts"
+    shared_mlp = "shared_experts"
     balance = None  # V3's router has a bias for that, which a training loop moves
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         queries: Plan = {"q_proj": self.colwise()}
         if attn.q_proj is None:
             whole = self.replicated_in_region()

@@ -4,6 +4,8 @@ Every rank sees all tokens and routes them alike; of each expert it has a share 
 to rank but the sum at the end.
 """
 
+from typing import Any
+
 from torch import nn
 
 from titanplans import Plan
@@ -18,7 +20,7 @@ class ExpertsPlan(LlamaPlan):
     """
 
     router: str = "gate"
-    shared: str | None = None
+    shared_mlp: str | None = None
     """The experts that every token goes to: an MLP."""
     in_region: tuple[str, ...] = ()
     """What else a mixture holds: replicated."""
@@ -37,12 +39,12 @@ class ExpertsPlan(LlamaPlan):
         plan = self.mlp_region("hidden_states", float8_input=False) | (
             {} if parts else self._stacked(experts)
         )
-        for part in [*parts, *([self.shared] if self.shared else [])]:
+        for part in [*parts, *([self.shared_mlp] if self.shared_mlp else [])]:
             plan |= {f"{part}.{name}": self.colwise() for name in self.mlp_in}
             plan |= {f"{part}.{self.mlp_out}": self.rowwise(reduce_output=False)}
         return plan | {name: self.replicated_in_region() for name in (self.router, *self.in_region)}
 
-    def _stacked(self, experts: nn.Module) -> Plan:
+    def _stacked(self, experts: Any) -> Plan:
         """Plan weights [experts, 2 width, hidden] and [experts, hidden, width], or transposed, with biases or without."""
         down = experts.down_proj.shape
         width = 1 if experts.gate_up_proj.shape[1] == down[2] else 2

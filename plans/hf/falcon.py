@@ -1,6 +1,6 @@
 """The plan of Falcon: one packed projection, in one of three orders."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -11,17 +11,17 @@ from .gpt_neox import GPTNeoXPlan
 class FalconPlan(GPTNeoXPlan):
     """Falcon-7B has one key/value head, which all ranks share; otherwise rows are packed head by head, or group by group."""
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
         if attn.num_kv_heads == 1 and not attn.new_decoder_architecture:
             shared = self.shared(attn.head_dim)
             plan["query_key_value"] = self.packed(attn.hidden_size, shared, shared)
         return plan
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         return self.divided(attn, "num_heads") | {"num_kv_heads": self.part_of(attn.num_kv_heads)}
 
-    def model_functions(self, model: nn.Module):
+    def model_functions(self, model: Any):
         return {"transformer.build_alibi_tensor": alibi_of_rank} if model.config.alibi else {}
 
 

@@ -1,5 +1,7 @@
 """The plan of GPT-2: weights are [inputs, outputs], queries, keys and values are packed, positions are learned."""
 
+from typing import Any
+
 from torch import nn
 
 from titanplans import Plan, TPPlan, register_plan
@@ -15,7 +17,7 @@ class GPT2Plan(TPPlan):
             "transformer.ln_f": self.end_of_stream(),
         }
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         width = attn.embed_dim
         return {
             **self.attn_input(),
@@ -23,7 +25,7 @@ class GPT2Plan(TPPlan):
             "c_proj": self.rowwise(dim=0),
         }
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         return self.divided(attn, "num_heads", "split_size", "c_attn.nf")
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:

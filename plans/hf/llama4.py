@@ -10,5 +10,5 @@ class Llama4Plan(ExpertsPlan):
     """Queries and keys are normed head by head, without weights."""
 
     router = "router"
-    shared = "shared_expert"
+    shared_mlp = "shared_expert"
     balance = None

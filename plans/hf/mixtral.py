@@ -1,6 +1,6 @@
 """The plans of mixtures of experts with the attention of a dense decoder: Mixtral, Qwen2- and 3-MoE, OLMoE, GLM-4.5."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -18,7 +18,7 @@ class MixtralPlan(ExpertsPlan):
 class Qwen2MoePlan(ExpertsPlan):
     """A shared expert beside the routed ones, behind a gate of its own."""
 
-    shared = "shared_expert"
+    shared_mlp = "shared_expert"
     in_region = ("shared_expert_gate",)
 
 
@@ -36,9 +36,9 @@ class OlmoePlan(ExpertsPlan, Olmo2Plan):
 class Glm4MoePlan(ExpertsPlan, Qwen3Plan):
     """Shared experts, and a router as DeepSeek-V3's; queries and keys may be normed head by head."""
 
-    shared = "shared_experts"
+    shared_mlp = "shared_experts"
     balance = None
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
         return {name: style for name, style in plan.items() if attn.use_qk_norm or "norm" not in name}

@@ -1,6 +1,6 @@
 """The plan of OLMo 2 and 3: queries and keys are normed over all heads together."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -11,6 +11,6 @@ from .llama import LlamaPlan
 class Olmo2Plan(LlamaPlan):
     """The norms' widths are split; a token's mean square is averaged over the ranks."""
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         keys = self.split_norm(heads=self.kv_heads(attn), rows=len(attn.k_norm.weight))
         return super().attn_plan(attn) | {"q_norm": self.split_norm(), "k_norm": keys}

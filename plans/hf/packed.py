@@ -1,6 +1,6 @@
 """The plans of decoders that pack projections: Phi-3 queries, keys and values, too; GLM-4 gate and up alone."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -11,7 +11,7 @@ from .llama import LlamaPlan
 class Glm4Plan(LlamaPlan):
     """Gate and up are one projection."""
 
-    def mlp_plan(self, mlp: nn.Module) -> Plan:
+    def mlp_plan(self, mlp: Any) -> Plan:
         width = mlp.down_proj.in_features
         return {
             **self.mlp_input("hidden_states"),
@@ -24,7 +24,7 @@ class Glm4Plan(LlamaPlan):
 class Phi3Plan(Glm4Plan):
     """Queries, keys and values are one projection, which the code cuts by head counts."""
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         kv = attn.num_key_value_heads
         shared = self.shared(kv * attn.head_dim, kv)
         queries = attn.config.num_attention_heads * attn.head_dim
@@ -34,7 +34,7 @@ class Phi3Plan(Glm4Plan):
             "o_proj": self.rowwise(),
         }
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         counts = self.divided(attn, "config.num_attention_heads")
         return (
             super().local_attributes(attn)

@@ -1,6 +1,6 @@
 """The plan of Qwen3-Next: Gated DeltaNet and gated attention in one stack, Qwen2-MoE's experts."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, register_plan
 
@@ -16,7 +16,7 @@ class Qwen3NextPlan(Qwen2MoePlan):
 
     head_names = ("num_k_heads", "num_attention_heads")
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         by_head = self.colwise(interleaved=True)
         if not hasattr(attn, "in_proj_qkvz"):
             norms = {"q_norm": self.replicated_in_region(), "k_norm": self.replicated_in_region()}
@@ -32,7 +32,7 @@ class Qwen3NextPlan(Qwen2MoePlan):
             "out_proj": self.rowwise(),
         }
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         counts = (
             ("num_k_heads", "num_v_heads", "key_dim", "value_dim") if hasattr(attn, "in_proj_qkvz") else ()
         )

@@ -1,6 +1,6 @@
 """The plan of StableLM: its attention counts heads, and may norm each head by weights of its own."""
 
-from torch import nn
+from typing import Any
 
 from titanplans import Plan, PlanError, register_plan
 
@@ -11,7 +11,7 @@ from .llama import LlamaPlan
 class StableLmPlan(LlamaPlan):
     """Norms of heads (StableLM 2 12B) run on every rank on all heads, gathered: each head's norm is a module of its own."""
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
+    def attn_plan(self, attn: Any) -> Plan:
         plan = super().attn_plan(attn)
         if attn.qk_layernorm:
             if self.options.degree > attn.num_key_value_heads:
@@ -24,6 +24,6 @@ class StableLmPlan(LlamaPlan):
                 plan |= self.each_of(attn, f"{name}.norms", self.replicated_in_region())
         return plan
 
-    def local_attributes(self, attn: nn.Module) -> dict[str, int]:
+    def local_attributes(self, attn: Any) -> dict[str, int]:
         kv = {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
         return super().local_attributes(attn) | self.divided(attn, "num_heads") | kv
