@@ -7,7 +7,7 @@ from torch import nn
 from titanplans import Plan, register_plan
 
 from .mamba2 import gated_before
-from .mixer import has
+from .mixer import MixerPlan, has
 from .transformer import TransformerPlan
 
 
@@ -21,33 +21,21 @@ class RodimusPlan(TransformerPlan):
     head_names = ("d_inner",)
 
     def layer_plan(self, layer: Any) -> Plan:
-        plan = super().layer_plan(layer)
-        if not has(layer, "ska_attn"):
-            return plan
-        names = ("k_proj", "q_norm", "k_norm")
-        attn = {
-            **self.attn_region(),
-            "q_proj": self.colwise(),
-            "v_proj": self.colwise(),
-            **{name: self.replicated_in_region() for name in names if has(layer.ska_attn, name)},
-            "o_proj": self.rowwise(reduce_output=False),
-        }
-        return plan | {f"ska_attn.{name}".rstrip("."): style for name, style in attn.items()}
+        shared_key = self.plan_of(layer.ska_attn).attn_plan(layer.ska_attn) if has(layer, "ska_attn") else {}
+        return super().layer_plan(layer) | {f"ska_attn.{k}".rstrip("."): s for k, s in shared_key.items()}
 
     def attn_plan(self, attn: Any) -> Plan:
-        plan = {
+        by_channel = ("gate_proj", "up_proj", "short_conv", "residual_weight", "i_gate_proj.1")
+        by_hand = ("g_gate_proj", "tau_gate_proj")  # the mixer multiplies by their weights itself
+        return {
             **self.attn_region(),
-            **{name: self.colwise() for name in ("gate_proj", "up_proj", "residual_weight", "i_gate_proj.1")},
+            **{name: self.colwise() for name in by_channel if has(attn, name)},
             **{name: self.rowwise_in_region() for name in ("q_proj", "k_proj", "i_gate_proj.0")},
+            **{f"{name}.weight": self.colwise(dim=1) for name in by_hand},
+            **{f"{name}.bias": self.replicated_in_region() for name in by_hand},
             "activation_norm": self.split_norm(statistic=gated_before),
             "down_proj": self.rowwise(reduce_output=False),
         }
-        for gate in ("g_gate_proj", "tau_gate_proj"):  # the mixer multiplies by their weights itself
-            plan |= {f"{gate}.weight": self.colwise(dim=1), f"{gate}.bias": self.replicated_in_region()}
-        return plan | ({"short_conv": self.colwise()} if attn.use_short_conv else {})
-
-    def local_attributes(self, attn: Any) -> dict[str, int]:
-        return {}
 
     def local_functions(self, attn: Any):
         return {"F.linear": self.summed}
@@ -55,3 +43,12 @@ class RodimusPlan(TransformerPlan):
     def model_attributes(self, model: nn.Module) -> dict[str, int]:
         attentions = (name for name, _ in model.named_modules() if name.endswith(".ska_attn"))
         return self.divided(model, *(f"{name}.num_heads" for name in attentions))
+
+
+@register_plan(mixer="fla.layers.rodimus.SlidingWindowSharedKeyAttention")
+class SharedKeyPlan(MixerPlan):
+    """Queries and values have heads."""
+
+    by_head = ("q_proj", "v_proj")
+    for_all_heads = ("k_proj", "q_norm", "k_norm")
+    counts = ("num_heads",)
