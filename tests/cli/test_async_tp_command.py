@@ -24,7 +24,7 @@ from titanplans.proof.simulate import fake_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "async-tp.md"
 TITLES = ("architecture", "forward", "backward", "left: torch's pass does not support it")
-NAMES = [name for name in modeling.available() if name in registered_plans()]
+NAMES = sorted(zoo.ARCHITECTURES)
 
 DIFFERENT = ("transformer", "gla", "qwen2", "gemma3_text")
 """FLA's blocks, of one graph and of several; those of transformers, with biases, and with norms after mixer and MLP.

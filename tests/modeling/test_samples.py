@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import zoo
 
 from titanplans import modeling
 from titanplans.modeling import ModelError
@@ -9,7 +10,7 @@ from titanplans.modeling.kernels import install
 from titanplans.proof.modes import Widen
 from titanplans.proof.simulate import each_rank, ranks
 
-NAMES = list(modeling.available())
+NAMES = sorted(zoo.ARCHITECTURES)
 OF_TRANSFORMERS = [name for name in NAMES if name not in ("transformer", "gla")]
 
 
