@@ -48,7 +48,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg as threaded_groups
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "DDP",
@@ -75,6 +75,7 @@ __all__ = [
     "set_group_timeout",
     "threaded_groups",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
 ]
 

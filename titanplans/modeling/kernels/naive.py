@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
 from titanplans.errors import KernelError
 from titanplans.modeling.kernels.packing import sequences
 from titanplans.modeling.kernels.precision import accumulation_dtype
 from titanplans.proof.modes import Widen
+from titanplans.torch_private import tree_map
 
 _WITHOUT_EFFECT = ("cu_seqlens_cpu", "chunk_indices", "checkpoint_level")
 """How a kernel splits its work."""
