@@ -92,6 +92,9 @@ def variants(name: str) -> str:
     made = zoo.FAMILIES[name]
     shared = {key for key in made[0] if all(one.get(key) == made[0][key] for one in made)}
     told = [", ".join(f"{k} = {v}" for k, v in one.items() if k not in shared) or "plain" for one in made]
+    if len(made) == 1:
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        told = [", ".join(f"{k} = {v}" for k, v in made[0].items() if k not in sizes)]
     return "; ".join(told)
 
 

@@ -28,9 +28,11 @@ OTHERS = {
     "_reset_parameters",
     "_run_exitfuncs",
     "_generate_tables",
+    "_readout_basis",
+    "_get_D",
 }
-"""Private names of transformers, megatron-fsdp and atexit, a method that modules of torch's have, and one that authors of
-data sets override in a builder of `datasets`."""
+"""Private names of transformers, fla, megatron-fsdp and atexit, a method that modules of torch's have, and one that authors
+of data sets override in a builder of `datasets`."""
 PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "_fields"}
 """nn.Module's tables, which it documents for those who walk modules, and the methods of named tuples."""
 LIBRARIES = ("torch", "torchtitan", "torchao")
@@ -180,9 +182,15 @@ def check_dispatch_mode():
     assert "aten.add.Tensor" in seen
 
 
-@needs("tree_leaves", "tree_map_only", without="outputs that are dicts and dataclasses are not looked into")
+@needs(
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    without="outputs that are dicts and dataclasses are not looked into",
+)
 def check_trees():
     assert private.tree_leaves({"a": (1, [2])}) == [1, 2]
+    assert private.tree_map(lambda a, b: a + b, (1, [2]), (3, [4])) == (4, [6])
     assert private.tree_map_only(int, lambda n: n + 1, {"a": (1, "b")}) == {"a": (2, "b")}
 
 

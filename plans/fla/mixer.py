@@ -27,9 +27,9 @@ class MixerPlan(TransformerPlan):
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {
             **self.attn_region(),
+            **{name: self.replicated_in_region() for name in self.for_all_heads if has(attn, name)},
             **{name: self.colwise() for name in self.by_head if has(attn, name)},
             **{name: self.kv_colwise(attn) for name in self.by_shared_head if has(attn, name)},
-            **{name: self.replicated_in_region() for name in self.for_all_heads if has(attn, name)},
             "o_proj": self.rowwise(reduce_output=False),
         }
 
