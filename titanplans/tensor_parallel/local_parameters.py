@@ -11,7 +11,7 @@ not change.
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -90,14 +90,17 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     param = module._parameters[name]
     if not _on_tp_mesh(param):
         return param
-    layout, uneven, rank, group = module._tp_readings[name]  # type: ignore[index]
-    gradient: Any = (layout.gradient,)
-    local = _ReadUneven.apply(param) if uneven else param.to_local(grad_placements=gradient)  # type: ignore[operator]
+    reading: _Reading = module.__dict__["_tp_readings"][name]
+    layout, sharded = reading.layout, cast("DTensor", param)
+    if reading.uneven:
+        local = cast("torch.Tensor", _ReadUneven.apply(sharded))
+    else:
+        local = sharded.to_local(grad_placements=(layout.gradient,))
     if layout.addends > 1:
-        local = local / layout.addends  # type: ignore[operator]
+        local = local / layout.addends
     if layout.rows is not None:
-        local = _selected(local, layout, rank, group)  # type: ignore[arg-type]
-    return as_weight(local, param)  # type: ignore[arg-type]
+        local = _selected(local, layout, reading.rank, reading.group)
+    return as_weight(local, sharded)
 
 
 def hidden_bias(module: nn.Module) -> torch.Tensor | None:
@@ -215,7 +218,7 @@ def read_inside(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         finally:
             self.__dict__["_tp_read"] = None
 
-    def reader(name: str) -> property:
+    def reader(name: str) -> Any:
         def read(self: Any) -> torch.Tensor | None:
             known = self.__dict__.get("_tp_read")
             if known is None:

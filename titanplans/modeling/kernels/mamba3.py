@@ -114,7 +114,12 @@ def mamba3_forward(
     if last_state is not None:
         hidden_states = torch.cat([last_state["recurrent_state"], hidden_states], 1)
     batch, so_far = hidden_states.shape[:2]
-    packed, indices, bounds = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, so_far)
+    packed, indices, bounds = unpad_hidden_states(
+        hidden_states,
+        cu_seqlens,  # pyrefly: ignore[bad-argument-type]  # int64, if not typed so
+        attention_mask,
+        so_far,
+    )
     output, _ = m.cuda_kernels_forward(packed, None, False, bounds)
     update_layer_cache(m, past_key_values, recurrent_state=hidden_states, offset=length)
     return repad_hidden_states(output, indices, batch, so_far)[:, -length:], None, past_key_values
