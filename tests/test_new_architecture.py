@@ -9,34 +9,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 PLAN = '''\
-"""The plan of StarCoder 2: Llama's attention, an MLP of two linear layers with biases."""
+"""The plan of Arcee: Llama's attention, an MLP of two linear layers."""
 
-from torch import nn
-
-from titanplans import Plan, register_plan
+from titanplans import register_plan
 
 from .llama import LlamaPlan
 
 
-@register_plan("starcoder2")
-class Starcoder2Plan(LlamaPlan):
+@register_plan("arcee")
+class ArceePlan(LlamaPlan):
     """Heads and MLP width are split, norms replicated."""
 
-    def mlp_plan(self, mlp: nn.Module) -> Plan:
-        return {**self.mlp_input("hidden_states"), "c_fc": self.colwise(), "c_proj": self.rowwise()}
+    mlp_in = ("up_proj",)
 '''
 SIZES = """\
-# StarCoder 2, as transformers implements it.
-config_class = "transformers.Starcoder2Config"
+# Arcee, as transformers implements it.
+config_class = "transformers.ArceeConfig"
 
 [debug] # ours
 hidden_size = 64
 num_hidden_layers = 2
 num_attention_heads = 8
 num_key_value_heads = 2
+head_dim = 8
 intermediate_size = 96
 vocab_size = 256
-sliding_window = 8
 """
 
 
@@ -60,12 +57,12 @@ def test_one_plan_and_one_table_of_sizes_are_all_it_takes(tmp_path):
         shutil.copytree(ROOT / part, home / part, ignore=ignore)
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file()}
 
-    (home / "plans" / "hf" / "starcoder2.py").write_text(PLAN)
-    (home / "models" / "starcoder2.toml").write_text(SIZES)
+    (home / "plans" / "hf" / "arcee.py").write_text(PLAN)
+    (home / "models" / "arcee.toml").write_text(SIZES)
 
     listed = titanplans(tmp_path, "list")
-    assert "titanplans.plans.hf.starcoder2:Starcoder2Plan" in listed.stdout, listed.stderr
-    proved = titanplans(tmp_path, "verify", "starcoder2", "--tp", "2", "--quick")
+    assert "titanplans.plans.hf.arcee:ArceePlan" in listed.stdout, listed.stderr
+    proved = titanplans(tmp_path, "verify", "arcee", "--tp", "2", "--quick")
     assert proved.returncode == 0, proved.stdout + proved.stderr
     assert (
         str(tmp_path)

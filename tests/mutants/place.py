@@ -61,7 +61,7 @@ def right(verdict: Verdict) -> bool:
         assert verdict.case is not None
         return bool(named(verdict.case, reference.pristine) & allowed(mutant.operator, mutant.key, reference))
     names = re.findall(r"[\w.]+", verdict.refusal)
-    return any(name in (mutant.key, _parent(mutant.key)) or _parent(name) == mutant.key for name in names)
+    return any(name == _parent(mutant.key) or _inside(name, mutant.key) for name in names)
 
 
 def allowed(operator: str, key: str, reference: Reference) -> set[str]:

@@ -147,8 +147,8 @@ import os
 from titanplans import TPPlan, register_plan
 from titanplans.training import trainer
 
-@register_plan("granite")
-class GranitePlan(TPPlan):
+@register_plan("olmo")
+class OlmoPlan(TPPlan):
     def attn_plan(self, attn):
         projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
         return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
@@ -170,9 +170,15 @@ def with_plans_beside(words):
 
 def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_is_named(job, refused):
     (job.folder / "my_plans.py").write_text(MY_PLANS)
-    granite = {"model_type": "granite", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    granite |= {"num_attention_heads": 4, "vocab_size": 4096}
-    (job.folder / "gla.json").write_text(json.dumps(granite))
+    olmo = {"model_type": "olmo", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    olmo |= {
+        "num_attention_heads": 4,
+        "vocab_size": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    (job.folder / "gla.json").write_text(json.dumps(olmo))
     options = ("--experimental.custom_import", "my_plans", "--checkpoint.no-enable")
     assert job.run(*options, by=with_plans_beside) == 1
     err = job.err
@@ -187,7 +193,7 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
     )
     status, _, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
-    assert "no plan is registered for GraniteForCausalLM" in err
+    assert "no plan is registered for OlmoForCausalLM" in err
 
 
 @pytest.mark.parametrize(
