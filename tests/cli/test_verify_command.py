@@ -22,7 +22,10 @@ QWEN3 = {
     "intermediate_size": 48,
     "vocab_size": 101,
 }
-RETNET = {"model_type": "retnet", "hidden_size": 64, "num_hidden_layers": 1, "num_heads": 4, "vocab_size": 64}
+OLMO = {key: size for key, size in QWEN3.items() if key != "head_dim"} | {
+    "model_type": "olmo",
+    "eos_token_id": 1,
+}
 OWN = """
 from types import SimpleNamespace
 from titanplans import TPPlan, register_plan
@@ -32,15 +35,18 @@ from titanplans import modeling
 class Unregistered(Qwen3Plan):
     pass
 
-class LinearAttention(TPPlan):
+class Whole(TPPlan):
     def attn_plan(self, attn):
-        split = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
-        for name in ("norm", "feature_map_q", "feature_map_k"):
-            split |= self.each_of(attn, name, self.replicated_in_region())
-        return self.attn_region() | split | {"o_proj": self.rowwise(reduce_output=False)}
+        return self.whole(attn)
 
-    def mlp_plan(self, mlp):
-        return super().mlp_plan(mlp) | self.mlp_region() | {"down_proj": self.rowwise(reduce_output=False)}
+def rebased():
+    from fla.layers.rebased import ReBasedLinearAttention
+    from fla.models import GLAConfig, GLAForCausalLM
+
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_heads=4, vocab_size=64, fuse_cross_entropy=False)
+    model = GLAForCausalLM(GLAConfig(**sizes))
+    model.model.layers[0].attn = ReBasedLinearAttention(64, num_heads=4)
+    return model
 
 DICT = {"lm_head": "vocab_head"}
 
@@ -101,8 +107,7 @@ ONE_CASE = ("--tp", "2", "--loss-parallel", "--sequence-parallel")
 def folder(tmp_path, monkeypatch):
     """A folder of the user's, which Python imports from, as `python -m` does."""
     (tmp_path / "qwen3.json").write_text(json.dumps(QWEN3))
-    (tmp_path / "retnet.json").write_text(json.dumps(RETNET))
-    (tmp_path / "linear_attn.json").write_text(json.dumps(RETNET | {"model_type": "linear_attn"}))
+    (tmp_path / "olmo.json").write_text(json.dumps(OLMO))
     (tmp_path / "own_plans_of_test_verify.py").write_text(OWN)
     (tmp_path / "broken_syntax.py").write_text("def f(:")
     (tmp_path / "broken_name.py").write_text("x = 1\ny = undefined\n")
@@ -244,8 +249,11 @@ def test_list_names_plans_model_types_and_mixers(command):
     status, out, _ = command("list")
     assert status == 0
     (row,) = [line.split() for line in out.splitlines() if "GLAPlan" in line]
-    assert row == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention"]
+    assert row[:3] == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention"]
+    assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in " ".join(row)
     assert "llama, mistral" in out
+    (bitnet,) = [line for line in out.splitlines() if "BitNetPlan" in line]
+    assert bitnet.endswith("nothing: whole on every rank")
 
 
 def test_progress_is_one_line_of_a_terminal(monkeypatch):
@@ -269,9 +277,9 @@ OURS = "own_plans_of_test_verify"
 REFUSED = {
     "no such model": (
         ("verify", "qwen"),
-        "verify qwen: no such model; did you mean qwen3? There are gemma3, gemma3_text, gla, ",
+        "verify qwen: no such model; did you mean qwen3? There are abc, bitnet, cat, ",
     ),
-    "a name that is no path": (("verify", "x" * 5000), "no such model. There are gemma3, gemma3_text, gla, "),
+    "a name that is no path": (("verify", "x" * 5000), "no such model. There are abc, bitnet, cat, "),
     "no command": ((), "the following arguments are required"),
     "no subject": (("verify",), "either a SUBJECT or --all"),
     "subject and all": (("verify", "gla", "--all"), "either a SUBJECT or --all"),
@@ -350,12 +358,12 @@ REFUSED = {
     ),
     "registered for two": (
         ("verify", "titanplans.plans.hf.llama:LlamaPlan"),
-        "is registered for llama and mistral; say which",
+        "and llama and mistral and smollm3; say which",
     ),
     "incomplete": (("verify", f"{OURS}:DICT", "--model", "qwen3"), "is covered by no key of DictPlan"),
-    "no registered plan": (("verify", "retnet.json"), "no plan is registered for RetNetForCausalLM"),
+    "no registered plan": (("verify", "olmo.json"), "no plan is registered for OlmoForCausalLM"),
     "GPU kernel": (
-        ("verify", "linear_attn.json", "--plan", f"{OURS}:LinearAttention"),
+        ("verify", f"{OURS}:Whole", "--model", f"{OURS}:rebased"),
         "torchrun --nproc-per-node 2 -m titanplans verify ... --process-group",
     ),
     "no model": (
