@@ -119,6 +119,8 @@ BESIDE = {
 ELSEWHERE = {
     "job.description": "test_config_load",
     "model.config": "below",
+    "model.class": "tests/test_out_of_tree.py",
+    "model.arguments": "tests/test_out_of_tree.py",
     "parallelism.pipeline_parallel_degree": "refused above 1",
     "parallelism.context_parallel_degree": "refused above 1",
     "parallelism.enable_fsdp_symm_mem": "torchtitan asks for a GPU of compute capability 9",
