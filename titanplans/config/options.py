@@ -79,7 +79,8 @@ class Options:
                     f"{self.section}.{name}".lstrip("."), value, expected(mismatch, field.hint)
                 ) from None
             object.__setattr__(self, name, value)
-            object.__setattr__(self, f"{name}_" if keyword.iskeyword(name) else name, value)
+            if keyword.iskeyword(name):  # the attribute that can be read
+                object.__setattr__(self, f"{name}_", value)
         if refusals := REFUSALS.get(type(self).__name__):
             for option, why in refusals(self):
                 raise self.error(option, why)

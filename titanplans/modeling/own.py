@@ -5,9 +5,8 @@
     arguments = { width = 512, layers = 8 }
 
 Its forward takes `input_ids` [batch, sequence] and returns logits [batch, sequence, vocabulary], or an object that has them
-as `logits`. Its constructor gives every parameter its value, or a method `init_weights` of its modules does. It may have a
-`config`, a transformers PretrainedConfig; otherwise it gets one, whose `model_type` is the class's own `model_type` or its
-name, by which a plan is registered.
+as `logits`. Its constructor gives every parameter its value. It may have a `config`, a transformers PretrainedConfig;
+otherwise it gets one, whose `model_type` is the class's own `model_type` or its name, by which a plan is registered.
 """
 
 from collections.abc import Mapping
@@ -50,11 +49,6 @@ class OwnModel(nn.Module):
 
     def _initialize_weights(self, module: nn.Module, custom: bool) -> None:
         """Nothing: its own constructor has done it."""
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """The head."""
-        head = find_decoder(self, required=False).head
-        return None if head is None else self.get_submodule(head)
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False, **arguments: Any) -> Any:
         """The model's own forward; logits by themselves are put into an object that has them."""

@@ -108,7 +108,6 @@ def apply_plan(
     memo, layouts = ParameterMemo(), {}
     for key, style in checked.styles.items():
         found = target(key, model)
-        assert found is not None
         if isinstance(style, Style):
             own = layouts_at(found, style, checked.styles)
             layouts |= {join(found.path, name): layout for name, layout in own.items()}

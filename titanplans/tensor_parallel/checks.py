@@ -99,9 +99,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
 def _refuse(faults: Iterable[Fault], plan: Plan, model: nn.Module) -> None:
     """Raise a PlanError of the first of `faults`, if there is one."""
     for key, reason in faults:
-        found = target(key, model)
-        assert found is not None
-        raise PlanError(reason, key=key, style=plan[key], module=found.module)
+        raise PlanError(reason, key=key, style=plan[key], module=target(key, model).module)
 
 
 def parameter_refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
@@ -239,9 +237,7 @@ def check_tied(plan: Plan, model: nn.Module) -> None:
             key, _, param_name = name.rpartition(".")
             key = name if name in plan else key
             if isinstance(style := plan[key], Style):
-                found = target(key, model)
-                assert found is not None
-                layouts[name] = layouts_at(found, style, plan)[param_name].placement
+                layouts[name] = layouts_at(target(key, model), style, plan)[param_name].placement
         if len(set(layouts.values())) > 1:
             raise PlanError(
                 f"{' and '.join(f'{name} ({placement!r})' for name, placement in layouts.items())} are tied, so one "

@@ -16,9 +16,15 @@ again. A sequence that the number of ranks does not divide is filled up with zer
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 Group = tuple[str, int]
 """A process group's name and size: a compiled graph can hold these, but not a mesh."""
+
+
+def group_of(mesh: DeviceMesh) -> Group:
+    """Return the group of a 1-D `mesh`."""
+    return mesh.get_group().group_name, mesh.size()
 
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
@@ -57,6 +63,11 @@ def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return `x`, which is whole on every rank; what follows is each rank's share of the work."""
     return _apply(_SumGradients, lambda x, group: x, x, group)
+
+
+def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum the ranks' `x`; each goes on with its share of the work, so the gradients of the sum are shares, too."""
+    return sum_gradients(sum_ranks(x, group), group)
 
 
 def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.decoder import join
 from titanplans.tensor_parallel.plan_styles import Plan
-from titanplans.tensor_parallel.styles import Style, held, target
+from titanplans.tensor_parallel.styles import Style, find_target, held
 
 ADAPTERS = "adapters (LoRA, peft) work with data parallelism alone: tensor_parallel_degree = 1"
 
@@ -30,7 +30,7 @@ def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:
             )
         if key in modules:
             continue
-        found = target(key, model)
+        found = find_target(key, model)
         if found is not None and isinstance(style, Style):
             continue
         if found is not None:

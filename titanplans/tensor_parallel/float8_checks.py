@@ -74,7 +74,7 @@ def check_torchao_styles(
     for key, style in plan.items():
         if type(style).__module__ != "torchao.float8.float8_tensor_parallel":
             continue
-        module = _module(model, key)
+        module = target(key, model).module
         converted = any(map(is_float8, module.modules()))
         for wrong, why in (
             (not converted, "the module is not converted to float8: convert the model first"),
@@ -106,11 +106,11 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
         linears = {
             k: s
             for k, s in plan.items()
-            if (k == key or k.startswith(f"{key}.")) and isinstance(_module(model, k), nn.Linear)
+            if (k == key or k.startswith(f"{key}.")) and isinstance(target(k, model).module, nn.Linear)
         }
         last = [k for k, s in linears.items() if isinstance(s, Rowwise)]
         first = [k for k in linears if k not in last]
-        if not any(is_float8(_module(model, k)) for k in linears):
+        if not any(is_float8(target(k, model).module) for k in linears):
             continue
         if recipe != "tensorwise":
             found[key] = Crossing(otherwise if _enters(style) else "", otherwise if style.closes else "")
@@ -120,7 +120,7 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
             enter = _reason(first, model, "reads it too")
             if isinstance(style, Region) and not style.float8_input:
                 enter = "the plan says that something else reads it, too (float8_input = False)"
-            enter = plain_border(_module(model, key)) or enter
+            enter = plain_border(target(key, model).module) or enter
         if style.closes:
             leave = _reason(last, model, "gives it") or next(
                 (
@@ -139,11 +139,5 @@ def _enters(style: ParallelStyle) -> bool:
 
 
 def _reason(keys: list[str], model: nn.Module, what: str) -> str | None:
-    plain = [key for key in keys if not is_float8(_module(model, key))]
+    plain = [key for key in keys if not is_float8(target(key, model).module)]
     return f"{plain[0]} is not converted, and {what}" if plain else None
-
-
-def _module(model: nn.Module, key: str) -> nn.Module:
-    found = target(key, model)
-    assert found is not None
-    return found.module

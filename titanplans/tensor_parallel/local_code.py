@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.collectives import Group, sum_gradients, sum_ranks
+from titanplans.tensor_parallel.collectives import Group, group_of, sum_in_region
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.local_parameters import subclass
 from titanplans.tensor_parallel.styles import split_key
@@ -123,8 +123,7 @@ def _uncalled(module: nn.Module, functions: Functions) -> str | None:
 def set_functions(module: nn.Module, functions: Functions, mesh: DeviceMesh) -> None:
     """Let the methods of `module` call this rank's functions in place of those that their file imports or defines."""
     if functions:
-        group = (mesh.get_group().group_name, mesh.size())
-        place = Place(mesh.get_local_rank(), mesh.size(), group)
+        place = Place(mesh.get_local_rank(), mesh.size(), group_of(mesh))
         module.__class__ = _calling(type(module), tuple(sorted(functions.items())), place)
 
 
@@ -216,7 +215,6 @@ def summed(function: Callable[..., torch.Tensor], place: Place) -> Callable[...,
 
     @wraps(function)
     def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        # Each rank goes on with its share of the work: its gradients of the sum are shares, too.
-        return sum_gradients(sum_ranks(function(*args, **kwargs), place.group), place.group)
+        return sum_in_region(function(*args, **kwargs), place.group)
 
     return computed

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titanplans.tensor_parallel.collectives import Group, exchange
+from titanplans.tensor_parallel.collectives import Group, exchange, group_of
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_weight import as_weight
 from titanplans.tensor_parallel.shards import take_shards
@@ -63,7 +63,7 @@ def localize(
             memo.remember(param, known)
         module._parameters[name] = known
     if layouts:
-        group = (mesh.get_group().group_name, mesh.size())
+        group = group_of(mesh)
         readings = {
             name: _Reading(
                 layout, _uneven(module._parameters[name], layout, mesh), mesh.get_local_rank(), group

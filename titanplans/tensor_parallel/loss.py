@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.collectives import Group, all_reduce, shard_size
+from titanplans.tensor_parallel.collectives import Group, all_reduce, group_of, shard_size
 from titanplans.torch_private import assert_async
 
 IGNORED = -100
@@ -52,7 +52,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tokens: int | torc
             size = shard_size(vocabulary, mesh.size())
             # By `narrow`, not by arithmetic on the rank: it also differs between ranks that one process simulates.
             firsts = torch.arange(mesh.size(), device=labels.device) * size
-            group: Group = mesh.get_group().group_name, mesh.size()
+            group: Group = group_of(mesh)
             shard = firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, group
         logits = logits.to_local()
     flat = logits.flatten(0, -2)

@@ -11,7 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.collectives import Group, gather, sum_gradients, sum_ranks
+from titanplans.tensor_parallel.collectives import (
+    Group,
+    gather,
+    group_of,
+    sum_in_region,
+)
 from titanplans.tensor_parallel.layout import Layout, Rows
 from titanplans.tensor_parallel.local_code import Place
 from titanplans.tensor_parallel.local_parameters import hidden_bias
@@ -66,7 +71,7 @@ class SplitNorm(Style):
             (width,) = module.normalized_shape
             rows = width // mesh.size() if self.rows is None else sum(run.size for run in self.rows.runs)
             module.normalized_shape = (rows,)
-        group, sharing = (mesh.get_group().group_name, mesh.size()), max(1, mesh.size() // self.groups)
+        group, sharing = group_of(mesh), max(1, mesh.size() // self.groups)
         first = mesh.get_local_rank() // sharing * sharing
         module.register_forward_hook(partial(self._correct, group, first, sharing), with_kwargs=True)
 
@@ -92,9 +97,8 @@ def root_ratio(
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     own = wide.square().mean(-1, keepdim=True)
-    # Each rank goes on with its share of the work: its gradients of the mean are shares, too.
     if sharing is None or sharing == group[1]:
-        whole = sum_gradients(sum_ranks(own, group), group) / group[1]
+        whole = sum_in_region(own, group) / group[1]
     else:
         of_ranks = gather(own, own.ndim - 1, group[1], group)
         whole = of_ranks.narrow(-1, first, sharing).mean(-1, keepdim=True)
@@ -148,7 +152,7 @@ class GatheredInRegion(Style):
         return Layout(Replicate(), Partial())
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        group = (mesh.get_group().group_name, mesh.size())
+        group = group_of(mesh)
         module.register_forward_pre_hook(partial(self._gather, group))
         module.register_forward_hook(partial(self._take, mesh.get_local_rank()))
 

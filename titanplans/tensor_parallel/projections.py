@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from titanplans.tensor_parallel.collectives import Group, sum_gradients, sum_ranks
+from titanplans.tensor_parallel.collectives import Group, group_of, sum_in_region
 from titanplans.tensor_parallel.float8 import is_float8
 from titanplans.tensor_parallel.layout import Layout, Section, Shared, rows_of
 from titanplans.tensor_parallel.local_parameters import hidden_bias, subclass
@@ -202,11 +202,10 @@ class RowwiseInRegion(Style):
         return {"inputs": True}
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.register_forward_hook(partial(self._sum, (mesh.get_group().group_name, mesh.size())))
+        module.register_forward_hook(partial(self._sum, group_of(mesh)))
 
     def _sum(self, group: Group, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        # Each rank goes on with its share of the work: its gradients of the sum are shares, too.
-        output = sum_gradients(sum_ranks(output, group), group)
+        output = sum_in_region(output, group)
         bias = hidden_bias(module)
         return output if bias is None else output + bias
 

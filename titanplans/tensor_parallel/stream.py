@@ -41,6 +41,7 @@ from titanplans.tensor_parallel.collectives import (
     Group,
     collect,
     gather,
+    group_of,
     scatter_sum,
     shard_size,
     sum_gradients,
@@ -181,7 +182,7 @@ class Border:
 
     def __init__(self, mesh: DeviceMesh, stream: Stream):
         self.stream, self.mesh = stream, mesh
-        self.group: Group = (mesh.get_group().group_name, mesh.size())
+        self.group: Group = group_of(mesh)
         self.rank = mesh.get_local_rank()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Border":

@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
+from titanplans.tensor_parallel.collectives import group_of
 from titanplans.tensor_parallel.decoder import join, within
 from titanplans.tensor_parallel.float8 import Crossing, is_float8
 from titanplans.tensor_parallel.layout import Layout
@@ -99,7 +100,7 @@ class Style(ParallelStyle):
         if is_float8(module) and (split := self.split(module, mesh)):
             from titanplans.tensor_parallel.float8_linear import Split, split_linear  # imports torchao
 
-            group = (mesh.get_group().group_name, mesh.size())
+            group = group_of(mesh)
             split_linear(module, Split(group, rank=mesh.get_local_rank(), **split))
         self.install(module, mesh)
 
@@ -237,7 +238,7 @@ class Target(NamedTuple):
     """The parameter's name in the module."""
 
 
-def target(key: str, model: nn.Module) -> Target | None:
+def find_target(key: str, model: nn.Module) -> Target | None:
     """Return what `key` names in `model`, or None."""
     path, _, last = key.rpartition(".")
     for module_path, parameter in ((key, None), (path, last)):
@@ -250,12 +251,17 @@ def target(key: str, model: nn.Module) -> Target | None:
     return None
 
 
+def target(key: str, model: nn.Module) -> Target:
+    """Return what `key` names in `model`, which is there."""
+    found = find_target(key, model)
+    assert found is not None, key
+    return found
+
+
 def targets(plan: Mapping[str, ParallelStyle], model: nn.Module) -> Iterator[tuple[str, Style, Target]]:
     """Yield each key of `plan` with a style of this project, and what it names, which is there."""
     for key, style in own_styles(plan).items():
-        found = target(key, model)
-        assert found is not None, key
-        yield key, style, found
+        yield key, style, target(key, model)
 
 
 def layouts_at(found: Target, style: Style, plan: Mapping[str, ParallelStyle]) -> dict[str, Layout]:
