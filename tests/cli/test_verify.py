@@ -57,6 +57,24 @@ def test_a_wrong_plan_of_the_users_own_exits_1_and_is_named(tmp_path):
     )
 
 
+def test_several_models_are_proved_side_by_side(tmp_path):
+    """`--all`, here of three small models, on two cores or more: each text is whole, the last line counts them."""
+    (tmp_path / "few.py").write_text(
+        "import sys\n"
+        "from titanplans.cli.main import run\n"
+        "from titanplans.cli.verify import subject\n"
+        "subject.every_model = lambda: ['llama', 'olmo2', 'qwen2']\n"
+        "sys.exit(run())\n"
+    )
+    status, out, _ = run(tmp_path, "few", "verify", "--all", "--quick", *ONE_CASE)
+    assert status == 0
+    texts, last = out.rstrip().rsplit("\n\n", 1)
+    assert last.startswith("proved: 3 models, 6 cases; ")
+    titles = [line for line in texts.splitlines() if line.endswith(", flavor debug")]
+    assert sorted(titles) == [f"{name}, flavor debug" for name in ("llama", "olmo2", "qwen2")]
+    assert texts.count("proved: 2 cases, ") == 3
+
+
 def on_a_rank(rank, port, folder):
     """`titanplans verify` in a process that torchrun might have started."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -29,6 +29,11 @@ from titanplans.torch_private import (
 _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.eye)
 """Without a dtype they make torch's default, float32."""
 
+_ASKING = frozenset((torch.Tensor.float, torch._grouped_mm, *_FACTORIES))
+"""What `Widen` looks at even where no argument is float32."""
+
+_FLOAT32 = torch.float32
+
 
 class Widen(TorchFunctionMode):
     """Let `dtype` stand wherever torch is asked for float32, by name or as the default.
@@ -41,17 +46,28 @@ class Widen(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Every function of torch comes through here, and most of them ask for nothing.
+        if not kwargs and func not in _ASKING:
+            for arg in args:
+                if arg is _FLOAT32:
+                    return self._asked(func, args, {})
+            result = func(*args)
+            if isinstance(result, torch.Tensor) and result.dtype is _FLOAT32 is not self.dtype:
+                return self._of_integers(func, args, {}, result)
+            return result
+        return self._asked(func, args, kwargs or {})
+
+    def _asked(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func is torch.Tensor.float:
             return args[0].to(self.dtype)
         if func is torch._grouped_mm and args[0].dtype == torch.float64:
-            return _grouped_mm(*args, **kwargs or {})
-        if func in _FACTORIES and (kwargs or {}).get("dtype") is None:
-            kwargs = (kwargs or {}) | {"dtype": torch.get_default_dtype()}
-        if any(arg is torch.float32 for arg in args):
-            args = tuple(self.dtype if arg is torch.float32 else arg for arg in args)
-        kwargs = {k: self.dtype if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+            return _grouped_mm(*args, **kwargs)
+        if func in _FACTORIES and kwargs.get("dtype") is None:
+            kwargs = kwargs | {"dtype": torch.get_default_dtype()}
+        args = tuple(self.dtype if arg is _FLOAT32 else arg for arg in args)
+        kwargs = {k: self.dtype if v is _FLOAT32 else v for k, v in kwargs.items()}
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.dtype is torch.float32 is not self.dtype:
+        if isinstance(result, torch.Tensor) and result.dtype is _FLOAT32 is not self.dtype:
             return self._of_integers(func, args, kwargs, result)
         return result
 

@@ -7,13 +7,17 @@
 """
 
 import gc
+import itertools
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import redirect_stdout
+from typing import Any
 
 from titanplans.cli.verify.arguments import parse
 from titanplans.errors import UserError
@@ -64,27 +68,45 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
     from titanplans.cli.verify.group import check_launch, started_ranks
 
     check_launch(request)
-    outcomes = []
     with started_ranks(request) as device:
+        import torch
+
         from titanplans.cli.verify.proof import prove
         from titanplans.cli.verify.screen import progress, summary, text
         from titanplans.cli.verify.subject import every_model, find_subject
         from titanplans.modeling import kernels
+        from titanplans.parallel.process_group import available_cores
+        from titanplans.proof.processes import side_by_side
 
-        for name in every_model() if request.all else [request.subject or ""]:
-            with redirect_stdout(sys.stderr), progress(name, shown=rank == 0) as show:
-                subject = find_subject(name, request)
-                own = subject.config is None or kernels.calls_fla(subject.config)
-                if own or "fla" in sys.modules:  # which takes a second to import
-                    kernels.install(device.type)
-                gc.enable()
-                outcomes.append(prove(subject, request, device, show, fork=alone and not request.all))
-            if rank == 0 and not request.json:
-                print(text(outcomes[-1]), end="\n\n" if request.all else "\n", flush=True)
-    right = all(outcome.report.passed for outcome in outcomes)
+        names = every_model() if request.all else [request.subject or ""]
+        forks = alone and request.ranks in (None, "threads")
+        processes = min(available_cores(), len(names)) if forks else 1
+        if processes > 1:
+            torch.set_num_threads(1)  # a pool of threads does not survive a fork
+        printing = multiprocessing.get_context("fork").Lock()
+
+        def proved(turns: Iterator[int]) -> list[tuple[int, dict[str, Any]]]:
+            found = []
+            for at in turns:
+                shown = rank == 0 and processes == 1
+                with redirect_stdout(sys.stderr), progress(names[at], shown=shown) as show:
+                    subject = find_subject(names[at], request)
+                    own = subject.config is None or kernels.calls_fla(subject.config)
+                    if own or "fla" in sys.modules:  # which takes a second to import
+                        kernels.install(device.type)
+                    gc.enable()
+                    outcome = prove(subject, request, device, show, fork=forks and not request.all)
+                found.append((at, outcome.to_dict()))
+                if rank == 0 and not request.json:
+                    with printing:
+                        print(text(outcome), end="\n\n" if request.all else "\n", flush=True)
+            return found
+
+        # Of one model the cases are proved side by side, of several the models.
+        parts = side_by_side(proved, len(names), processes)
+    found = [one for _, one in sorted(itertools.chain(*parts), key=lambda part: part[0])]
     if rank == 0 and request.json:
-        found = [outcome.to_dict() for outcome in outcomes]
         print(json.dumps({"subjects": found} if request.all else found[0]))
     elif rank == 0 and request.all:
-        print(summary(outcomes, time.perf_counter() - start))
-    return 0 if right else 1
+        print(summary(found, time.perf_counter() - start))
+    return 0 if all(one["verdict"] == "proved" for one in found) else 1

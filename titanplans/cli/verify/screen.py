@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,13 +61,13 @@ def verdict(outcome: Outcome) -> str:
     return "; ".join([*parts, f"{outcome.seconds:.1f} s"])
 
 
-def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """Return the verdict on several subjects on one line."""
-    wrong = [outcome.subject for outcome in outcomes if not outcome.report.passed]
-    cases = sum(len(outcome.report.cases) for outcome in outcomes)
+def summary(found: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """Return the verdict on several subjects, each as `Outcome.to_dict` has it, on one line."""
+    wrong = [one["subject"] for one in found if one["verdict"] != "proved"]
+    cases = sum(len(one["report"]["cases"]) for one in found)
     if wrong:
-        return f"WRONG: {', '.join(wrong)}; {len(outcomes)} models, {cases} cases; {seconds:.0f} s"
-    return f"proved: {len(outcomes)} models, {cases} cases; {seconds:.0f} s"
+        return f"WRONG: {', '.join(wrong)}; {len(found)} models, {cases} cases; {seconds:.0f} s"
+    return f"proved: {len(found)} models, {cases} cases; {seconds:.0f} s"
 
 
 def _header(outcome: Outcome) -> list[str]:
