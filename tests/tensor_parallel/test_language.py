@@ -108,6 +108,13 @@ def changed(plan, attn=None, mlp=None, model=None, **methods):
     return Changed
 
 
+def renamed(model, name):
+    """`model`, whose blocks call their mixers `name`; it is never run."""
+    for block in model.layers:
+        block.add_module(name, block._modules.pop("attn"))
+    return model
+
+
 MISUSED = {
     "a parameter without a key": (
         lambda: with_mixer(StateSpace),
@@ -176,6 +183,19 @@ MISUSED = {
         changed(QKVPlan, local_attributes=lambda self, attn: {"num_head": 2}),
         2,
         "its plan's local_attributes name 'num_head', but QKV has no 'num_head'",
+    ),
+    "a count that the mixer does not have": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "n_heads")),
+        2,
+        "QKV has no n_heads, which Changed divides by the degree; it has ",
+    ),
+    "a block that calls its mixer otherwise": (
+        lambda: renamed(with_mixer(QKV), "token_mixer"),
+        QKVPlan,
+        2,
+        "attn_plan is asked for what a block calls attn, self_attn, mixer, linear_attn, attention or self_attention, "
+        "mlp_plan for mlp, ffn or feed_forward: return the keys of 'token_mixer' from layer_plan(layer)",
     ),
     "a count that the degree does not divide": (
         lambda: with_mixer(QKV),

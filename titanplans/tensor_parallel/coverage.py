@@ -4,8 +4,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.errors import PlanError
-from titanplans.tensor_parallel.decoder import join
+from titanplans.errors import PlanError, either
+from titanplans.tensor_parallel.decoder import MIXERS, MLPS, find_decoder, join, within
 from titanplans.tensor_parallel.plan_styles import Plan
 from titanplans.tensor_parallel.styles import Style, find_target, held
 
@@ -64,8 +64,23 @@ def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
                 raise PlanError(
                     f"parameter '{own}' {tuple(param.shape)} of {type(module).__name__} is covered by no key of {plan_name}"
                     f"{beside if name in plan else f': add {name!r}'} with a style. What is not split is "
-                    "replicated_in_region() inside a region, replicated_on_stream() outside"
+                    f"replicated_in_region() inside a region, replicated_on_stream() outside{_not_asked(plan, model, name)}"
                 )
+
+
+def _not_asked(plan: Plan, model: nn.Module, name: str) -> str:
+    """Return why no plan of a mixer or an MLP was asked for the module `name`, in words, if its name is the reason."""
+    for block in find_decoder(model, required=False).blocks:
+        if name.startswith(f"{block.name}."):
+            child = name.removeprefix(f"{block.name}.").partition(".")[0]
+            whole = join(block.name, child)
+            if whole in (block.mixer, block.mlp) or any(key == whole or within(key, whole) for key in plan):
+                return ""
+            return (
+                f". attn_plan is asked for what a block calls {either(MIXERS)}, mlp_plan for {either(MLPS)}: return the "
+                f"keys of {child!r} from layer_plan(layer)"
+            )
+    return ""
 
 
 def _covered(plan: Plan, name: str, module: nn.Module, param_name: str) -> bool:

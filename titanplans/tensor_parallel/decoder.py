@@ -21,8 +21,8 @@ _HALVES = ("self_layers", "cross_layers")
 """Two lists, one behind the other, of a decoder whose second half reads what the first has made once."""
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
-_MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
-_MLPS = ("mlp", "ffn", "feed_forward")
+MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
+MLPS = ("mlp", "ffn", "feed_forward")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
 
 def find_block(module: nn.Module, name: str = "") -> Block:
     """Return the parts of the block `module`, whose fully qualified name is `name`."""
-    mixer, mlp = _first(_MIXERS, module), _first(_MLPS, module)
+    mixer, mlp = _first(MIXERS, module), _first(MLPS, module)
     parts = [type(module._modules[part]).__name__ for part in (mixer, mlp) if part is not None]
     return Block(
         name,

@@ -120,6 +120,12 @@ class TPPlan(PlanStyles):
             value = attn
             for step in name.split("."):
                 value = getattr(value, step, None)  # type: ignore[assignment]
+            if value is None:
+                counts = [own for own, number in vars(attn).items() if type(number) is int]
+                raise PlanError(
+                    f"{type(attn).__name__} has no {name}, which {type(self).__name__} divides by the degree; it has "
+                    f"{', '.join(counts) or 'no attributes that count'}"
+                )
             if not isinstance(value, int) or value % self.options.degree:
                 raise PlanError(
                     f"{type(attn).__name__}.{name} = {value!r} is no multiple of tensor_parallel_degree = "
