@@ -1,17 +1,21 @@
 """Which conditions a proof covers: every pair of a batch's, every pair of a case's; and simpler ones one by one."""
 
 import itertools
+import re
 from dataclasses import fields
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from tiny import Tiny, TinyPlan
 
 from titanplans import PlanError, TPOptions
+from titanplans.errors import KernelError
 from titanplans.proof import verify
 from titanplans.proof.conditions import PLAIN, Batch, Scenario, cover, simpler, trainings, words
+from titanplans.proof.refused import leave_out_what_is_refused
 from titanplans.proof.sample import Sampler
+from titanplans.proof.script import write_script
 
 TRAINED = trainings(Batch(), 128)
 GRID = [
@@ -152,6 +156,10 @@ def test_batches_are_what_they_say():
     assert (ends.diff() > 0).all()
 
 
+def lines_aside(words):
+    return {re.sub(r":\d+\)$", ")", one) for one in words}
+
+
 def test_what_a_model_asserts_is_left_out_and_said():
     """PaTH attention takes padding and a cache in evaluation alone, and a cache with a mask alone."""
 
@@ -177,18 +185,67 @@ def test_what_a_model_asserts_is_left_out_and_said():
     )
     assert report.passed, report.table()
     assert {
-        "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents",
-        "padding with a cache: its forward refuses both: AssertionError: no mask beside a cache",
-    } <= set(report.unreached)
+        "documents in a sequence: its forward refuses cu_seqlens: NotImplementedError: no documents (test_proof_conditions)",
+        "padding with a cache: its forward refuses both: AssertionError: no mask beside a cache (test_proof_conditions)",
+    } <= lines_aside(report.unreached)
 
     report = verify(
         Careful, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True
     )
     assert report.passed, report.table()
     assert {
-        "padding: its forward in training refuses an attention_mask: AssertionError: no mask in training",
-        "a forward with a cache: its forward refuses use_cache: AssertionError: no cache",
-    } <= set(report.unreached)
+        "padding: its forward in training refuses an attention_mask: AssertionError: no mask in training "
+        "(test_proof_conditions)",
+        "a forward with a cache: its forward refuses use_cache: AssertionError: no cache (test_proof_conditions)",
+    } <= lines_aside(report.unreached)
+
+
+def test_a_cache_that_needs_a_mask_is_filled_with_one():
+    """As the forgetting transformer's, and PaTH attention's, which takes padding in evaluation alone."""
+
+    class Masked(Tiny):
+        def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+            assert attention_mask is None or not self.training, "no mask in training"
+            assert attention_mask is not None or not use_cache, "a cache goes with a mask"
+            filled.append(use_cache)
+            return SimpleNamespace(
+                logits=super().forward(input_ids).logits, past_key_values=use_cache or None
+            )
+
+    filled = []
+    model = Masked().double()
+    sampler = Sampler(model, None, 1, seed=0)
+    assert lines_aside(leave_out_what_is_refused(model, sampler)) == {
+        "padding: its forward in training refuses an attention_mask: AssertionError: no mask in training "
+        "(test_proof_conditions)",
+        "a cache without padding: its forward refuses that: AssertionError: a cache goes with a mask "
+        "(test_proof_conditions)",
+    }
+    script = write_script(TRAINED[1], sampler, torch.device("cpu"), None)
+    assert not any("attention_mask" in sample.inputs for step in script.steps for sample in step)
+    assert script.evaluated is not None
+    assert "attention_mask" not in script.evaluated
+    assert script.cached is not None
+    assert (script.cached[0]["attention_mask"] == 0).any()
+    assert any(filled)
+
+
+@pytest.mark.parametrize("raised", [KernelError("no such layout"), ValueError("not enough values")])
+def test_what_code_of_ours_raises_is_no_refusal_of_the_model(raised):
+    """A stand-in that fails under padding ends the proof; so does an error that is no refusal."""
+    install = ModuleType("titanplans.modeling.kernels.of_a_test")
+    exec("def attend(error):\n    raise error", vars(install))
+
+    class Fails(Tiny):
+        def forward(self, input_ids, attention_mask=None):
+            if attention_mask is not None:
+                install.attend(raised)
+            return super().forward(input_ids)
+
+    with pytest.raises(
+        PlanError, match=f"does not run on cpu: {type(raised).__name__}: {raised} .*, in step 1"
+    ):
+        verify(Fails, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True)
 
 
 def test_images_that_no_batch_has_are_named():

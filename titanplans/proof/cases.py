@@ -1,22 +1,19 @@
 """The cases of one model and one plan: which there are, and proving them, those of one training together."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
 from torch import nn
 
-from titanplans.errors import UserError
 from titanplans.proof.blame import Blame
 from titanplans.proof.case import prove_case
-from titanplans.proof.conditions import STEPS, Batch, Scenario, cover, trainings
+from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
 from titanplans.proof.reference import Reference
+from titanplans.proof.refused import leave_out_what_is_refused
 from titanplans.proof.report import CaseResult, case_name
-from titanplans.proof.sample import Sampler, longest_block, moved
-from titanplans.proof.script import one_more
-from titanplans.proof.training import FAILURES, Loss, call, first_line
+from titanplans.proof.sample import Sampler, longest_block
+from titanplans.proof.training import Loss
 from titanplans.proof.world import World, Worlds
 from titanplans.tensor_parallel.custom import PlanSource
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -66,7 +63,7 @@ class Proof:
         blocks = bool(find_decoder(self.model, required=False).blocks)
         if not blocks:
             self.unreached.append("recomputed blocks: no list of blocks was found")
-        self._leave_out_what_is_refused()
+        self.unreached += leave_out_what_is_refused(self.model, self.sampler)
         if self.sampler.fixed:
             trained = (replace(plain, steps=(plain.steps[0] * 2,) * STEPS, evaluated=True),)
         else:
@@ -78,46 +75,6 @@ class Proof:
             trained, dtypes = trained[:1], dtypes[:1]
         self.unreached += self._text_alone(trained)
         return cover(accepted, trained, dtypes, recompute=blocks, quick=quick), trained
-
-    def _leave_out_what_is_refused(self) -> None:
-        """Leave out padding, documents and caches where the model's own code says that it takes none."""
-        batch, sampler = Batch(2, 4), self.sampler
-        padded = replace(batch, padding="left")
-        if sampler.padded and (reason := self._refusal(padded)):
-            sampler.padded = False
-            self.unreached.append(f"padding: its forward in training refuses an attention_mask: {reason}")
-        if sampler.documents and (reason := self._refusal(replace(batch, documents=True))):
-            self.unreached.append(
-                f"documents in a sequence: its forward refuses {sampler.documents}: {reason}"
-            )
-            sampler.documents = None
-        if sampler.cached and (reason := self._refusal(batch, cached=True)):
-            sampler.cached = False
-            self.unreached.append(f"a forward with a cache: its forward refuses use_cache: {reason}")
-        if sampler.cached and sampler.padded and (reason := self._refusal(padded, cached=True)):
-            sampler.padded_cache = False
-            self.unreached.append(f"padding with a cache: its forward refuses both: {reason}")
-
-    def _refusal(self, batch: Batch, *, cached: bool = False) -> str | None:
-        """Return by which words the model refuses `batch`, in training or with a cache; None if it does not."""
-        model = copy.deepcopy(self.model).train(not cached)
-        first = next(model.parameters())
-        given = self.sampler.tokens(batch, 0)
-        inputs, token = (
-            moved(one, first.device, first.dtype) for one in (given, one_more(given, self.sampler))
-        )
-        try:
-            with torch.set_grad_enabled(not cached):
-                output = call(model, inputs | ({"use_cache": True} if cached else {}))
-                if cached:
-                    call(model, token | {"past_key_values": output.past_key_values, "use_cache": True})
-        except UserError:  # ours
-            return None
-        except (AssertionError, NotImplementedError, ValueError) as error:
-            return first_line(error)
-        except FAILURES:  # told where the whole model runs
-            return None
-        return None
 
     def _text_alone(self, trained: Sequence[Scenario]) -> Iterator[str]:
         return self.sampler.text_alone([batch for one in trained for step in one.steps for batch in step])

@@ -10,6 +10,7 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.proof import tolerance
 from titanplans.proof.conditions import Scenario
+from titanplans.proof.raised import raised_at
 from titanplans.proof.sample import Sampler, freeze, moved
 from titanplans.proof.script import write_script
 from titanplans.proof.tolerance import Bound
@@ -71,6 +72,7 @@ class Reference:
         self.tied = tied_parameters(self.pristine)
         self.expected: dict[Point, torch.Tensor] = {}
         self.units: dict[Point, float] = {}
+        self._newest: Training | None = None
         try:
             self._run(sampler)
         except PlanError:
@@ -78,8 +80,9 @@ class Reference:
         except FAILURES as error:
             device = next(pristine.parameters()).device.type
             raise PlanError(
-                f"{type(pristine).__name__}, unsplit, does not run on {device}: {first_line(error)}; if its kernels need "
-                "a GPU, prove it there under torchrun (ranks='process_group', or --process-group)"
+                f"{type(pristine).__name__}, unsplit, does not run on {device}: {first_line(error)} ({raised_at(error)}, "
+                f"{self._place()}); if its kernels need a GPU, prove it there under torchrun (ranks='process_group', or "
+                "--process-group)"
             ) from error
 
     def _run(self, sampler: Sampler) -> None:
@@ -115,7 +118,11 @@ class Reference:
         model = copy.deepcopy(self.pristine)
         if draw is not None:
             tolerance.perturb(model, self.seed + draw)
-        return self.training(model)
+        self._newest = self.training(model)
+        return self._newest
+
+    def _place(self) -> str:
+        return "before its training" if self._newest is None else self._newest.place
 
     def _keep(self, training: Training) -> None:
         for point, found in training.points():

@@ -42,6 +42,9 @@ class Sampler:
 
     Attributes:
         unreached: conditions that this model or these inputs can't be brought into, each with the reason, in words.
+        padded: batches in training may be padded.
+        caches: the paddings, "" for none, with which a forward fills a cache.
+        documents: the keyword by which several are in a sequence; None for none.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, sequence_dim: int, seed: int):
@@ -51,10 +54,10 @@ class Sampler:
         self.padding_id = _padding(model, self.vocabulary)
         parameters = inspect.signature(model.forward).parameters
         self.ids_name = "input_ids" if "input_ids" in parameters else next(iter(parameters))
-        self.cached = "use_cache" in parameters and "past_key_values" in parameters and not self.fixed
+        cached = "use_cache" in parameters and "past_key_values" in parameters and not self.fixed
         batch_first = sequence_dim == 1 and not self.fixed
         self.padded = batch_first and "attention_mask" in parameters
-        self.padded_cache = self.padded
+        self.caches = ("", "left")[: 1 + self.padded] if cached else ()
         documents = (name for name in ("cu_seqlens", "position_ids") if batch_first and _takes(model, name))
         self.documents = next(documents, None)
         self.beside_text = [name for name in _BESIDE_TEXT if name in parameters]
@@ -69,7 +72,7 @@ class Sampler:
             yield f"padding: {name} attention_mask, or the sequence comes first"
         if self.documents is None:
             yield f"documents in a sequence: {name} cu_seqlens or position_ids, or the sequence comes first"
-        if not self.cached:
+        if not self.caches:
             yield f"a forward with a cache: {name} use_cache and past_key_values"
 
     def text_alone(self, batches: Collection[Batch]) -> Iterator[str]:
@@ -78,8 +81,8 @@ class Sampler:
             if not any(name in self.tokens(batch, 0) for batch in batches):
                 yield f"{_BESIDE_TEXT[name]}: no batch has {name}, which verify(inputs=...) would give"
 
-    def tokens(self, batch: Batch, number: int) -> dict[str, Any]:
-        """Return the inputs of `batch` as keyword arguments, different for each `number`."""
+    def tokens(self, batch: Batch, number: int, *, cached: bool = False) -> dict[str, Any]:
+        """Return the inputs of `batch` as keyword arguments, different for each `number`; `cached`: they fill a cache."""
         seed = self.seed + 10 * number
         if isinstance(self.inputs, Mapping):
             return dict(self.inputs)
@@ -87,7 +90,7 @@ class Sampler:
             inputs = dict(self.inputs(batch.size, batch.length, seed))
         else:
             inputs = {self.ids_name: self._ids(batch, seed)}
-        if batch.padding and self.padded:
+        if batch.padding and (cached or self.padded):
             inputs["attention_mask"] = _mask(batch, number)
         if batch.documents and self.documents == "position_ids":
             inputs["position_ids"] = torch.stack(
@@ -153,7 +156,7 @@ def _takes(model: nn.Module, name: str) -> bool:
         return True
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         return False
-    codes = [getattr(type(module).forward, "__code__", None) for module in model.modules()]
+    codes = [getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules()]
     return any(code is not None and name in (*code.co_varnames, *code.co_consts) for code in codes)
 
 

@@ -43,10 +43,11 @@ def write_script(
         # A batch like one before, padded or packed in another way: a mask that is kept by its shape is another's.
         again = next((batch for batch in reversed(first) if batch.padding or batch.documents), first[0])
         evaluated = moved(sampler.tokens(again, number + 1), device, dtype)
-    if scenario.evaluated and sampler.cached:
+    if scenario.evaluated and sampler.caches:
         # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
-        padding = "left" if sampler.padded_cache and any(batch.padding for batch in first) else ""
-        filled = sampler.tokens(Batch(first[0].size, first[0].length, padding), number + 2)
+        wanted = "left" if any(batch.padding for batch in first) else ""
+        padding = wanted if wanted in sampler.caches else sampler.caches[0]
+        filled = sampler.tokens(Batch(first[0].size, first[0].length, padding), number + 2, cached=True)
         cached = moved(filled, device, dtype), moved(one_more(filled, sampler), device, dtype)
     thaws = scenario.frozen and len(scenario.steps) > 1
     return Script(tuple(map(tuple, steps)), evaluated, cached, thaws)

@@ -150,11 +150,8 @@ class Training:
             yield name, {("logits", ""): logits_of(self._evaluate(name, token | cache))}
 
     def _evaluate(self, name: str, inputs: Mapping[str, Any]) -> Any:
-        self.model.eval()
-        with torch.no_grad(), self._recorded(name):
-            output = call(self.model, inputs)
-        self.model.train()
-        return output
+        with self._recorded(name):
+            return evaluate(self.model, inputs)
 
     def _recorded(self, name: str) -> Any:
         self._point = name
@@ -201,6 +198,21 @@ def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         inputs = {"use_cache": False, **inputs}
     with _widened(next(model.parameters()).dtype):
         return model(**inputs)
+
+
+def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Return what `model`, in training, returns in evaluation mode, without a gradient.
+
+    Routers are balanced in training alone: transformers computes their loss by the attention mask of this forward's tokens,
+    which with a cache has those before, too.
+    """
+    if "output_router_logits" in inspect.signature(model.forward).parameters:
+        inputs = {"output_router_logits": False, **inputs}
+    model.eval()
+    with torch.no_grad():
+        output = call(model, inputs)
+    model.train()
+    return output
 
 
 def _widened(dtype: torch.dtype) -> Any:
