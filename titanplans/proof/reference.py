@@ -40,6 +40,7 @@ class Reference:
         orders: keys of the modules' outputs as they finished, by point, if recording.
         bound: how many units a right plan may be off.
         tied: names of parameters that are one, group by group.
+        draws: perturbed trainings by which the units are measured.
         undecided: gradients of the first step, or its logits, that this dtype's rounding hides.
         shown: the points before the first step of which rounding hides so many gradients that nothing from there on can
             be told from it, but replicas from each other.
@@ -99,7 +100,26 @@ class Reference:
         self.orders = {point: record.order for point, record in training.records.items()}
         logits = [tensor for (_, what, _), tensor in self.expected.items() if what == "logits"]
         self.bound = Bound(training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps))
-        self.units = self._measured(training.optimizer)
+        self._optimizer = training.optimizer
+        self._changes = dict.fromkeys(self.expected, 0.0)
+        self.draws = 0
+        self.draw(tolerance.DRAWS)
+
+    def draw(self, number: int) -> None:
+        """Measure the units again, by as many perturbed trainings in all.
+
+        Raises:
+            PlanError: rounding hides what a wrong plan would do.
+        """
+        for draw in range(self.draws, number):
+            training = self._training(draw)
+            for point, found in training.points():
+                for key, tensor in found.items():
+                    self._note((point, *key), tensor)
+            for key, tensor in outputs(training).items():
+                self._note(key, tensor)
+        self.draws = number
+        self.units = self._measured()
         self.undecided = self._refuse_undecidable(self.units)
         self.shown = self._shown(list(dict.fromkeys(point for point, *_ in self.expected)))
         self.hidden = len(self.shown) < len({point for point, *_ in self.expected})
@@ -129,21 +149,15 @@ class Reference:
             self.expected |= {(point, *key): tensor for key, tensor in found.items()}
         self.expected |= outputs(training)
 
-    def _measured(self, optimizer: torch.optim.AdamW) -> dict[Point, float]:
+    def _note(self, key: Point, tensor: torch.Tensor) -> None:
+        if key in self._changes:
+            self._changes[key] = max(self._changes[key], self.bound.difference(tensor, self.expected[key]))
+
+    def _measured(self) -> dict[Point, float]:
         """Return the unit of each quantity."""
-        measured = {key: self.bound.rounding(tensor) for key, tensor in self.expected.items()}
-
-        def note(key: Point, tensor: torch.Tensor) -> None:
-            if key in measured:
-                measured[key] = max(measured[key], self.bound.difference(tensor, self.expected[key]))
-
-        for draw in range(tolerance.DRAWS):
-            training = self._training(draw)
-            for point, found in training.points():
-                for key, tensor in found.items():
-                    note((point, *key), tensor)
-            for key, tensor in outputs(training).items():
-                note(key, tensor)
+        measured = {
+            key: max(self.bound.rounding(tensor), self._changes[key]) for key, tensor in self.expected.items()
+        }
         # A gradient that is exactly zero has no scale of its own; its siblings' is taken.
         sizes = [
             self.bound.rounding(tensor) for key, tensor in self.expected.items() if key[1] == "gradients"
@@ -159,7 +173,9 @@ class Reference:
                 gradients = [
                     measured.get((f"step {n}", "gradients", key[2]), 0.0) for n in range(1, steps + 1)
                 ]
-                measured[key] = tolerance.weight_unit(self.expected[key], max(gradients), steps, optimizer)
+                measured[key] = tolerance.weight_unit(
+                    self.expected[key], max(gradients), steps, self._optimizer
+                )
         return measured
 
     def _refuse_undecidable(self, units: Mapping[Point, float]) -> tuple[str, ...]:

@@ -112,6 +112,13 @@ class CaseResult:
         return all(c.passed for c in self.checks) and not self.missing and not self.unexpected
 
     @property
+    def beyond_tolerance(self) -> bool:
+        """Whether it fails for differences alone that a larger unit might be the measure of."""
+        failed = [check for check in self.checks if not check.passed]
+        measured = all(check.what not in ("runs", "replicas", "tied") for check in failed)
+        return bool(failed) and measured and not self.missing and not self.unexpected
+
+    @property
     def worst(self) -> str:
         """The first check that failed, and where; if all passed, the one nearest to its tolerance."""
         failed = [check for check in self.checks if not check.passed]

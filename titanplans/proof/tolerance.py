@@ -35,6 +35,11 @@ from titanplans.tensor_parallel.decoder import find_decoder
 DRAWS = 3
 """Perturbed runs of the whole model; the unit is the largest change in any of them."""
 
+MORE_DRAWS = 32
+"""As many, in fewer bits than float64, before a case is called wrong. A right plan is one more draw, so that it changes a
+quantity more than all of them do once in 33 times, however changes are distributed: also where most draws change nothing
+and a few move a number over an edge, as that of a router, or of weights and activations of few bits."""
+
 DECIDABLE = 0.1
 """The largest tolerance, relative to the quantity: the least error that a plan makes is a rank's share too
 much or too little, 1/8 at tp = 8."""
