@@ -166,7 +166,11 @@ def test_a_model_that_does_not_run():
         def forward(self, input_ids):
             raise RuntimeError("0 active drivers\nmore")
 
-    refused("unsplit, does not run on cpu: RuntimeError: 0 active drivers; .*ranks='process_group'", Needs)
+    place = r"\(test_proof:\d+, in step 1, batch 1\)"
+    refused(
+        f"unsplit, does not run on cpu: RuntimeError: 0 active drivers {place}; .*ranks='process_group'",
+        Needs,
+    )
 
 
 def test_a_model_that_is_not_the_same_twice():
