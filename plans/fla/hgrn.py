@@ -30,8 +30,5 @@ class HGRN2Plan(HGRNPlan):
     head_names = ("num_heads",)
     by_head = ("q_proj", "f_proj", "i_proj", "q_conv1d", "f_conv1d", "i_conv1d")
 
-    def attn_plan(self, attn: nn.Module) -> Plan:
-        return super().attn_plan(attn) | {"g_norm": self.colwise()}
-
     def local_functions(self, attn: nn.Module):
         return {"rms_norm_linear": self.over_all_ranks}

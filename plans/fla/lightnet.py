@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from titanplans import register_plan
+from titanplans import Plan, register_plan
 
 from .mixer import MixerPlan
 
@@ -14,8 +14,11 @@ from .mixer import MixerPlan
 class LightNetPlan(MixerPlan):
     """Its gated norm is over all heads, and fused with `o_proj`: one number a token is summed over the ranks."""
 
-    by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1", "g_norm")
+    by_head = ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "g_proj.1")
     for_all_heads = ("g_proj.0",)
+
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        return super().attn_plan(attn) | {"g_norm": self.split_norm()}
 
     def local_functions(self, attn: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return {"rms_norm_swish_gate_linear": self.over_all_ranks}

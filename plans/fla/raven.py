@@ -22,7 +22,7 @@ class RavenPlan(MixerPlan):
                 "that draw alike give their heads the same ones, ranks that don't drift apart: set add_gumbel_noise = False"
             )
         plan = super().attn_plan(attn)
-        if not attn.use_output_gate and not attn.fuse_norm:
+        if not attn.use_output_gate:
             plan["g_norm"] = self.split_norm()
         if attn.router_type == "lin":
             return plan | {"r_proj": self.kv_colwise(attn)}

@@ -31,7 +31,7 @@ class RodimusPlan(TransformerPlan):
             **self.attn_region(),
             **{name: self.colwise() for name in by_channel if has(attn, name)},
             **{name: self.rowwise_in_region() for name in ("q_proj", "k_proj", "i_gate_proj.0")},
-            **{f"{name}.weight": self.colwise(dim=1) for name in by_hand},
+            **{f"{name}.weight": self.rowwise_in_region() for name in by_hand},
             **{f"{name}.bias": self.replicated_in_region() for name in by_hand},
             "activation_norm": self.split_norm(statistic=gated_before),
             "down_proj": self.rowwise(reduce_output=False),

@@ -28,9 +28,8 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from titanplans import PlanError, TPOptions, apply_plan, find_decoder, modeling, registered_plans
+from titanplans import PlanError, TPOptions, apply_plan, modeling, registered_plans
 from titanplans.modeling import kernels
-from titanplans.observe.bound import bound
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
 from titanplans.proof.simulate import fake_ranks, ranks
@@ -92,9 +91,9 @@ def step(model: nn.Module, tokens: torch.Tensor, loss=torch_loss) -> None:
         loss(logits, tokens).backward()
 
 
-def token_ids(model: nn.Module) -> torch.Tensor:
+def token_ids(model: nn.Module, sequence: int = SEQUENCE) -> torch.Tensor:
     size = getattr(model.config, "vocab_size", 32)
-    return torch.randint(0, size, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, size, (BATCH, sequence), generator=torch.Generator().manual_seed(1))
 
 
 def count(
@@ -105,6 +104,7 @@ def count(
     judged=None,
     loss=torch_loss,
     world=fake_ranks,
+    sequence=SEQUENCE,
 ) -> Communication:
     """The communication of a model, held against `judged` instead of `options` if given."""
     with world(options.degree) as mesh:
@@ -116,8 +116,8 @@ def count(
             loss_parallel=options.loss_parallel,
             sequence_parallel=options.sequence_parallel,
         )
-        run = partial(step, model, token_ids(model), loss)
-        return count_communication(model, applied, run, judged or options, batch=BATCH, sequence=SEQUENCE)
+        run = partial(step, model, token_ids(model, sequence), loss)
+        return count_communication(model, applied, run, judged or options)
 
 
 def issued(communication: Communication, part: str, direction: str) -> Counter:
@@ -229,11 +229,12 @@ def test_bytes_on_a_ring():
 
 
 # A length that the degree does not divide is filled up to one that it does: 18 to 20.
-def test_uneven_sequences_are_filled_up_in_the_bound():
-    needed = bound(Tiny(), find_decoder(Tiny()), TPOptions(4), batch=1, sequence=18)
-    assert {a.elements for a in needed["layers.0"].forward} == {20 * 16}
-    needed = bound(Tiny(), find_decoder(Tiny()), TPOptions(4, sequence_parallel=False), batch=1, sequence=18)
-    assert {a.elements for a in needed["layers.0"].forward} == {18 * 16}
+@pytest.mark.parametrize(("sequence_parallel", "length"), [(True, 20), (False, 18)])
+def test_uneven_sequences_are_filled_up_in_the_bound(sequence_parallel, length):
+    options = TPOptions(4, sequence_parallel=sequence_parallel)
+    communication = count(Tiny, options, TinyPlan, sequence=18)
+    assert communication.minimal, communication.lines()
+    assert {a.elements for a in communication.needed("layers.0", "forward")} == {BATCH * length * 16}
 
 
 class NoMLP(nn.Module):
@@ -409,7 +410,7 @@ def test_checkpointed_activations_are_refused():
         with pytest.raises(
             PlanError, match=r"layers\.0\.attn is called again in the backward: count the commun"
         ):
-            count_communication(model, applied, run, TPOptions(2), batch=BATCH, sequence=SEQUENCE)
+            count_communication(model, applied, run, TPOptions(2))
 
 
 def test_published_sizes_without_their_memory():
@@ -422,7 +423,7 @@ def test_published_sizes_without_their_memory():
         # Its parameters are on meta before they are fake.
         with FakeTensorMode(allow_non_fake_inputs=True):
             run = partial(step, model.to_empty(device="cpu"), torch.zeros(1, length, dtype=torch.long))
-            communication = count_communication(model, applied, run, options, batch=1, sequence=length)
+            communication = count_communication(model, applied, run, options)
     assert communication.minimal
     table = communication.lines()
     # 4 x 7/8 x 1 x 4096 x 4096 x 2 bytes

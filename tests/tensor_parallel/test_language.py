@@ -153,6 +153,12 @@ MISUSED = {
         2,
         "a parameter sums nothing: rowwise(reduce_output=False)",
     ),
+    "a sum inside for numbers": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"D": plan.rowwise_in_region()}),
+        2,
+        "it is no weight [outputs, inputs]: replicated_in_region()",
+    ),
     "a packed projection split as one": (
         lambda: with_mixer(QKV),
         changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),

@@ -1,4 +1,4 @@
-"""The least communication of a tensor-parallel model: which collectives each of its parts needs, and no more.
+"""The communication that a tensor-parallel model needs: what the styles of its plan send, part by part.
 
     part        sequence parallel: forward; backward             without
     region      all-gather, reduce-scatter; the same             all-reduce; the same
@@ -6,29 +6,40 @@
     head        all-gather; reduce-scatter                       none; all-reduce
     loss        three all-reduces; none                          the same
 
-A block has one region for its mixer and one for its MLP, where it has them. Regions and ends send
-batch x sequence x hidden, the loss batch x sequence (maximum, sum of exponentials, target's logit).
-With sequence parallelism: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", section 4.2.2; without: Shoeybi et al. 2019, "Megatron-LM", section 3, which also
-has the loss. An embedding's sum may stay whole on every rank, an all-reduce of twice the bytes, for a
-model that draws conclusions from it: then the stream begins at the first block's entry, where the
-gradient is gathered, so that entry counts with the embedding. Without loss parallelism the head may
-gather the logits, once.
+A block has one region for its mixer and one for its MLP, where it has them, and a plan may give it more. Regions and ends
+send batch x sequence x hidden, the loss batch x sequence (maximum, sum of exponentials, target's logit). With sequence
+parallelism: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2;
+without: Shoeybi et al. 2019, "Megatron-LM", section 3, which also has the loss. An embedding's sum may stay whole on every
+rank, an all-reduce of twice the bytes, for a model that draws conclusions from it: then the stream begins at the first
+block's entry, where the gradient is gathered, so that entry counts with the embedding. Without loss parallelism the head
+may gather the logits, once.
+
+To these come what styles inside a region send (`Style.sends`): a norm over a split width one number a token, a sum inside
+the region the width of the sum; and the rows of a packed weight, which is stored by another dimension (`Layout.rows`).
+What a foreign style sends nobody knows: a mixer and an MLP have one region all the same. A region is entered once, however
+many styles inside of it gather.
 
 Gradients of replicated parameters that are sums over the ranks are no part of this: FSDP or the
 optimizer reduces them, once a step. Nor are the scales of float8, a number a tensor or a row.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from titanplans.errors import PlanError
 from titanplans.observe.operators import Collective
-from titanplans.tensor_parallel.collectives import shard_size
-from titanplans.tensor_parallel.decoder import Decoder
+from titanplans.tensor_parallel.apply import AppliedPlan
+from titanplans.tensor_parallel.checks import embedding_begins_stream
+from titanplans.tensor_parallel.decoder import Decoder, within
+from titanplans.tensor_parallel.local_parameters import is_exchanged
 from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.tensor_parallel.sent import Call, Sent, even
+from titanplans.tensor_parallel.styles import Region, Style, own_styles, target
+from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
 
 
 class Allowance(NamedTuple):
@@ -37,7 +48,7 @@ class Allowance(NamedTuple):
     operations: tuple[str, ...]
     elements: int
     module: str = ""
-    """Fully qualified name of the region that needs it; "" for an end's."""
+    """Fully qualified name of the module that needs it; "" for an end's."""
 
 
 class Bound(NamedTuple):
@@ -45,6 +56,10 @@ class Bound(NamedTuple):
 
     forward: tuple[Allowance, ...] = ()
     backward: tuple[Allowance, ...] = ()
+
+
+Calls = Mapping[str, Sequence[Call]]
+"""The calls of modules in one forward, by fully qualified name."""
 
 
 def part_of(module: str | None, decoder: Decoder) -> str:
@@ -62,42 +77,112 @@ def part_of(module: str | None, decoder: Decoder) -> str:
     return next((block for block in decoder.names if _within(module, block)), module or "the model")
 
 
-def bound(
-    model: nn.Module, decoder: Decoder, options: TPOptions, *, batch: int, sequence: int
-) -> dict[str, Bound]:
+@contextmanager
+def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
+    """Note the calls of what the plan names in `model`, which it has split and nothing has compiled."""
+    calls: dict[str, list[Call]] = {}
+    styles = _judged(applied)
+    # The last key of a module is its own, which comes behind those of its parameters or alone.
+    by_module = {target(key, model).path: style for key, style in sorted(styles.items(), reverse=True)}
+    stream, degree = applied.plan.stream, applied.mesh.size()
+
+    def note(name: str, style: Style, module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = kwargs.get(getattr(style, "input_name", "hidden_states"))
+        given = [x for x in (*args, first) if isinstance(x, torch.Tensor)]
+        if not given:
+            given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
+        sharded = stream.dim if stream.is_sharded() and not style.inside else None
+        calls.setdefault(name, []).append(Call(tuple(x.shape for x in given), sharded, degree))
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            partial(note, name, style), prepend=True, with_kwargs=True
+        )
+        for name, style in by_module.items()
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Calls) -> dict[str, Bound]:
     """Return what each block of `model` and each of its ends needs, by part.
 
     Args:
-        model: a causal language model, split or whole, on any device.
-        decoder: its parts.
-        options: those of its plan.
-        batch: sequences in the forward.
-        sequence: tokens in each.
-
-    Raises:
-        PlanError: the model has neither embedding nor head.
+        model: a causal language model, split.
+        applied: what `apply_plan` returned.
+        options: those by which it is judged; as a rule `applied.plan.options`.
+        calls: of one forward.
     """
-    vocabulary, hidden = _vocabulary_and_hidden(model, decoder)
-    parallel, ranks = options.sequence_parallel, options.degree
-    # Ranks hold shards of one size: what the degree does not divide is filled up.
-    length = shard_size(sequence, ranks) * ranks if parallel else sequence
-    stream, logits = batch * length * hidden, batch * sequence * shard_size(vocabulary, ranks) * ranks
-    enter = (Allowance(("all_gather",), stream),) if parallel else ()
-    scatter = Allowance(("reduce_scatter",), stream)
-    total = Allowance(("all_reduce",), stream)
-    bounds = {}
-    for block in decoder.blocks:
-        regions = [part for part in (block.mixer, block.mlp) if part is not None]
-        one = (*enter, scatter if parallel else total)
-        needed = tuple(allowance._replace(module=region) for region in regions for allowance in one)
-        bounds[block.name] = Bound(needed, needed)
-    embedded = Allowance(("reduce_scatter", "all_reduce"), stream) if parallel else total
-    bounds["embedding"] = Bound((embedded,), enter)
-    gathered = () if options.loss_parallel else (Allowance(("all_gather",), logits),)
-    bounds["head"] = Bound((*enter, *gathered), (scatter if parallel else total,))
-    reductions = (Allowance(("all_reduce",), batch * sequence),) * 3
-    bounds["loss"] = Bound(reductions if options.loss_parallel else ())
-    return bounds
+    decoder, degree = applied.decoder, applied.mesh.size()
+    needed: dict[str, tuple[list[Allowance], list[Allowance]]] = {name: ([], []) for name in decoder.names}
+    needed |= {end: ([], []) for end in ("embedding", "head", "loss")}
+
+    def add(part: str, sent: Sent, module: str = "") -> None:
+        for direction, operations in zip(
+            needed.setdefault(part, ([], [])), (sent.forward, sent.backward), strict=True
+        ):
+            if operations:
+                direction.append(Allowance(operations, sent.elements, module))
+
+    regions: dict[str, Sequence[Call]] = {}
+    styles = _judged(applied)
+    for key, style in styles.items():
+        found, home = target(key, model), _home(key, decoder)
+        own = calls.get(found.path, ())
+        if style.gathers:
+            if home in regions:
+                continue
+            regions[home] = own
+        part, module = part_of(found.path, decoder), home if style.gathers else found.path
+        around = () if own else next((c for name, c in regions.items() if within(key, name)), ())
+        for call in own or around:
+            for sent in style.sends(found.module, call):
+                add(part, sent, "" if part in ("embedding", "head") else module)
+
+    for name, layout in applied.layouts.items():
+        if is_exchanged(layout):
+            assert layout.rows is not None
+            path, _, parameter = name.rpartition(".")
+            whole = model.get_submodule(path)._parameters[parameter]
+            dim, runs = layout.rows
+            elements = sum(run.size for run in runs) * whole.numel() // whole.shape[dim]  # type: ignore[union-attr]
+            for _ in calls.get(path, ()):
+                add(part_of(path, decoder), Sent(("all_to_all",), ("all_to_all",), elements), path)
+
+    stream = applied.plan.stream
+    first = next((c[0] for name, c in regions.items() if within(name, decoder.names[0]) and c), None)
+    if stream.dim is not None and first is not None and not embedding_begins_stream(applied.styles, decoder):
+        add("embedding", Sent((), ("all_gather",), first.elements))
+    for call in calls.get(decoder.head or "", ()):
+        vocabulary = model.get_submodule(decoder.head or "")._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        if options.loss_parallel:
+            for _ in range(3):
+                add("loss", Sent(("all_reduce",), (), call.tokens))
+        else:
+            add("head", Sent(("all_gather",), (), call.tokens * even(vocabulary, degree)))
+    return {part: Bound(*map(tuple, directions)) for part, directions in needed.items()}
+
+
+def _judged(applied: AppliedPlan) -> dict[str, Style]:
+    """Return the styles by which a model is judged: those of its plan, of regions first, and what foreign ones stand for."""
+    decoder, stream = applied.decoder, applied.plan.stream
+    region = Region(stream=stream, reduce_output=True)
+    expected: dict[str, Style] = {name: region for name in (*decoder.mixers, *decoder.mlps)}
+    if decoder.embedding is not None:
+        expected[decoder.embedding] = VocabEmbedding(stream=stream, begins_stream=False)
+    if decoder.head is not None:
+        expected[decoder.head] = VocabHead(stream=stream, loss_parallel=True)
+    own = own_styles(applied.styles)
+    crossing = {key: style for key, style in own.items() if style.gathers}
+    return crossing | {key: style for key, style in expected.items() if key not in own} | own
+
+
+def _home(key: str, decoder: Decoder) -> str:
+    """Return the mixer or MLP in which `key` stands, or `key`: of those that gather inside of one it needs one."""
+    return next((name for name in (*decoder.mixers, *decoder.mlps) if _within(key, name)), key)
 
 
 def exceeding(collectives: Iterable[Collective], needed: Sequence[Allowance]) -> list[Collective]:
@@ -130,17 +215,3 @@ def _elements(collective: Collective) -> int:
 
 def _within(name: str, part: str | None) -> bool:
     return part is not None and (name == part or name.startswith(part + "."))
-
-
-def _vocabulary_and_hidden(model: nn.Module, decoder: Decoder) -> tuple[int, int]:
-    matrix = decoder.head or decoder.embedding
-    if matrix is None:
-        raise PlanError(
-            f"{type(model).__name__} has neither an embedding nor a head, which would say how wide its hidden "
-            "states are: without it there is no bound on its communication"
-        )
-    # The whole shape, of a split model's DTensor too.
-    weight = model.get_submodule(matrix)._parameters["weight"]
-    assert weight is not None, matrix
-    vocabulary, hidden = weight.shape
-    return vocabulary, hidden

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.observe.bound import Allowance, Bound, bound, exceeding, part_of
+from titanplans.observe.bound import Allowance, Bound, bound, exceeding, noted_calls, part_of
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
 from titanplans.tensor_parallel.apply import AppliedPlan
@@ -126,9 +126,6 @@ def count_communication(
     applied: AppliedPlan,
     run: Callable[[], object],
     options: TPOptions,
-    *,
-    batch: int,
-    sequence: int,
 ) -> Communication:
     """Count the collectives of one forward, loss and backward of a split model.
 
@@ -139,15 +136,12 @@ def count_communication(
         run: does one forward, the loss and its backward. With loss parallelism, a loss that
             gathers the logits is counted too, and exceeds the bound.
         options: those of the bound; as a rule `applied.plan.options`.
-        batch: sequences in the forward.
-        sequence: tokens in each.
 
     Raises:
-        PlanError: the model has neither embedding nor head, or its activations are checkpointed.
+        PlanError: its activations are checkpointed.
         NotImplementedError: an operator that communicates is not in the table.
     """
-    bounds = bound(model, applied.decoder, options, batch=batch, sequence=sequence)
-    with record_collectives(model) as record:
+    with record_collectives(model) as record, noted_calls(model, applied) as calls:
         run()
     if record.guard.failure is not None:
         raise record.guard.failure  # a proof is not to rest on part of a record
@@ -156,6 +150,7 @@ def count_communication(
             f"{again} is called again in the backward: count the "
             "communication without activation checkpointing, which adds its forward's collectives to every plan alike"
         )
+    bounds = bound(model, applied, options, calls)
     return Communication(tuple(record.collectives), bounds, summed_gradients(model, applied), applied.decoder)
 
 

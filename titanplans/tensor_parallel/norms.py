@@ -20,6 +20,7 @@ from titanplans.tensor_parallel.collectives import (
 from titanplans.tensor_parallel.layout import Layout, Rows
 from titanplans.tensor_parallel.local_code import Place
 from titanplans.tensor_parallel.local_parameters import hidden_bias
+from titanplans.tensor_parallel.sent import Call, Sent, gathered_inside, summed_inside
 from titanplans.tensor_parallel.styles import Style
 
 _EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
@@ -65,6 +66,16 @@ class SplitNorm(Style):
         if isinstance(module, nn.LayerNorm | nn.GroupNorm):
             return "it subtracts a mean, too: take gathered_in_region()"
         return None
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        sharing = max(1, call.degree // self.groups)
+        if sharing == 1:
+            return ()
+        return (
+            summed_inside(call.tokens)
+            if sharing == call.degree
+            else gathered_inside(call.tokens * call.degree),
+        )
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, nn.RMSNorm):
@@ -150,6 +161,9 @@ class GatheredInRegion(Style):
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         return Layout(Replicate(), Partial())
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        return tuple(gathered_inside(shape.numel() * call.degree) for shape in call.given)
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         group = group_of(mesh)

@@ -13,6 +13,7 @@ from titanplans.tensor_parallel.collectives import Group, group_of, sum_in_regio
 from titanplans.tensor_parallel.float8 import is_float8
 from titanplans.tensor_parallel.layout import Layout, Section, Shared, rows_of
 from titanplans.tensor_parallel.local_parameters import hidden_bias, subclass
+from titanplans.tensor_parallel.sent import Call, Sent, summed_inside
 from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.tensor_parallel.styles import ParameterStyle, Style, border_of, held
 
@@ -190,13 +191,20 @@ class Rowwise(Style):
 class RowwiseInRegion(Style):
     """Split a Linear inside a region by its inputs, and give every rank its whole output; the region goes on.
 
-    For a small projection of what is split, of which every rank needs all: Mamba's `x_proj`.
+    For a small projection of what is split, of which every rank needs all: Mamba's `x_proj`. A key may name the weight alone
+    where a mixer's own code multiplies by it, and `TPPlan.local_functions` gives that code the sum: `self.summed`.
     """
 
     inside = splits = True
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         return Layout(Replicate(), Partial(), hidden=True) if name == "bias" else Layout(Shard(1), Shard(1))
+
+    def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
+        return "it is no weight [outputs, inputs]: replicated_in_region()" if param.ndim != 2 else None
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        return (summed_inside(call.tokens * len(held(module)["weight"])),)
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         return {"inputs": True}

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from titanplans.tensor_parallel.float8 import is_float8
 from titanplans.tensor_parallel.layout import Layout
+from titanplans.tensor_parallel.sent import Call, Sent
 from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.tensor_parallel.styles import ParameterStyle, Style, on_input, on_output
 
@@ -93,6 +94,11 @@ class Whole(ReplicatedOffStream):
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         return Style.parameter_refusal(self, name, param)
 
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        if call.dim is None:
+            return ()
+        return Sent(("all_gather",), (), call.elements), Sent((), ("all_gather",), call.elements)
+
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         border = Border(mesh, self.stream)
         module.register_forward_pre_hook(partial(self._gather, border), with_kwargs=True)
@@ -119,6 +125,9 @@ class EndOfStream(ReplicatedOffStream):
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         return Style.parameter_refusal(self, name, param)
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        return () if call.dim is None else (Sent(("all_gather",), (), call.elements),)
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_forward_pre_hook(partial(self._end, Border(mesh, self.stream)))

@@ -44,6 +44,7 @@ from titanplans.tensor_parallel.decoder import join, within
 from titanplans.tensor_parallel.float8 import Crossing, is_float8
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import ParameterMemo, localize
+from titanplans.tensor_parallel.sent import Call, Sent, entered, left
 from titanplans.tensor_parallel.stream import Border, Stream
 
 
@@ -84,6 +85,14 @@ class Style(ParallelStyle):
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         """Return how a Linear's product lies on the ranks, as arguments of `float8_linear.Split`; {} if it is whole."""
         return {}
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        """Return the collectives that a call of `module` takes.
+
+        They are those of its parent in a region, if the module is never called, since other code reads its parameters. What
+        reading a parameter takes is said by its layout. A region's are those of entering and leaving it, whoever sums.
+        """
+        return ()
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Put the hooks in that transform `module`'s input and output."""
@@ -177,6 +186,9 @@ class Region(Style):
     @property
     def closes(self) -> bool:  # type: ignore[override]
         return self.reduce_output
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        return (entered(call),) if self.shared else (entered(call), left(call))
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         border = border_of(module, mesh, self.stream)

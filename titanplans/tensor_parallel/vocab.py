@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import read_inside, subclass
+from titanplans.tensor_parallel.sent import Call, Sent, entered, even
 from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.tensor_parallel.styles import Style, border_of, held
 from titanplans.torch_private import assert_async
@@ -41,6 +42,16 @@ class VocabEmbedding(Style):
         if getattr(module, "max_norm", None) is not None:
             return f"max_norm = {module.max_norm} renormalises rows in place, which a shard can't: set it to None"
         return None
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        *_, length = ids = call.given[0]
+        width = held(module)["weight"].shape[1]
+        if call.dim is None:
+            return (Sent(("all_reduce",), (), ids.numel() * width),)
+        elements = ids.numel() // length * even(length, call.degree) * width
+        return (
+            Sent(("reduce_scatter", "all_reduce"), ("all_gather",) if self.begins_stream else (), elements),
+        )
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         rows = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
@@ -92,6 +103,9 @@ class VocabHead(Style):
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         return {"outputs": True}
+
+    def sends(self, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+        return (entered(call),)
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         border = border_of(module, mesh, self.stream)

@@ -183,8 +183,7 @@ def _count(
             labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
             backward(logits, labels, labels.numel())
 
-        batch, sequence = next(v for v in inputs.values() if isinstance(v, torch.Tensor)).shape[:2]
-        return count_communication(split, applied, run, options, batch=batch, sequence=sequence)
+        return count_communication(split, applied, run, options)
 
 
 def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:
