@@ -215,6 +215,34 @@ MISUSED = {
         2,
         "its plan's local_functions name 'decay', but no method of QKV calls a function of this name",
     ),
+    "an attribute that an MLP does not have": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, mlp_attributes=lambda self, mlp: {"up_proj.width": 2}),
+        2,
+        "layers.0.mlp (MLP): its plan's mlp_attributes name 'up_proj.width', but Linear has no 'width'",
+    ),
+    "an attribute that the model does not have": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, model_attributes=lambda self, model: {"heads": 2}),
+        2,
+        "the model (Tiny): its plan's model_attributes name 'heads', but Tiny has no 'heads'",
+    ),
+    "a function that a module of the model does not call": (
+        lambda: with_mixer(QKV),
+        changed(
+            QKVPlan, model_functions=lambda self, model: {"norm.decay": lambda function, place: function}
+        ),
+        2,
+        "norm (RMSNorm): its plan's model_functions name 'norm.decay', but no method of RMSNorm calls a function of this",
+    ),
+    "a function of a module that the model does not have": (
+        lambda: with_mixer(QKV),
+        changed(
+            QKVPlan, model_functions=lambda self, model: {"base.decay": lambda function, place: function}
+        ),
+        2,
+        "the model (Tiny): its plan's model_functions name 'base.decay', but the model has no module 'base'",
+    ),
     "a norm that subtracts a mean": (
         lambda: with_mixer(Packed),
         changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}),

@@ -219,6 +219,13 @@ def test_a_tokenizer_larger_than_the_vocabulary(job, tmp_path):
     assert "vocab_size = 1024" in said
 
 
+def test_a_penalty_of_the_models_own_loss(job, tmp_path):
+    modeling.load_config("rwkv7", "debug", use_l2warp=True).save_pretrained(tmp_path)
+    said = refusal(job(model__config=str(tmp_path / "config.json")))
+    assert "use_l2warp = True" in said
+    assert "set use_l2warp = false in the model's config" in said
+
+
 def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_plans_for_a_test.py").write_text("")

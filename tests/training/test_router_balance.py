@@ -2,16 +2,19 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import Job
+from torch import nn
 
 from titanplans import modeling
 from titanplans.config import Compile
 from titanplans.errors import ModelError, ParallelError
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.compile import apply_compile, one_graph_a_block
+from titanplans.tensor_parallel.loss import added_loss
 from titanplans.training.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next line imports
@@ -56,6 +59,22 @@ def test_a_model_without_a_balance_refuses_the_option():
         ModelError, match="output_router_logits = True, but DeepseekV3ForCausalLM computes no loss of its"
     ):
         model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_what_a_model_adds_to_the_loss_is_its_aux_loss_and_no_other():
+    model, balance = nn.Identity(), torch.tensor(3.0)
+    model.config = SimpleNamespace(router_aux_loss_coef=0.5)
+    assert added_loss(model, SimpleNamespace(logits=None, loss=None)) is None
+    assert added_loss(model, SimpleNamespace(aux_loss=balance)) == 1.5
+    with pytest.raises(
+        ModelError, match="Identity returns z_loss, which nothing adds to the loss: let it return aux_loss"
+    ):
+        added_loss(model, SimpleNamespace(aux_loss=balance, z_loss=balance))
+    model.config = None
+    with pytest.raises(
+        ModelError, match="its config has no weight of it: router_aux_loss_coef or aux_loss_scale"
+    ):
+        added_loss(model, SimpleNamespace(aux_loss=balance))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
 from titanplans.tensor_parallel.collectives import Group, group_of, sum_in_region
-from titanplans.tensor_parallel.decoder import Decoder
+from titanplans.tensor_parallel.decoder import Decoder, join
 from titanplans.tensor_parallel.local_parameters import subclass
-from titanplans.tensor_parallel.styles import split_key
+from titanplans.tensor_parallel.styles import find_target, split_key
 from titanplans.tensor_parallel.user_code import as_user_error
 
 if TYPE_CHECKING:
@@ -73,23 +73,44 @@ def code_of_ranks(
         if split_key(plan, name) is not None:
             with as_user_error(f"plan {type(source).__name__}"):
                 attributes[name] = source.mlp_attributes(mlp)
-    for name in attributes.keys() | functions.keys():
-        module = model.get_submodule(name)
-        reason = _misnamed(module, attributes.get(name, {})) or _uncalled(module, functions.get(name, {}))
-        if reason is not None:
-            raise PlanError(f"{name or 'the model'} ({type(module).__name__}): {reason}")
+    hooks = {"": "model_attributes", **dict.fromkeys(decoder.mlps, "mlp_attributes")}
+    for name in attributes:
+        _check(
+            model,
+            name,
+            _misnamed(model.get_submodule(name), attributes[name]),
+            hooks.get(name, "local_attributes"),
+        )
+    for name in functions:
+        hook, given = ("local_functions", "") if name in decoder.mixers else ("model_functions", name)
+        if (found := find_target(name, model)) is None or found.parameter is not None:
+            _check(
+                model,
+                "",
+                (join(given, next(iter(functions[name]))), f"the model has no module '{name}'"),
+                hook,
+            )
+        _check(model, name, _uncalled(model.get_submodule(name), functions[name], given), hook)
     return attributes, functions
 
 
-def _misnamed(module: nn.Module, attributes: Mapping[str, Any]) -> str | None:
-    """Return why an attribute can't be set on `module`, or None."""
+def _check(model: nn.Module, name: str, fault: tuple[str, str] | None, hook: str) -> None:
+    """Raise a PlanError of a `fault`, the name that the `hook` of a plan gives for the module `name`, and what is wrong."""
+    if fault is not None:
+        given, reason = fault
+        module = f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
+        raise PlanError(f"{module}: its plan's {hook} name '{given}', but {reason}")
+
+
+def _misnamed(module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the attribute that can't be set on `module`, and why; or None."""
     for name in attributes:
         holder, path = module, name.split(".")
         for step in path:
             if not hasattr(holder, step):
                 return (
-                    f"its plan's local_attributes name '{name}', but {type(holder).__name__} has no '{step}': give the "
-                    "names that the module's code reads"
+                    name,
+                    f"{type(holder).__name__} has no '{step}': give the names that the module's code reads",
                 )
             holder = getattr(holder, step)
     return None
@@ -109,13 +130,14 @@ def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
         setattr(holder, last, value)
 
 
-def _uncalled(module: nn.Module, functions: Functions) -> str | None:
-    """Return why a function can't be replaced in the code of `module`, or None."""
+def _uncalled(module: nn.Module, functions: Functions, path: str) -> tuple[str, str] | None:
+    """Return the function that can't be replaced in the code of `module`, which keys name by `path`, and why; or None."""
     for name in functions:
         if not any(_calls(method, name) for method in _methods(type(module)).values()):
+            kind = type(module).__name__
             return (
-                f"its plan's local_functions name '{name}', but no method of {type(module).__name__} calls a function of "
-                "this name that its file imports or defines"
+                join(path, name),
+                f"no method of {kind} calls a function of this name that its file imports or defines",
             )
     return None
 

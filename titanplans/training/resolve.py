@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
-from titanplans.errors import either, near_multiples
+from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.process_group import default_device_type
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
@@ -30,13 +30,21 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
     """Return the model's configuration.
 
     Raises:
-        ModelError: unknown name or flavor, or a file that is no Hugging Face configuration.
+        ModelError: unknown name or flavor, a file that is no Hugging Face configuration, or one that asks for what only the
+            model's own loss would do: a job's loss is torchtitan's cross entropy of its logits.
     """
     if job.model.class_ is not None:
         return modeling.own_config(job.model.class_, job.model.arguments or {})
     if job.model.config is not None:
-        return modeling.load_config_file(job.model.config)
-    return modeling.load_config(*model_name(job))
+        config = modeling.load_config_file(job.model.config)
+    else:
+        config = modeling.load_config(*model_name(job))
+    if getattr(config, "use_l2warp", False):
+        raise ModelError(
+            f"use_l2warp = True ({' '.join(model_name(job))}) is a penalty in flash-linear-attention's own loss, and a "
+            "job's loss is computed from the logits, without it: set use_l2warp = false in the model's config"
+        )
+    return config
 
 
 def tokenizer_path(job: JobConfig) -> str:
