@@ -10,14 +10,14 @@ from titanplans.modeling import kernels
 from titanplans.proof.refused import leave_out_what_is_refused
 from titanplans.proof.sample import Sampler
 
-_PADDING = "padding: its forward in training refuses an attention_mask"
+_PADDING = "padding: its forward refuses an attention_mask in training"
 _PACKED = "documents in a sequence: its forward refuses cu_seqlens"
 _NO_PACKING = (
     "documents in a sequence: its forward takes no cu_seqlens or position_ids, or the sequence comes first"
 )
 _CACHE = "a forward with a cache: its forward refuses use_cache"
-_CACHE_ALONE = "a cache without padding: its forward refuses that"
-_PADDED_CACHE = "padding with a cache: its forward refuses both"
+_CACHE_ALONE = "a cache without padding: its forward refuses use_cache"
+_PADDED_CACHE = "padding with a cache: its forward refuses use_cache"
 _CAT_PADDING = (
     "ValueError: CAT only supports `attention_mask=None` or all-ones masks; padded batches are not supported. "
     "(fla.models.cat.modeling_cat)"
@@ -31,6 +31,7 @@ UNREACHED = {
         f"{_PADDING}: {_CAT_PADDING}",
         f"{_PACKED}: ValueError: CAT does not support variable-length `cu_seqlens` inputs yet; use fixed-length batches. "
         "(fla.models.cat.modeling_cat)",
+        "a cache without padding: its forward returns no past_key_values",
         f"{_PADDED_CACHE}: {_CAT_PADDING}",
     ],
     "deltaformer": [
@@ -40,6 +41,7 @@ UNREACHED = {
         f"{_CACHE_ALONE}: AssertionError: only support q_len == kv_len when attention_mask is None "
         "(fla.layers.forgetting_attn)"
     ],
+    "linear_attn": ["documents in a sequence: cu_seqlens change nothing in its forward"],
     "log_linear_mamba2": [_NO_PACKING],
     "mamba": [_NO_PACKING],
     "mamba2": [_NO_PACKING],

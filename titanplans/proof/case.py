@@ -17,9 +17,10 @@ from titanplans.proof.conditions import Scenario
 from titanplans.proof.localise import localise
 from titanplans.proof.meeting import Apart
 from titanplans.proof.patches import unpatched
+from titanplans.proof.raised import first_line
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Check
-from titanplans.proof.training import FAILURES, Training, first_line, recompute
+from titanplans.proof.training import FAILURES, Training, recompute
 from titanplans.proof.world import World, from_first
 from titanplans.tensor_parallel.apply import AppliedPlan, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource

@@ -2,6 +2,10 @@
 
 import traceback
 
+from torch import nn
+
+from titanplans.errors import PlanError
+
 
 def _modules(error: Exception) -> list[tuple[str, int]]:
     """Return the Python modules through which `error` came, the outermost first, each with its line.
@@ -27,3 +31,17 @@ def raised_at(error: Exception) -> str:
     """Return the Python module and line that raised `error`, or that called torch, which did."""
     name, line = (_modules(error) or [("torch", 0)])[-1]
     return f"{name}:{line}"
+
+
+def first_line(error: Exception) -> str:
+    """Return an error as one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
+
+
+def does_not_run(model: nn.Module, error: Exception, place: str) -> PlanError:
+    """Return the error that says with which one the whole `model` ends, where that was raised, and at which `place`."""
+    return PlanError(
+        f"{type(model).__name__}, unsplit, does not run on {next(model.parameters()).device.type}: {first_line(error)} "
+        f"({raised_at(error)}, {place}); if its kernels need a GPU, prove it there under torchrun "
+        "(ranks='process_group', or --process-group)"
+    )

@@ -10,11 +10,11 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.proof import tolerance
 from titanplans.proof.conditions import Scenario
-from titanplans.proof.raised import raised_at
+from titanplans.proof.raised import does_not_run
 from titanplans.proof.sample import Sampler, freeze, moved
 from titanplans.proof.script import write_script
 from titanplans.proof.tolerance import Bound
-from titanplans.proof.training import FAILURES, Loss, Training, call, first_line, logits_of
+from titanplans.proof.training import FAILURES, Loss, Training, call, logits_of
 from titanplans.tensor_parallel.checks import tied_parameters
 
 Point = tuple[str, str, str]
@@ -79,12 +79,7 @@ class Reference:
         except PlanError:
             raise
         except FAILURES as error:
-            device = next(pristine.parameters()).device.type
-            raise PlanError(
-                f"{type(pristine).__name__}, unsplit, does not run on {device}: {first_line(error)} ({raised_at(error)}, "
-                f"{self._place()}); if its kernels need a GPU, prove it there under torchrun (ranks='process_group', or "
-                "--process-group)"
-            ) from error
+            raise does_not_run(pristine, error, self._place()) from error
 
     def _run(self, sampler: Sampler) -> None:
         device = next(self.pristine.parameters()).device

@@ -1,68 +1,93 @@
 """Which conditions of a batch the model's own code refuses: those a proof leaves out, and says so.
 
 A model is one step further than its signature: it takes an `attention_mask`, and asserts that there is none in training.
-Only what its own code raises, to say so, counts: an error out of a stand-in of ours, or of torch, is no refusal. It is
-raised again where the whole model runs, and ends the proof.
+Only what its own code raises, to say so, counts: an error out of a stand-in of ours, or of torch, is no refusal. It ends
+the proof.
 """
 
 import copy
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import nn
 
 from titanplans.errors import UserError
 from titanplans.proof.conditions import Batch
-from titanplans.proof.raised import is_ours, raised_at
+from titanplans.proof.raised import does_not_run, first_line, is_ours, raised_at
 from titanplans.proof.sample import Sampler, moved
 from titanplans.proof.script import one_more
-from titanplans.proof.training import FAILURES, call, evaluate, first_line
+from titanplans.proof.training import FAILURES, call, evaluate, logits_of
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """What code raises that does not take something. Anything else is a mistake, of the model's or of ours."""
 
 
 def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
-    """Let `sampler` make no batch that `model` refuses; return what is left out, with the model's own words."""
+    """Let `sampler` make no batch that `model` refuses; return what is left out, with the model's own words.
+
+    What it takes and does not read is named, too, and stays in the batches.
+    """
     batch, left_out = Batch(2, 4), []
-    padded = replace(batch, padding="left")
-    if sampler.padded and (reason := _refusal(model, sampler, padded)):
+    padded, packed = replace(batch, padding="left"), replace(batch, documents=True)
+    if sampler.padded and (reason := _refusal(model, sampler, padded, "an attention_mask in training")):
         sampler.padded = False
-        left_out.append(f"padding: its forward in training refuses an attention_mask: {reason}")
-    if sampler.documents and (reason := _refusal(model, sampler, replace(batch, documents=True))):
-        left_out.append(f"documents in a sequence: its forward refuses {sampler.documents}: {reason}")
+        left_out.append(f"padding: {reason}")
+    elif sampler.padded and _has_no_effect(model, sampler, padded, "attention_mask"):
+        left_out.append("padding: an attention_mask changes nothing in its forward")
+    if (documents := sampler.documents) and (reason := _refusal(model, sampler, packed, documents)):
         sampler.documents = None
+        left_out.append(f"documents in a sequence: {reason}")
+    elif documents and _has_no_effect(model, sampler, packed, documents):
+        left_out.append(f"documents in a sequence: {documents} change nothing in its forward")
     reasons = {
         padding: reason
         for padding in sampler.caches
-        if (reason := _refusal(model, sampler, replace(batch, padding=padding), cached=True))
+        if (reason := _refusal(model, sampler, replace(batch, padding=padding), "use_cache", cached=True))
     }
     if len(set(reasons.values())) == 1 and len(reasons) == len(sampler.caches):
-        left_out.append(
-            f"a forward with a cache: its forward refuses use_cache: {next(iter(reasons.values()))}"
-        )
+        left_out.append(f"a forward with a cache: {next(iter(reasons.values()))}")
     else:
-        words = {
-            "": "a cache without padding: its forward refuses that",
-            "left": "padding with a cache: its forward refuses both",
-        }
-        left_out += [f"{words[padding]}: {why}" for padding, why in reasons.items()]
+        words = {"": "a cache without padding", "left": "padding with a cache"}
+        left_out += [f"{words[padding]}: {reason}" for padding, reason in reasons.items()]
     sampler.caches = tuple(padding for padding in sampler.caches if padding not in reasons)
     return left_out
 
 
-def _refusal(model: nn.Module, sampler: Sampler, batch: Batch, *, cached: bool = False) -> str | None:
-    """Return by which words `model` refuses `batch`, and where, in training or with a cache; None if it does not."""
-    model = copy.deepcopy(model)
-    first = next(model.parameters())
-    given = sampler.tokens(batch, 0, cached=cached)
-    inputs, token = (moved(one, first.device, first.dtype) for one in (given, one_more(given, sampler)))
+def _refusal(
+    model: nn.Module, sampler: Sampler, batch: Batch, what: str, *, cached: bool = False
+) -> str | None:
+    """Return in which words `model` refuses `what` of `batch`, and where; None if it does not.
+
+    Raises:
+        PlanError: it fails otherwise.
+    """
+    model, given = copy.deepcopy(model), sampler.tokens(batch, 0, cached=cached)
+    inputs, token = _moved(model, given), _moved(model, one_more(given, sampler))
     try:
         if cached:
             output = evaluate(model, inputs | {"use_cache": True})
+            if output.past_key_values is None:
+                return "its forward returns no past_key_values"
             evaluate(model, token | {"past_key_values": output.past_key_values, "use_cache": True})
         else:
             call(model.train(), inputs)
     except FAILURES as error:
-        refused = isinstance(error, _REFUSALS) and not isinstance(error, UserError) and not is_ours(error)
-        return f"{first_line(error)} ({raised_at(error)})" if refused else None
+        if not isinstance(error, _REFUSALS) or isinstance(error, UserError) or is_ours(error):
+            raise does_not_run(model, error, f"with {what}") from error
+        return f"its forward refuses {what}: {first_line(error)} ({raised_at(error)})"
     return None
+
+
+def _has_no_effect(model: nn.Module, sampler: Sampler, batch: Batch, name: str) -> bool:
+    """Whether the logits of `batch` are the same to the last bit without the keyword `name`."""
+    given = _moved(model, sampler.tokens(batch, 0))
+    without = {key: value for key, value in given.items() if key != name}
+    with torch.no_grad():
+        one, other = (logits_of(call(copy.deepcopy(model).train(), inputs)) for inputs in (given, without))
+    return torch.equal(one, other)
+
+
+def _moved(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    first = next(model.parameters())
+    return moved(inputs, first.device, first.dtype)

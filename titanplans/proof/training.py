@@ -256,8 +256,3 @@ def at_logits(
     value = backward(leaf, labels, tokens, loss)
     assert leaf.grad is not None
     return value, leaf.grad
-
-
-def first_line(error: Exception) -> str:
-    """Return an error as one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
