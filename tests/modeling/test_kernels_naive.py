@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from titanplans.modeling.kernels import KernelError, install
+from titanplans.modeling.kernels.naive import Naive, by_naive
 
 BATCH, TOKENS, HEADS, KEY, VALUE = 2, 9, 4, 4, 6
 BOUNDS = torch.tensor([0, 4, 5, 9])
@@ -345,6 +346,9 @@ def test_sums_and_means_over_packed_sequences(reverse):
 
 
 def test_what_a_reference_lacks_is_named():
-    q, k, v = qkv(heads_kv=HEADS)
-    with pytest.raises(KernelError, match=r"fused_recurrent_gsa: reverse is not computed on a CPU: fla\.ops"):
-        kernel("ops.gsa:fused_recurrent_gsa")(q, k, v, q.sigmoid(), q, reverse=True)
+    def parallel_attn(q, k, v, softcap=None):
+        raise AssertionError
+
+    computed = by_naive(parallel_attn, Naive("fla.ops.attn.naive:naive_parallel_attn"))
+    with pytest.raises(KernelError, match=r"parallel_attn: softcap is not computed on a CPU: fla\.ops"):
+        computed(*qkv(heads_kv=HEADS), softcap=30.0)

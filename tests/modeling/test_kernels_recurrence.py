@@ -1,4 +1,4 @@
-"""FLA's own references behind the names of its kernels: what the adapter adds to them, and what it refuses.
+"""Formulas behind the names of FLA's recurrent kernels: what the adapter adds to them, and what it refuses.
 
 Each is compared with its definition, written down here: a sum over earlier tokens where that can be, else a loop.
 """
@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanplans.modeling.kernels import KernelError, install
-from titanplans.modeling.kernels.table import _NAIVE
+from titanplans.modeling.kernels import KernelError, chunks, install
+from titanplans.modeling.kernels.table import _FORMULAS
 
 BATCH, TOKENS, HEADS, KEY, SLOTS, STEPS = 2, 7, 2, 4, 5, 2
 VALUES = {"mesa_net": KEY}
@@ -47,16 +47,23 @@ def _installed():
     install("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    """Seven tokens are two chunks here."""
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 4)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE_OF_VECTORS", 4)
+
+
 def test_every_reference_is_tested_here():
-    assert _NAIVE.keys() <= OVER_TIME.keys() | OTHERS
+    assert _FORMULAS.keys() <= OVER_TIME.keys() | OTHERS
 
 
-OTHERS: set[str] = set()
+OTHERS = {"abc", "gsa"}
 """Tested elsewhere."""
 
 
 def kernel(mixer, kind=None):
-    return getattr(importlib.import_module(f"fla.ops.{mixer}"), f"{kind or _NAIVE[mixer][1]}_{mixer}")
+    return getattr(importlib.import_module(f"fla.ops.{mixer}"), f"{kind or _FORMULAS[mixer][1]}_{mixer}")
 
 
 def randn(*sizes, seed):
@@ -198,7 +205,7 @@ BY_HAND = {
     "gated_delta_product": product_by_hand,
     "mesa_net": mesa_by_hand,
     "path_attn": path_by_hand,
-    "precond_gated_delta_rule": precond_by_hand,
+    "precond_gated_delta_rule": functools.partial(precond_by_hand, epsilon=1e-6),
     "precond_kda": functools.partial(precond_by_hand, epsilon=1e-6),
 }
 
@@ -207,7 +214,7 @@ def by_hand(mixer, **given):
     return BY_HAND.get(mixer, delta_by_hand)(**given)
 
 
-@pytest.mark.parametrize(("mixer", "kind"), [(m, kind) for m in MIXERS for kind in _NAIVE[m][1:]])
+@pytest.mark.parametrize(("mixer", "kind"), [(m, kind) for m in MIXERS for kind in _FORMULAS[m][1:]])
 def test_equals_its_definition_in_float64_with_every_gradient(mixer, kind):
     given = inputs(mixer) | options(mixer)
     final = {} if kind == "parallel" else {"output_final_state": True}
@@ -388,12 +395,27 @@ def test_more_heads_of_values_than_of_keys(mixer):
         ("kda", {"cp_context": object()}, "has no such argument"),
         ("gated_delta_rule", {"cp_context": object()}, "has no such argument"),
         ("delta_rule", {"head_first": True}, "has no such argument"),
-        ("precond_gated_delta_rule", {"use_qk_l2norm_in_kernel": False}, "leave it True"),
     ],
 )
 def test_what_the_reference_has_not_is_refused_by_name(mixer, option, reason):
     (name,) = option
-    with pytest.raises(
-        KernelError, match=rf"_{mixer}: {name}.* is not computed on a CPU.*fla\.ops\.{mixer}.*{reason}"
-    ):
+    with pytest.raises(KernelError, match=rf"_{mixer}: {name}.* is not computed on a CPU.*{reason}"):
         kernel(mixer)(**inputs(mixer), **options(mixer) | option)
+
+
+@pytest.mark.parametrize("mixer", ["gated_delta_rule", "gsa", "kda"])
+def test_a_gate_may_shut_and_gates_may_be_strong(mixer):
+    """Of minus infinity nothing before is left; in float32 nothing overflows."""
+    given = inputs("kda" if mixer == "gsa" else mixer)
+    if mixer == "gsa":
+        given["s"] = given.pop("beta")[..., None].expand_as(given["g"])
+    with torch.no_grad():
+        given["g"][:, 3] = -torch.inf
+    whole, _ = kernel(mixer, "chunk")(**given)
+    rest, _ = kernel(mixer, "chunk")(**part(given, 3, TOKENS))
+    close(rest, whole[:, 3:])
+    strong = {name: x.detach().float().requires_grad_() for name, x in given.items()}
+    strong["g"] = torch.full_like(strong["g"], -90.0, requires_grad=True)
+    o, _ = kernel(mixer, "chunk")(**strong)
+    for x in (o, *torch.autograd.grad(o.sum(), [*strong.values()])):
+        assert x.isfinite().all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanplans.modeling.kernels import hgrn, rwkv
+from titanplans.modeling.kernels import chunks, hgrn, rwkv
 from titanplans.proof.modes import Widen
 
 
@@ -29,8 +29,9 @@ def heads_first(x):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seed(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE_OF_VECTORS", 4)
 
 
 def test_rwkv6_is_flas_reference():

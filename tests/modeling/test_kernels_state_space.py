@@ -5,7 +5,7 @@ import torch
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from titanplans.modeling.kernels import install, mamba3, state_space
+from titanplans.modeling.kernels import chunks, install, mamba3, state_space
 
 
 def loop(x, dt, a, b, c, state):
@@ -21,7 +21,7 @@ def loop(x, dt, a, b, c, state):
 
 @pytest.mark.parametrize("length", [1, 7, 12])
 def test_the_scan_is_the_recurrence(length, monkeypatch):
-    monkeypatch.setattr(state_space, "CHUNK_SIZE", 4)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 4)
     torch.manual_seed(length)
     heads, size, groups, states = 6, 3, 2, 5
     given = [

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from titanplans.errors import KernelError
 from titanplans.modeling.kernels.naive import Naive, by_naive
-from titanplans.modeling.kernels.recurrence import recurrence
+from titanplans.modeling.kernels.recurrence import Recurrence, by_formula
 from titanplans.modeling.kernels.table import REFERENCES, Reference
 
 MARK = "cpu_function"
@@ -86,8 +86,8 @@ def _replace(owner: Any, name: str, reference: Reference, names: Names) -> None:
     original: Any = getattr(owner, name, None)
     if hasattr(original, MARK):
         return
-    if isinstance(reference, str):
-        reference = recurrence(original, reference)
+    if isinstance(reference, Recurrence):
+        reference = by_formula(original, reference)
     elif isinstance(reference, Naive):
         reference = by_naive(original, reference)
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):

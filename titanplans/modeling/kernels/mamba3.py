@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanplans.modeling.kernels.chunks import linear_attention
 from titanplans.modeling.kernels.packing import by_sequence
 from titanplans.modeling.kernels.precision import accumulation_dtype
-from titanplans.modeling.kernels.state_space import recurrence
 
 
 def siso(
@@ -67,19 +67,21 @@ def mimo(
 
 
 def _scan(x, adt, dt, trap, angles, b, c):
-    """Return what each rank of queries c [B, T, R, H, N] reads of the states of one sequence."""
+    """Return what each rank of queries c [B, T, R, H, N] reads of the states of one sequence, which all ranks write."""
     turned = (dt[..., None] * angles).cumsum(1)[:, :, None]  # [B, T, 1, H, A]
     b, c = _turned(b, turned), _turned(c, turned)
-    return torch.stack([_of_rank(x, adt, dt, trap, b, one) for one in c.unbind(2)], 2)
+    now, before = dt * trap, dt * (1 - trap) * adt.exp()
+    # What is read is a sum over what is written, of R ranks twice: so each of these is a head of its own.
+    values = torch.cat([now[:, :, None, :, None] * x, before[:, :, None, :, None] * _before(x)], 2)
+    keys = torch.cat([b, _before(b)], 2)
+    ranks, written = c.shape[2], keys.shape[2]
 
+    def heads(x, dim):  # [B, T, ranks, written, H, ...] as [B, T, heads, ...]
+        return x.unsqueeze(dim).expand(*x.shape[:2], ranks, written, *x.shape[3:]).flatten(2, 4)
 
-def _of_rank(x, adt, dt, trap, b, c):
-    """Return what one rank of queries c [B, T, H, N] reads of the states that all ranks of b and x write."""
-    now, before = (dt * trap)[..., None], (dt * (1 - trap) * adt.exp())[..., None]
-    y = torch.zeros_like(x[:, :, 0])
-    for bi, xi in zip(b.unbind(2), x.unbind(2), strict=True):
-        y = y + recurrence(now * xi, adt, bi, c)[0] + recurrence(before * _before(xi), adt, _before(bi), c)[0]
-    return y
+    decay = adt[:, :, None].expand(-1, -1, ranks * written, -1).flatten(2)
+    y, _ = linear_attention(heads(c, 3), heads(keys, 2), heads(values, 2), decay)
+    return y.unflatten(2, (ranks, written, -1)).sum(3)
 
 
 def _before(x: torch.Tensor) -> torch.Tensor:

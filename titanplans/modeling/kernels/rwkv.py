@@ -1,16 +1,17 @@
-"""RWKV-6's and RWKV-7's operators on a CPU: recurrences token by token, the token shift, and pointwise kernels.
+"""RWKV-6's and RWKV-7's operators on a CPU: recurrences, the token shift, and pointwise kernels.
 
     RWKV-6   S_t = exp(w_t) S_(t-1) + k_t v_t^T                              o_t = r_t^T (S_(t-1) + u k_t v_t^T)
     RWKV-7   S_t = exp(w_t) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T        o_t = r_t^T S_t
 
-with S [K, V] for each head. FLA's references (`recurrent_naive.py` of RWKV-6, `dplr/naive.py`) have heads first, and neither
-packed sequences nor a scale.
+with S [K, V] for each head, by chunks. FLA's references, `recurrent_naive.py` of RWKV-6 and `dplr/naive.py`, loop over time.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from titanplans.modeling.kernels.chunks import linear_attention
 from titanplans.modeling.kernels.packing import Result, by_sequence
 from titanplans.modeling.kernels.precision import accumulation_dtype
 
@@ -28,7 +29,8 @@ def rwkv6(
     **split_of_work: Any,
 ) -> Result:
     """RWKV-6 of r, k, w [B, T, H, K], v [B, T, H, V] and the bonus u [H, K]; states are [N, H, K, V]."""
-    return _recurrence(dict(r=r, w=w, k=k, v=v), u, scale, initial_state, output_final_state, cu_seqlens)
+    given = dict(r=r, k=k, v=v, w=w, bonus=u.expand(*r.shape[:2], *u.shape))
+    return _recurrence(_rwkv6, given, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def rwkv7(
@@ -46,7 +48,7 @@ def rwkv7(
 ) -> Result:
     """RWKV-7 of r, w, k, a, b [B, T, H, K] and v [B, T, H, V]; states are [N, H, K, V]."""
     given = dict(r=r, w=w, k=k, v=v, a=a, b=b)
-    return _recurrence(given, None, scale, initial_state, output_final_state, cu_seqlens)
+    return _recurrence(_rwkv7, given, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def rwkv7_mul(
@@ -64,8 +66,8 @@ def rwkv7_mul(
 
 
 def _recurrence(
+    run: Callable[..., Result],
     given: dict[str, torch.Tensor],
-    u: torch.Tensor | None,
     scale: float | None,
     state: torch.Tensor | None,
     output_final_state: bool,
@@ -73,29 +75,37 @@ def _recurrence(
 ) -> Result:
     dtype, out_dtype = accumulation_dtype(*given.values(), state), given["v"].dtype
     inputs = {name: x.to(dtype) for name, x in given.items()}
-    scale = inputs["r"].shape[-1] ** -0.5 if scale is None else scale
-
-    def run(part: dict[str, torch.Tensor], states: dict[str, Any]) -> Result:
-        shape, state = part["k"].shape, states["initial"]
-        s = (
-            part["k"].new_zeros(shape[0], *shape[2:], part["v"].shape[-1])
-            if state is None
-            else state.to(dtype)
-        )
-        outputs = []
-        for t in range(shape[1]):
-            now = {name: x[:, t] for name, x in part.items()}
-            new = now["k"][..., None] * now["v"][..., None, :]
-            read = s if u is None else s + u.to(dtype)[..., None] * new
-            decayed = s * now["w"].exp()[..., None]
-            if "a" in now:
-                decayed = decayed + now["b"][..., None] * (now["a"][..., None] * s).sum(-2, keepdim=True)
-            s = decayed + new
-            outputs.append(((s if u is None else read) * now["r"][..., None]).sum(-2) * scale)
-        return torch.stack(outputs, 1), s
-
-    o, final = by_sequence(run, inputs, {"initial": state}, cu_seqlens)
+    inputs["r"] = inputs["r"] * (inputs["r"].shape[-1] ** -0.5 if scale is None else scale)
+    states = {"state": None if state is None else state.to(dtype)}
+    o, final = by_sequence(lambda part, states: run(**part, **states), inputs, states, cu_seqlens)
     return o.to(out_dtype), final if output_final_state else None
+
+
+def _rwkv6(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor,
+    bonus: torch.Tensor,
+    state: torch.Tensor | None,
+) -> Result:
+    """A token reads what the one before it left: so that one is given its query."""
+    first = torch.zeros_like(v[:, :1]) if state is None else torch.einsum("bthk,bhkv->bthv", r[:, :1], state)
+    o, final = linear_attention(torch.cat([r[:, 1:], r[:, :1]], 1), k, v, w, state)
+    own = (r * bonus * k).sum(-1, keepdim=True) * v
+    return torch.cat([first, o[:, :-1]], 1) + own, final
+
+
+def _rwkv7(
+    r: torch.Tensor,
+    w: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    state: torch.Tensor | None,
+) -> Result:
+    return linear_attention(r, k, v, w, state, a=a, b=b)
 
 
 def token_shift(

@@ -17,6 +17,7 @@ from titanplans.modeling.kernels import (
     convolution,
     cumsum,
     decoding,
+    formulas,
     gates,
     gla,
     hgrn,
@@ -32,8 +33,36 @@ from titanplans.modeling.kernels import (
     state_space,
 )
 from titanplans.modeling.kernels.naive import Naive
+from titanplans.modeling.kernels.recurrence import Recurrence
 
 _FLASH_ATTENTION = {
+    # The modules import flash-attn, which may be absent: then the names are None, or missing.
+    f"fla.{module}:{function.__name__}": function
+    for module in (
+        *(f"layers.{name}" for name in ("attn", "bitattn", "mla", "moba", "rodimus")),
+        *(f"ops.{name}" for name in ("deltaformer.parallel", "nsa.naive", "nsa.parallel", "moba.parallel")),
+    )
+    for function in (attention.flash_attn_func, attention.flash_attn_varlen_func)
+}
+
+_FORMULAS = {
+    "abc": (formulas.gsa, "chunk"),
+    "comba": (formulas.delta_rule, "chunk", "fused_recurrent"),
+    "cyfa": (formulas.cyfa, "chunk", "fused_recurrent"),
+    "delta_rule": (formulas.delta_rule, "chunk", "fused_recurrent"),
+    "gated_delta_product": (formulas.gated_delta_product, "chunk"),
+    "gated_delta_rule": (formulas.delta_rule, "chunk", "fused_recurrent"),
+    "gsa": (formulas.gsa, "chunk", "fused_recurrent"),
+    "kda": (formulas.delta_rule, "chunk", "fused_recurrent"),
+    "mesa_net": (formulas.mesa_net, "chunk"),
+    "path_attn": (formulas.path_attn, "parallel"),
+    "precond_gated_delta_rule": (formulas.preconditioned, "chunk", "fused_recurrent"),
+    "precond_kda": (formulas.preconditioned, "chunk", "fused_recurrent"),
+    "simple_gla": (formulas.simple_gla, "chunk", "fused_chunk", "fused_recurrent", "parallel"),
+}
+"""Folder of fla.ops -> the formula, and the kernels that it stands for: `chunk_delta_rule`, ..."""
+
+_ATTENTION = {
     # The modules import flash-attn, which may be absent: then the names are None, or missing.
     f"fla.{module}:{function.__name__}": function
     for module in (
@@ -67,13 +96,10 @@ _ATTENTION = {
         "parallax.parallel:parallel_parallax": "parallax.naive:naive_parallax",
         "stickbreaking_attn.parallel:parallel_stickbreaking_attn": "stickbreaking_attn.naive:naive_stickbreaking_attn",
         "wall_attn.parallel:parallel_wall_attn": "wall_attn.naive:naive_wall_attn",
-        "gsa.chunk:chunk_gsa": "gsa.naive:naive_recurrent_gsa",
-        "gsa.fused_recurrent:fused_recurrent_gsa": "gsa.naive:naive_recurrent_gsa",
-        "abc.chunk:chunk_abc": "gsa.naive:naive_recurrent_gsa",  # without a gate; abc.naive has the heads first
     }.items()
 }
 
-Reference = Callable[..., Any] | str | Naive
+Reference = Callable[..., Any] | Recurrence | Naive
 
 REFERENCES: dict[str, Reference] = {
     "fla.modules.norm.layernorm:LayerNormFunction": norms.layer_norm,
@@ -100,6 +126,7 @@ REFERENCES: dict[str, Reference] = {
     "fla.modules.fused_cross_entropy.ops:cross_entropy_loss": losses.cross_entropy_loss,
     "fla.modules.fused_cross_entropy.ops:FusedCrossEntropyLoss.forward": losses.fused_cross_entropy_module,
     "fla.modules.fused_linear_cross_entropy.ops:fused_linear_cross_entropy_loss": losses.fused_linear_cross_entropy_loss,
+    "fla.layers.mamba:Mamba.slow_forward": state_space.mamba_forward,
     "fla.layers.mamba2:Mamba2.torch_forward": state_space.mamba2_forward,
     "fla.modules.token_shift:TokenShift": rwkv.token_shift,
     "fla.ops.rwkv6.chunk:chunk_rwkv6": rwkv.rwkv6,
@@ -138,10 +165,8 @@ REFERENCES: dict[str, Reference] = {
     "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": decoding.mesa_net_step,
     "fla.ops.attn.decoding:attn_decoding_one_step": decoding.attn_decoding_one_step,
     **{
-        f"fla.ops.{folder}.{kind}:{kind}_{folder}": reference
-        if ":" in reference
-        else f"fla.ops.{folder}.naive:{reference}"
-        for folder, (reference, *kinds) in _NAIVE.items()
+        f"fla.ops.{folder}.{kind}:{kind}_{folder}": Recurrence(formula)
+        for folder, (formula, *kinds) in _FORMULAS.items()
         for kind in kinds
     },
 }
