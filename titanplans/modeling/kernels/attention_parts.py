@@ -67,6 +67,42 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, size: int, chosen: int) -> torch.T
     return same | (F.pad(taken.repeat_interleave(size, -1), (0, length - whole * size)) > 0)
 
 
+def nsa_selection(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_size: int = 64,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `naive_nsa_selection`, without its loop over queries: attention of each to its blocks of keys.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, G, K], H a multiple of G.
+        v: [B, T, G, V].
+        block_indices: of the blocks that a query attends to, [B, T, G, S]; -1: none.
+        block_size: tokens of a block.
+        scale: of scores; None: K ** -0.5.
+        cu_seqlens: bounds of packed sequences.
+    """
+    groups = q.shape[2] // k.shape[2]
+    inputs = {"q": q, "block": block_indices} | {
+        name: x.repeat_interleave(groups, 2) for name, x in (("k", k), ("v", v))
+    }
+    outputs = []
+    for _, part in sequences(inputs, cu_seqlens):
+        q_n, block, k_n, v_n = (x.transpose(1, 2) for x in part.values())
+        time = torch.arange(q_n.shape[2], device=q.device)
+        chosen = (block[..., None] == time // block_size).any(3).repeat_interleave(groups, 1)
+        seen = chosen & (time[:, None] >= time)
+        outputs.append(
+            F.scaled_dot_product_attention(q_n, k_n, v_n, attn_mask=seen, scale=scale).transpose(1, 2)
+        )
+    return torch.cat(outputs, 1)
+
+
 def deltaformer_values(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,7 +28,9 @@ def by_sequence(
     cu_seqlens: torch.Tensor | None,
     of_tokens: bool = False,
 ) -> Result:
-    """Call `run` with `inputs` [B, T, ...] and initial states, or once for each packed sequence and its own states.
+    """Call `run` with `inputs` [B, T, ...] and initial states; packed sequences are a batch for it, of similar lengths.
+
+    The shorter ones are filled up behind, with tokens of zeros: no key, no decay, so no effect on a state.
 
     Args:
         run: returns outputs [B, T, ...] and any number of final states [N, ...].
@@ -42,17 +43,55 @@ def by_sequence(
     Raises:
         KernelError: bounds that don't fit the tokens, or a batch of more than one.
     """
-    results = []
-    for n, part in sequences(inputs, cu_seqlens):
-        own = {
-            name: state if n is None else of_state(itemgetter(slice(n, n + 1)), state)
+    if cu_seqlens is None:
+        return run(dict(inputs), dict(states))
+    batch, tokens = next(iter(inputs.values())).shape[:2]
+    bounds = _bounds(cu_seqlens, batch, tokens)
+    if len(bounds) == 2:
+        return run(dict(inputs), dict(states))
+    alike: dict[int, list[int]] = {}  # at most twice as long as each other
+    for n, (first, end) in enumerate(pairwise(bounds)):
+        alike.setdefault(max(end - first, 1).bit_length(), []).append(n)
+    results, places, order, start = [], torch.empty(tokens, dtype=torch.long), [], 0
+    for numbers in alike.values():
+        length = max(max(bounds[n + 1] - bounds[n] for n in numbers), 1)
+        index = torch.full((len(numbers), length), tokens)  # of the zeros
+        for row, n in enumerate(numbers):
+            index[row, : bounds[n + 1] - bounds[n]] = torch.arange(bounds[n], bounds[n + 1])
+        here = index.flatten()
+        places[here[here < tokens]] = start + (here < tokens).nonzero()[:, 0]
+        start += here.numel()
+        own = torch.tensor(numbers)
+        part = {name: _taken(x, index, tokens) for name, x in inputs.items()}
+        of_group = {
+            name: of_state(lambda x, own=own: x.index_select(0, own.to(x.device)), state)
             for name, state in states.items()
         }
-        results.append(run(part, own))
-    if cu_seqlens is None:
-        return results[0]
+        results.append(run(part, of_group))
+        order += numbers
+    back = torch.tensor(order).argsort()
+
+    def of_all(parts: tuple[State, ...], tokens_of: bool) -> State:
+        if parts[0] is None:
+            return None
+        if isinstance(parts[0], tuple):
+            return tuple(of_all(one, tokens_of) for one in zip(*parts, strict=True))  # type: ignore
+        if tokens_of:
+            return torch.cat([x.flatten(0, 1) for x in parts]).index_select(0, places.to(parts[0].device))[
+                None
+            ]  # type: ignore
+        return torch.cat(parts).index_select(0, back.to(parts[0].device))  # type: ignore
+
     outputs, *finals = zip(*results, strict=True)
-    return torch.cat(outputs, 1), *(_joined(states, int(of_tokens)) for states in finals)
+    return of_all(outputs, True), *(of_all(final, of_tokens) for final in finals)
+
+
+def _taken(x: torch.Tensor, index: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the tokens [N, L] of x [1, T, ...] or, of several steps a token, [1, T steps, ...]; number T is zeros."""
+    steps = x.shape[1] // tokens
+    by_token = x[0].unflatten(0, (tokens, steps))
+    by_token = torch.cat([by_token, by_token.new_zeros(1, *by_token.shape[1:])])
+    return by_token.index_select(0, index.flatten().to(x.device)).unflatten(0, index.shape).flatten(1, 2)
 
 
 def sequences(
@@ -67,19 +106,15 @@ def sequences(
         yield None, dict(inputs)
         return
     batch, tokens = next(iter(inputs.values())).shape[:2]
+    for n, (first, end) in enumerate(pairwise(_bounds(cu_seqlens, batch, tokens))):
+        steps = {name: x.shape[1] // tokens for name, x in inputs.items()}
+        yield n, {name: x[:, first * steps[name] : end * steps[name]] for name, x in inputs.items()}
+
+
+def _bounds(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> list[int]:
     if batch != 1:
         raise KernelError(f"batch size {batch} with cu_seqlens; flatten the sequences to batch size 1")
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise KernelError(f"cu_seqlens {bounds} must rise from 0 to T={tokens}")
-    for n, (first, end) in enumerate(pairwise(bounds)):
-        steps = {name: x.shape[1] // tokens for name, x in inputs.items()}
-        yield n, {name: x[:, first * steps[name] : end * steps[name]] for name, x in inputs.items()}
-
-
-def _joined(states: tuple[State, ...], dim: int) -> State:
-    if states[0] is None:
-        return None
-    if isinstance(states[0], tuple):
-        return tuple(torch.cat(parts, dim) for parts in zip(*states, strict=True))  # type: ignore[arg-type]
-    return torch.cat(states, dim)  # type: ignore[arg-type]
+    return bounds

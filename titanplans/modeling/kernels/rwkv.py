@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from titanplans.modeling.kernels.chunks import linear_attention
-from titanplans.modeling.kernels.packing import Result, by_sequence
+from titanplans.modeling.kernels.packing import Result, by_sequence, sequences
 from titanplans.modeling.kernels.precision import accumulation_dtype
 
 
@@ -117,13 +117,13 @@ def token_shift(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The token before less each token, of x [B, T, D], and the last tokens [N, D]; `cache` [N, D] came before the first."""
 
-    def run(part: dict[str, torch.Tensor], states: dict[str, Any]) -> Result:
-        x, before = part["x"], states["before"]
-        first = torch.zeros_like(x[:, :1]) if before is None else before.view_as(x[:, :1]).to(x.dtype)
-        return torch.cat([first, x[:, :-1]], 1) - x, x[:, -1]
-
-    delta, last = by_sequence(run, {"x": x}, {"before": cache}, cu_seqlens)
-    return delta, last if output_cache else None
+    deltas, lasts = [], []
+    for n, part in sequences({"x": x}, cu_seqlens):
+        own, before = part["x"], None if cache is None else cache if n is None else cache[n : n + 1]
+        first = torch.zeros_like(own[:, :1]) if before is None else before.view_as(own[:, :1]).to(x.dtype)
+        deltas.append(torch.cat([first, own[:, :-1]], 1) - own)
+        lasts.append(own[:, -1])
+    return torch.cat(deltas, 1), torch.cat(lasts) if output_cache else None
 
 
 def addcmul(hidden_states: torch.Tensor, delta: torch.Tensor, *weights: torch.Tensor | None) -> Any:

@@ -152,6 +152,7 @@ REFERENCES: dict[str, Reference] = {
     **_FLASH_ATTENTION,
     **_ATTENTION,
     "fla.ops.deltaformer.parallel:ParallelDeltaformerFunction": attention_parts.deltaformer_values,
+    "fla.ops.nsa.naive:naive_nsa_selection": attention_parts.nsa_selection,
     "fla.ops.moba.parallel:parallel_moba": attention_parts.parallel_moba,
     "fla.ops.parallax.decode:parallax_decode": decoding.parallax_decode,
     "fla.ops.parallax.decode:parallax_decode_one_step": decoding.parallax_decode,
