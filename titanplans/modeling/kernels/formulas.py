@@ -155,18 +155,12 @@ def gsa(
     k: Tensor,
     v: Tensor,
     s: Tensor,
+    g: Tensor,
     scale: float,
-    g: Tensor | None = None,
     initial_state: tuple[Tensor, Tensor] | None = None,
 ) -> Result:
-    """Attend to M slots: K = e^g K + k s^T, V = e^g V + s v^T, o = V^T softmax(scale K^T q); s and g are [B, T, H, M].
-
-    Without gates the slots' weights are softmaxes of s over all tokens so far, which is ABC.
-    """
+    """Attend to M slots: K = e^g K + k s^T, V = e^g V + s v^T, o = V^T softmax(scale K^T q); s and g are [B, T, H, M]."""
     groups = q.shape[2] // k.shape[2]
-    if g is None:
-        total = s.logcumsumexp(1)
-        g, s = torch.cat([total[:, :1], total[:, :-1]], 1) - total, (s - total).exp()
     k, v, s, g = (_of_heads(x, q.shape[2]) for x in (k, v, s, g))
     keys, values = (
         (None, None) if initial_state is None else (_of_heads(x, q.shape[2], 1) for x in initial_state)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from titanplans.errors import KernelError
+from titanplans.modeling.kernels.gates import fused_additive_gate
 from titanplans.modeling.kernels.norms import l2norm
 from titanplans.modeling.kernels.packing import Result, State, by_sequence, of_state
 from titanplans.modeling.kernels.precision import accumulation_dtype
@@ -112,6 +113,8 @@ def _before_the_recurrence(inputs: dict[str, torch.Tensor], given: dict[str, Any
         inputs["g"] = gate(inputs["g"], A_log, bias, given.get("lower_bound"))
     if (decay := given.pop("g_gamma", None)) is not None:  # one for each head
         inputs["g"] = decay.to(inputs["v"].dtype).expand(inputs["v"].shape[:3])
+    if "s" in inputs and "g" not in inputs:  # weights of slots are softmaxes over all tokens so far
+        inputs["s"], inputs["g"], _ = fused_additive_gate(inputs["s"], cu_seqlens=given.get("cu_seqlens"))
 
 
 def gate(
