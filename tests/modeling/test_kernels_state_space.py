@@ -78,57 +78,71 @@ def test_the_mixer_is_that_of_transformers(groups):
     torch.testing.assert_close(step, whole[:, 10:], rtol=1e-12, atol=1e-12)
 
 
-def turned(x, angles):
-    """x [B, H, R, N] with its first pairs turned as complex numbers by angles [B, H, A]."""
-    size = 2 * angles.shape[-1]
-    pairs = torch.view_as_complex(x[..., :size].unflatten(-1, (-1, 2)).contiguous())
-    pairs = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, :, None])
-    return torch.cat([pairs.flatten(-2), x[..., size:]], -1)
+def mamba3_directly(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, z, mimo_v, mimo_z, pairs):
+    """Return [B, T, H, R, P]: attention with decays, in the quadratic form of mamba_ssm's tests (mamba3_siso_fwd_ref).
+
+    A token writes with its own half step and with that of the next one, but reads itself without the second. Angles between
+    tokens are those of complex numbers, whose parts are at `pairs` of the queries and keys.
+    """
+    tokens, heads = v.shape[1:3]
+    q, k = (
+        x.repeat_interleave(heads // x.shape[3], 3) + bias.transpose(0, 1)
+        for x, bias in ((q, q_bias), (k, k_bias))
+    )
+    x, gate = (torch.einsum("bthp,hrp->bthrp", *both) for both in ((v, mimo_v), (z, mimo_z)))
+    turns = (torch.pi * torch.tanh(angles) * dt.mT[..., None]).cumsum(1)
+    turns = torch.nn.functional.pad(turns, (0, len(pairs[0]) - turns.shape[-1]))
+    between = torch.polar(torch.ones(()).double(), turns[:, None] - turns[:, :, None])  # [B, t, s, H, N / 2]
+    of_q, of_k = (torch.complex(y[..., pairs[0]], y[..., pairs[1]]) for y in (q, k))
+    scores = torch.einsum("btihn,bsjhn,btshn->bhtisj", of_q.conj(), of_k, between).real
+    own = dt * trap.sigmoid()
+    following = torch.nn.functional.pad((dt * (1 - trap.sigmoid()))[..., 1:], (0, 1))
+    weights = torch.zeros(len(v), heads, tokens, tokens, dtype=v.dtype)
+    for t in range(tokens):
+        for s in range(t + 1):
+            written = own[..., s] + (following[..., s] if s < t else 0)
+            weights[:, :, t, s] = written * adt[..., s + 1 : t + 1].sum(-1).exp()
+    y = torch.einsum("bhtisj,bhts,bshjp->bthip", scores, weights, x) + d[:, None, None] * x
+    return y * gate * gate.sigmoid()
 
 
-def mamba3_loop(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, mimo_v, mimo_o):
-    """The recurrence of Mamba 3, token by token, with complex numbers for pairs; ranks side by side."""
-    heads = v.shape[2]
-    state = torch.zeros(len(v), heads, q.shape[-1], v.shape[-1], dtype=v.dtype)
-    turn, before, outputs = torch.zeros_like(angles[:, 0]), None, []
-    for t in range(v.shape[1]):
-        turn = turn + dt[..., t, None] * angles[:, t]
-
-        c, b = (
-            turned(x[:, t].repeat_interleave(heads // x.shape[3], 2).transpose(1, 2) + bias, turn)
-            for x, bias in ((q, q_bias), (k, k_bias))
-        )
-        x = v[:, t][:, :, None] * mimo_v
-        new = torch.einsum("bhrn,bhrp->bhnp", b, x)
-        decay, s = adt[..., t].exp()[..., None, None], trap[..., t].sigmoid()[..., None, None]
-        step = dt[..., t][..., None, None]
-        state = decay * state + step * s * new
-        if before is not None:
-            state = state + step * (1 - s) * decay * before
-        before = new
-        y = torch.einsum("bhrn,bhnp->bhrp", c, state) + d[:, None, None] * x
-        outputs.append((y * mimo_o).sum(2))
-    return torch.stack(outputs, 1)
-
-
-def test_mamba3_is_its_recurrence():
+@pytest.mark.parametrize(("mimo_rank", "angle_pairs"), [(1, 3), (1, 2), (2, 3), (2, 2)])
+def test_mamba3_is_its_quadratic_form(mimo_rank, angle_pairs):
     torch.manual_seed(0)
-    length, heads, size, states, groups, mimo_rank = 7, 4, 3, 6, 2, 2
+    length, heads, size, states, groups = 7, 4, 3, 6, 2
 
     def randn(*shape):
         return torch.randn(*shape, dtype=torch.float64)
 
     q, k = (randn(2, length, mimo_rank, groups, states) for _ in "qk")
-    v, dt, trap = randn(2, length, heads, size), randn(2, heads, length).exp(), randn(2, heads, length)
-    adt, angles = -dt * randn(2, heads, length).exp(), randn(2, length, heads, 2)
+    v, z, dt = randn(2, length, heads, size), randn(2, length, heads, size), randn(2, heads, length).exp()
+    adt, angles = -dt * randn(2, heads, length).exp(), randn(2, length, heads, angle_pairs)
     q_bias, k_bias = (randn(heads, mimo_rank, states) for _ in "qk")
-    d, mimo_v, mimo_o = randn(heads), *(randn(heads, mimo_rank, size) for _ in "vo")
-    ours = mamba3.mimo(
-        Q=q, K=k, V=v, ADT=adt, DT=dt, Trap=trap, Q_bias=q_bias, K_bias=k_bias, Angles=angles, D=d, Z=None,
-        MIMO_V=mimo_v, MIMO_Out=mimo_o,
-    )  # fmt: skip
-    theirs = mamba3_loop(q, k, v, adt, dt, trap, q_bias, k_bias, angles, d, mimo_v, mimo_o)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    given = [q, k, v, adt, dt, randn(2, heads, length), q_bias, k_bias, angles, randn(heads), z]
+    names = ["Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "Angles", "D", "Z"]
+
+    def ours(*tensors):
+        named = dict(zip(names, tensors, strict=False))
+        if mimo_rank > 1:
+            return mamba3.mimo(**named, MIMO_V=tensors[11], MIMO_Z=tensors[12])
+        named |= {name: named[name].squeeze(2) for name in "QK"} | {
+            name: named[name].squeeze(1) for name in ("Q_bias", "K_bias")
+        }
+        return mamba3.siso(**named)[:, :, None]
+
+    half = torch.arange(states // 2)
+    pairs = (2 * half, 2 * half + 1) if mimo_rank == 1 else (half, half + states // 2)
+    projections = (
+        [torch.ones(heads, 1, size).double()] * 2 if mimo_rank == 1 else [randn(heads, 2, size) for _ in "vz"]
+    )
+    answers = []
+    for function in (ours, lambda *tensors: mamba3_directly(*tensors, pairs).transpose(2, 3)):
+        tensors = [x.clone().requires_grad_() for x in given]
+        y = function(*tensors, *projections)
+        y.sin().sum().backward()
+        answers.append([y, *(x.grad for x in tensors)])
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["mamba3", "log_linear_mamba2"])

@@ -2,11 +2,12 @@
 
     S_t = e_t S_(t-1) + dt_t (s_t b_t x_t^T + (1 - s_t) e_t b_(t-1) x_(t-1)^T),     y_t = S_t^T c_t + D x_t
 
-with e_t = exp(dt_t a_t), s_t = sigmoid(trap_t), and b and c turned by the angles so far, the sum of dt_t angle_t, in
-pairs of neighbours. FLA calls kernels of mamba_ssm for it, which need a GPU. They are not compared with this: it serves to
-prove plans, for which heads are what counts, not to train what is then used with the kernels.
+with e_t = exp(dt_t a_t), s_t = sigmoid(trap_t), and b and c turned by the angles so far, the sum of pi dt_t tanh(angle_t).
+Pairs are turned: with one rank neighbours, 2i and 2i + 1, with several i and i + N / 2. FLA calls kernels of mamba_ssm for
+it, which need a GPU; tests compare with the quadratic form that mamba_ssm's own tests of its kernels are written in.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -22,13 +23,24 @@ def siso(
     *, Q: torch.Tensor, K: torch.Tensor, Q_bias: torch.Tensor, K_bias: torch.Tensor, **given: Any
 ) -> torch.Tensor:
     """As `mamba3_siso_combined`, with Q, K [B, T, G, N], biases [H, N]; returns [B, T, H, P]."""
-    return mimo(
-        Q=Q[:, :, None], K=K[:, :, None], Q_bias=Q_bias[:, None], K_bias=K_bias[:, None], **given
+    return _combined(
+        Q=Q[:, :, None],
+        K=K[:, :, None],
+        Q_bias=Q_bias[:, None],
+        K_bias=K_bias[:, None],
+        neighbours=True,
+        **given,
     ).squeeze(2)
 
 
-def mimo(
+def mimo(**given: Any) -> torch.Tensor:
+    """As `mamba3_mimo_combined`, but for states."""
+    return _combined(neighbours=False, **given)
+
+
+def _combined(
     *,
+    neighbours: bool,
     Q: torch.Tensor,
     K: torch.Tensor,
     V: torch.Tensor,
@@ -46,10 +58,10 @@ def mimo(
     cu_seqlens: torch.Tensor | None = None,
     **split_of_work: Any,
 ) -> torch.Tensor:
-    """As `mamba3_mimo_combined`, but for states.
+    """Return [B, T, H, P], or [B, T, R, H, P] without MIMO_Out.
 
     Q, K [B, T, R, G, N]; V, Z [B, T, H, P]; ADT, DT, Trap [B, H, T]; biases [H, R, N]; Angles [B, T, H, A];
-    MIMO_* [H, R, P]. Returns [B, T, H, P], or [B, T, R, H, P] without MIMO_Out.
+    MIMO_* [H, R, P]. `neighbours`: which pairs are turned.
     """
     out_dtype, dtype, heads = V.dtype, accumulation_dtype(Q, K, V, ADT), V.shape[2]
     adt, dt, trap, angles = (x.to(dtype) for x in (ADT.mT, DT.mT, Trap.mT.sigmoid(), Angles))
@@ -59,17 +71,17 @@ def mimo(
     )
     x = V.to(dtype)[:, :, None] * (1 if MIMO_V is None else MIMO_V.transpose(0, 1))  # [B, T, R, H, P]
     inputs = dict(x=x, adt=adt, dt=dt, trap=trap, angles=angles, b=b, c=c)
-    (y,) = by_sequence(lambda part, _: (_scan(**part),), inputs, {}, cu_seqlens)
+    (y,) = by_sequence(lambda part, _: (_scan(**part, neighbours=neighbours),), inputs, {}, cu_seqlens)
     y = y + D[:, None] * x
     if Z is not None:
         y = y * F.silu(Z.to(dtype)[:, :, None] * (1 if MIMO_Z is None else MIMO_Z.transpose(0, 1)))
     return (y if MIMO_Out is None else (y * MIMO_Out.transpose(0, 1)).sum(2)).to(out_dtype)
 
 
-def _scan(x, adt, dt, trap, angles, b, c):
+def _scan(x, adt, dt, trap, angles, b, c, neighbours):
     """Return what each rank of queries c [B, T, R, H, N] reads of the states of one sequence, which all ranks write."""
-    turned = (dt[..., None] * angles).cumsum(1)[:, :, None]  # [B, T, 1, H, A]
-    b, c = _turned(b, turned), _turned(c, turned)
+    so_far = (math.pi * dt[..., None] * angles.tanh()).cumsum(1)[:, :, None]  # [B, T, 1, H, A]
+    b, c = _turned(b, so_far, neighbours), _turned(c, so_far, neighbours)
     now, before = dt * trap, dt * (1 - trap) * adt.exp()
     # What is read is a sum over what is written, of R ranks twice: so each of these is a head of its own.
     values = torch.cat([now[:, :, None, :, None] * x, before[:, :, None, :, None] * _before(x)], 2)
@@ -89,13 +101,13 @@ def _before(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
 
 
-def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Turn pairs of neighbours of the first part of x [..., N] by angles [..., A], 2 A <= N."""
-    size = 2 * angles.shape[-1]
-    even, odd = x[..., :size].unflatten(-1, (-1, 2)).unbind(-1)
+def _turned(x: torch.Tensor, angles: torch.Tensor, neighbours: bool) -> torch.Tensor:
+    """Turn the first A pairs of x [..., N] by angles [..., A], 2 A <= N: 2i and 2i + 1, or i and i + N / 2."""
+    pairs, at = (-1, 2) if neighbours else (2, -1), -1 if neighbours else -2
+    one, other = x.unflatten(-1, pairs).unbind(at)
+    angles = F.pad(angles, (0, one.shape[-1] - angles.shape[-1]))
     cos, sin = angles.cos(), angles.sin()
-    pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
-    return torch.cat([pairs.flatten(-2), x[..., size:]], -1)
+    return torch.stack([one * cos - other * sin, one * sin + other * cos], at).flatten(-2)
 
 
 def mamba3_forward(

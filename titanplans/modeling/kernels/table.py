@@ -1,9 +1,8 @@
 """Which function computes what on a CPU: {place in FLA: reference}.
 
 A place is a function or an autograd.Function; the reference takes the same arguments (of a Function: those of `apply`)
-and is differentiated by torch. A reference of FLA's own, `fla/ops/*/naive.py`, is given by its place, and `recurrence`
-calls it, or `naive` where it attends: another mixer is a line here. Those of this package are for what FLA has no
-reference for, or none that holds float64 and simulated ranks, or, of GLA, none that is fast enough to train with.
+and is differentiated by torch. Of a recurrence it is a `Recurrence`, a formula that `recurrence` calls; of attention in one
+of its forms a `Naive`, FLA's own reference in `fla/ops/*/naive.py`, which `naive` calls: another mixer is a line here.
 """
 
 from collections.abc import Callable
@@ -61,31 +60,6 @@ _FORMULAS = {
     "simple_gla": (formulas.simple_gla, "chunk", "fused_chunk", "fused_recurrent", "parallel"),
 }
 """Folder of fla.ops -> the formula, and the kernels that it stands for: `chunk_delta_rule`, ..."""
-
-_ATTENTION = {
-    # The modules import flash-attn, which may be absent: then the names are None, or missing.
-    f"fla.{module}:{function.__name__}": function
-    for module in (
-        *(f"layers.{name}" for name in ("attn", "bitattn", "mla", "moba", "rodimus")),
-        *(f"ops.{name}" for name in ("deltaformer.parallel", "nsa.naive", "nsa.parallel", "moba.parallel")),
-    )
-    for function in (attention.flash_attn_func, attention.flash_attn_varlen_func)
-}
-
-_NAIVE = {
-    "comba": ("naive_recurrent_comba", "chunk", "fused_recurrent"),
-    "cyfa": ("titanplans.modeling.kernels.references:cyfa", "chunk", "fused_recurrent"),
-    "delta_rule": ("delta_rule_recurrence", "chunk", "fused_recurrent"),
-    "gated_delta_product": ("naive_recurrent_gated_delta_product", "chunk"),
-    "gated_delta_rule": ("naive_recurrent_gated_delta_rule", "chunk", "fused_recurrent"),
-    "kda": ("naive_recurrent_kda", "chunk", "fused_recurrent"),
-    "mesa_net": ("naive_mesa_net_exact", "chunk"),
-    "path_attn": ("titanplans.modeling.kernels.references:path_attn", "parallel"),
-    "precond_gated_delta_rule": ("naive_recurrent_precond_gated_delta_rule", "chunk", "fused_recurrent"),
-    "precond_kda": ("naive_recurrent_precond_kda", "chunk", "fused_recurrent"),
-    "simple_gla": ("naive_recurrent_simple_gla", "chunk", "fused_chunk", "fused_recurrent", "parallel"),
-}
-"""Folder of fla.ops -> the reference in its naive.py, and the kernels that it stands for: `chunk_delta_rule`, ..."""
 
 _ATTENTION = {
     f"fla.ops.{place}": Naive(f"fla.ops.{reference}")
