@@ -48,8 +48,7 @@ def chunk_gla(
             number of packed sequences.
         output_final_state: also return the states after the last token of each sequence.
         state_v_first: layout of the states that go in and come out.
-        cu_seqlens: [N + 1] boundaries of sequences packed along T; B must be 1. One sequence is computed after the
-            other.
+        cu_seqlens: [N + 1] boundaries of sequences packed along T; B must be 1.
         cu_seqlens_cpu: a host copy of `cu_seqlens`; read instead of it if given.
 
     Returns:
