@@ -94,34 +94,20 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> None:
         print(f"{name:34}{median:10.3f}{min(seconds):11.3f}{gigabytes / median:8.2f}{ratio:8.2f}")
 
 
-JOB = """
-[model]
-name = "gla"
-flavor = "debug"
-[training]
-local_batch_size = 1
-seq_len = 64
-mixed_precision_param = "float32"
-[parallelism]
-tensor_parallel_degree = 2
-[activation_checkpoint]
-mode = "none"
-[checkpoint]
-enable = true
-interval = 2
-keep_latest_k = 2
-[metrics]
-log_freq = 1
-enable_jsonl = true
-"""
+JOB = Path(__file__).parents[1] / "configs" / "gla_debug.toml"
+"""The demo, which is made smaller here, and saves often."""
+OPTIONS = (
+    *("--training.local_batch_size=1", "--training.seq_len=64", "--validation.no-enable"),
+    *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"),
+    *("--metrics.log_freq=1", "--metrics.enable_jsonl", "--job.dump_folder=out"),
+)
 
 
 def watch(folder: Path, mode: str, steps: int) -> None:
     """Print resident memory and open files of both ranks while a job trains and saves."""
     folder.mkdir()
-    (folder / "job.toml").write_text(JOB)
-    options = (f"--training.steps={steps}", f"--checkpoint.async_mode={mode}", "--job.dump_folder=out")
-    command = (sys.executable, "-m", "titanplans", "train", "job.toml", *options)
+    options = (*OPTIONS, f"--training.steps={steps}", f"--checkpoint.async_mode={mode}")
+    command = (sys.executable, "-m", "titanplans", "train", str(JOB), *options)
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
     rows, due = folder / "out" / "metrics.jsonl", steps // 6
     print(f"\nasync_mode = {mode}: {'step':>6}{'MB of each rank':>20}{'open files':>14}")

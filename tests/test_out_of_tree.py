@@ -28,7 +28,7 @@ from titanplans.cli.verify.main import main
 from titanplans.config import load_job
 from titanplans.training.resolve import hf_config
 
-assert main(["list"]) == 0
+assert main(["list", "my_model"]) == 0
 assert main(["verify", "my_model", "--quick"]) == 0
 assert main(["verify", "own.toml", "--quick"]) == 0
 assert hf_config(load_job(["job.toml"])).own_arguments == {"width": 128}

@@ -43,7 +43,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg as threaded_groups
@@ -80,6 +79,13 @@ __all__ = [
 ]
 
 # Tensors, operators and the autograd graph
+
+
+def clear_sharding_cache() -> None:
+    """Forget how DTensor has sharded operators."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports the compiler
+
+    _clear_sharding_prop_cache()
 
 
 def version(tensor: torch.Tensor) -> int:

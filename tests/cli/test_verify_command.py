@@ -249,11 +249,21 @@ def test_list_names_plans_model_types_and_mixers(command):
     status, out, _ = command("list")
     assert status == 0
     (row,) = [line.split() for line in out.splitlines() if "GLAPlan" in line]
-    assert row[:3] == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention"]
-    assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in " ".join(row)
+    assert row == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention"]
     assert "llama, mistral" in out
-    (bitnet,) = [line for line in out.splitlines() if "BitNetPlan" in line]
-    assert bitnet.endswith("nothing: whole on every rank")
+
+
+def test_list_says_what_is_split_of_a_model_type(command):
+    status, out, _ = command("list", "gla", "bitnet")
+    assert status == 0
+    gla, bitnet = out.splitlines()[-2:]
+    assert gla.startswith("gla: each rank has its part of 'num_heads'")
+    assert "ranks may share heads of: 'k_proj', 'v_proj', 'gk_proj.1'" in gla
+    assert bitnet == "bitnet: each rank has its part of nothing: whole on every rank"
+    assert "Olmo2Plan" not in out
+    assert "BitNetPlan" in out
+    status, _, err = command("list", "gls")
+    assert (status, err) == (2, "error: list gls: no plan is registered for it; did you mean gsa?\n")
 
 
 def test_progress_is_one_line_of_a_terminal(monkeypatch):

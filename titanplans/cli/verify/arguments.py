@@ -51,7 +51,9 @@ def parse(argv: list[str]) -> Namespace:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True)
-    commands.add_parser("list", help="the registered plans, with their model types and token mixers")
+    listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
+    words = "only their plans, and what of their mixers these split"
+    listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     _add_verify(
         commands.add_parser(

@@ -1,12 +1,11 @@
-"""`titanplans list`: the registered plans, and what each gives a rank of a mixer."""
+"""`titanplans list`: the registered plans, and of those that are asked for what each gives a rank of a mixer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans import modeling
-from titanplans.modeling import kernels
+from titanplans.errors import VerifyError, nearest
 from titanplans.tensor_parallel import TPOptions, TPPlan, check_plan, find_decoder
 from titanplans.tensor_parallel.norms import GatheredInRegion, SplitNorm
 from titanplans.tensor_parallel.projections import KVColwise, Packed, RowwiseInRegion
@@ -25,34 +24,45 @@ _WORDS: Mapping[str, tuple[type, ...]] = {
 """What is said of a mixer's parts that have such a style."""
 
 
-def listing() -> str:
-    """Return a table of the registered plans: class, module, model types, token mixers, and what of these is split."""
-    rows = [("plan", "model types", "token mixers", "each rank has its part of")]
+def listing(model_types: Sequence[str] = ()) -> str:
+    """Return a table of the registered plans: class, module, model types, token mixers.
+
+    Args:
+        model_types: only their plans, and what of each mixer these split.
+
+    Raises:
+        VerifyError: one of them has no plan.
+    """
     by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
     for column, table in enumerate((registered_plans(), registered_mixers())):
         for name, plan in table.items():
             by_plan.setdefault(plan, ([], []))[column].append(name)
-    kernels.install("cpu")  # some models can't be built without; on meta they run on nothing
+    rows = [("plan", "model types", "token mixers")]
     for plan, (types, mixers) in by_plan.items():
-        rows.append(
-            (
-                f"{plan.__module__}:{plan.__qualname__}",
-                ", ".join(types) or "-",
-                ", ".join(mixers) or "-",
-                _of_debug_flavor(plan, types),
-            )
+        if not model_types or not set(types).isdisjoint(model_types):
+            place = f"{plan.__module__}:{plan.__qualname__}"
+            rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-"))
+    said = [f"{name}: each rank has its part of {_of_debug_flavor(name)}" for name in model_types]
+    more = [] if model_types else ["titanplans list MODEL_TYPE ...: what each rank has its part of"]
+    return "\n".join([*columns(rows), *said, *(f"not loaded: {fault}" for fault in faulty_plans()), *more])
+
+
+def _of_debug_flavor(name: str) -> str:
+    """Return what the plan of a model type splits of its debug flavor, on meta."""
+    from titanplans import modeling  # imports all model libraries, which names alone don't need
+    from titanplans.modeling import kernels
+
+    plans = registered_plans()
+    if name not in plans:
+        meant = nearest(name, list(plans))
+        raise VerifyError(
+            f"list {name}: no plan is registered for it{f'; did you mean {meant}?' if meant else ''}"
         )
-    return "\n".join([*columns(rows), *(f"not loaded: {fault}" for fault in faulty_plans())])
-
-
-def _of_debug_flavor(plan: type[TPPlan], model_types: list[str]) -> str:
-    """Return what the plan splits of the first of its model types that has a debug flavor, on meta."""
-    named = modeling.available()
-    name = next((name for name in model_types if "debug" in named.get(name, ())), None)
-    if name is None:
-        return "-"
+    if "debug" not in modeling.available().get(name, ()):
+        return "what its plan says: there is no debug flavor of it to build"
+    kernels.install("cpu")  # some models can't be built without; on meta they run on nothing
     model = modeling.build(modeling.load_config(name, "debug"))
-    return "; ".join(dict.fromkeys(split_by(model, plan, check_plan(model, 2)).values()))
+    return "; ".join(dict.fromkeys(split_by(model, plans[name], check_plan(model, 2)).values()))
 
 
 def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, ParallelStyle]) -> dict[str, str]:

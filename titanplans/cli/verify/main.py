@@ -38,9 +38,10 @@ def main(argv: list[str], *, alone: bool = False) -> int:
         with stop_on_signals():
             request = parse(argv)
             if request.command == "list":
+                gc.disable()  # as for a proof
                 from titanplans.cli.verify.listing import listing
 
-                print(listing())
+                print(listing(request.model_types))
                 return 0
             if request.command == "async-tp":
                 from titanplans.cli.async_tp.main import main as async_tp
@@ -55,7 +56,7 @@ def main(argv: list[str], *, alone: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     finally:
-        gc.enable()  # which `_verify` has left off if the subject was refused
+        gc.enable()  # which a listing, or a subject that is refused, leaves off
 
 
 def _verify(request: Namespace, rank: int, alone: bool) -> int:
