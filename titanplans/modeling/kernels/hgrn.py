@@ -1,5 +1,7 @@
 """HGRN's operator on a CPU, h_t = exp(g_t) h_(t-1) + x_t."""
 
+from typing import Any
+
 import torch
 
 from titanplans.modeling.kernels.chunks import scan
@@ -18,5 +20,9 @@ def hgrn(
     dtype = accumulation_dtype(x, g, initial_state)
     inputs = {"x": x.to(dtype), "g": g.to(dtype)}
     state = None if initial_state is None else initial_state.to(dtype)
-    o, final = by_sequence(lambda part, states: scan(**part, **states), inputs, {"state": state}, cu_seqlens)
+
+    def run(part: dict[str, torch.Tensor], states: dict[str, Any]) -> Result:
+        return scan(part["x"], part["g"], states["state"])
+
+    o, final = by_sequence(run, inputs, {"state": state}, cu_seqlens)
     return o.to(x.dtype), final if output_final_state else None

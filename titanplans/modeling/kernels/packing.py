@@ -71,19 +71,20 @@ def by_sequence(
         order += numbers
     back = torch.tensor(order).argsort()
 
-    def of_all(parts: tuple[State, ...], tokens_of: bool) -> State:
+    def joined(parts: tuple[Any, ...], tokenwise: bool) -> Any:
+        """Put `parts`, one of each group, back in order."""
         if parts[0] is None:
             return None
         if isinstance(parts[0], tuple):
-            return tuple(of_all(one, tokens_of) for one in zip(*parts, strict=True))  # type: ignore
-        if tokens_of:
+            return tuple(joined(one, tokenwise) for one in zip(*parts, strict=True))
+        if tokenwise:
             return torch.cat([x.flatten(0, 1) for x in parts]).index_select(0, places.to(parts[0].device))[
                 None
-            ]  # type: ignore
-        return torch.cat(parts).index_select(0, back.to(parts[0].device))  # type: ignore
+            ]
+        return torch.cat(parts).index_select(0, back.to(parts[0].device))
 
     outputs, *finals = zip(*results, strict=True)
-    return of_all(outputs, True), *(of_all(final, of_tokens) for final in finals)
+    return joined(outputs, True), *(joined(final, of_tokens) for final in finals)
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor, tokens: int) -> torch.Tensor:
