@@ -5,7 +5,7 @@ import torch
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from titanplans.modeling.kernels import chunks, install, mamba3, state_space
+from titanplans.modeling.kernels import chunks, install, log_linear, mamba3, state_space
 
 
 def loop(x, dt, a, b, c, state):
@@ -37,8 +37,8 @@ def test_the_scan_is_the_recurrence(length, monkeypatch):
         y, last = function(*inputs)
         (y.square().sum() + last.square().sum()).backward()
         answers.append([y, last, *(x.grad for x in inputs)])
-    for ours, theirs in zip(*answers, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -171,3 +171,27 @@ def test_what_fla_keeps_to_gpus_runs(name):
         both = torch.cat([x[:1, :4], x[1:, 3:]], 1)
         packed = mixer(both, cu_seqlens=torch.tensor([0, 4, 12]))[0]
         torch.testing.assert_close(packed[0, 4:], padded[1, 3:])
+
+
+def test_log_linear_attention_is_flas_reference():
+    from fla.ops.log_linear_attn.naive import naive_log_linear_attn
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 13, 2, 3, dtype=torch.float64) for _ in "qk")
+    v, scales = torch.randn(2, 13, 4, 5, dtype=torch.float64), torch.randn(2, 13, 4, 6, dtype=torch.float64)
+    g = -torch.rand(2, 13, 4, dtype=torch.float64)
+    answers = []
+
+    def ours(*given):
+        return log_linear.chunk_log_linear_attn(*given, scale=None)[0]
+
+    def theirs(*given):
+        return naive_log_linear_attn(*given, scale=None)
+
+    for function in (ours, theirs):
+        given = [x.clone().requires_grad_() for x in (q, k, v, g, scales)]
+        o = function(*given)
+        o.sin().sum().backward()
+        answers.append([o, *(x.grad for x in given)])
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

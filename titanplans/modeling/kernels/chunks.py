@@ -69,12 +69,12 @@ def _chunk(
     last = past[:, :, -1:]
     kept, to_end = state * last.exp().mT, (last - past).exp()
     if a is None or b is None:
-        scores = _scores(q, k, _decays(past, past))
+        scores = _scores(q, k, decays(past))
         return scores @ v + (q * past.exp()) @ state, kept + (k * to_end).mT @ v
     # What reads for the correction, of the state before the token's own decay, and then what reads for the output.
     at, reading = torch.cat([past - g, past], 2), torch.cat([a, q], 2)
-    decays = torch.cat([_decays(past - g, past, -1), _decays(past, past)], 2)
-    of_values, of_corrections = _scores(reading, k, decays), _scores(reading, b, decays)
+    between = torch.cat([decays(past, past - g, -1), decays(past)], 2)
+    of_values, of_corrections = _scores(reading, k, between), _scores(reading, b, between)
     known_a, known_q = (of_values @ v + (reading * at.exp()) @ state).chunk(2, 2)
     of_a, of_q = of_corrections.chunk(2, 2)
     u = torch.linalg.solve_triangular(-of_a, known_a, upper=False, unitriangular=True)
@@ -95,7 +95,7 @@ def slot_attention(
     for q_n, k_n, s_n, g_n in zip(*parts, strict=True):
         past = g_n.cumsum(2)
         last = past[:, :, -1:]
-        written = _decays(past, past) * s_n[:, :, None]
+        written = decays(past) * s_n[:, :, None]
         outputs.append(((q_n @ k_n.mT)[..., None] * written).sum(3) + (q_n @ state) * past.exp())
         state = state * last.exp() + k_n.mT @ (s_n * (last - past).exp())
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), state
@@ -128,20 +128,24 @@ def scan(
     return torch.cat(outputs, 1), state
 
 
-def _decays(at: torch.Tensor, past: torch.Tensor, until: int = 0) -> torch.Tensor:
-    """Return the decay [B, H, C, C, D] from each token to each row, `past` and `at` it [B, H, C, D]; 0 from those after.
+def decays(past: torch.Tensor, at: torch.Tensor | None = None, until: int = 0) -> torch.Tensor:
+    """Return the decay [B, H, C, C, D] from each token to each row; 0 from tokens after the row's own.
 
-    `until` -1: 0 from the token of the row itself, too.
+    Args:
+        past: sums of the logarithms of decays up to each token, [B, H, C, D].
+        at: those up to each row; None: the same.
+        until: -1: 0 from the row's own token, too.
     """
+    at = past if at is None else at
     seen = torch.ones(2 * at.shape[2:3], dtype=torch.bool, device=at.device).tril(until)
     return (at[:, :, :, None] - past[:, :, None]).masked_fill(~seen[..., None], -torch.inf).exp()
 
 
-def _scores(x: torch.Tensor, y: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+def _scores(x: torch.Tensor, y: torch.Tensor, between: torch.Tensor) -> torch.Tensor:
     """Return the products [B, H, R, C] of rows [B, H, R, K] and tokens [B, H, C, K] with the decays between them."""
-    if decays.shape[-1] == 1:
-        return (x @ y.mT) * decays[..., 0]
-    return (x[:, :, :, None] * decays * y[:, :, None]).sum(-1)
+    if between.shape[-1] == 1:
+        return (x @ y.mT) * between[..., 0]
+    return (x[:, :, :, None] * between * y[:, :, None]).sum(-1)
 
 
 def _finite(g: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Log-linear attention on a CPU, by FLA's reference, and the forward of its Mamba 2, which FLA itself keeps to GPUs."""
+"""Log-linear attention on a CPU, in its quadratic form, and the forward of its Mamba 2, which FLA itself keeps to GPUs."""
 
 from typing import Any, NamedTuple
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import KernelError
+from titanplans.modeling.kernels.chunks import decays
 from titanplans.modeling.kernels.precision import accumulation_dtype
 
 
@@ -31,8 +32,6 @@ def chunk_log_linear_attn(
     scale: float | None = 1.0,
 ) -> tuple[torch.Tensor, Past | None]:
     """Outputs [B, T, H, V] of q, k [B, T, G, K], v [B, T, H, V], log gates g [B, T, H], level_scales [B, T, H, L]."""
-    from fla.ops.log_linear_attn.naive import naive_log_linear_attn
-
     if cu_seqlens is not None:
         raise KernelError(
             "chunk_log_linear_attn: cu_seqlens are not computed on a CPU; leave them out or run on a GPU"
@@ -41,8 +40,20 @@ def chunk_log_linear_attn(
     state = Past(*(x.to(dtype) for x in (q, k, v, g, level_scales)))
     if initial_state is not None:
         state = Past(*(torch.cat(pair, 1) for pair in zip(initial_state, state, strict=True)))
-    o = naive_log_linear_attn(*state, scale=scale)[:, -q.shape[1] :]
+    o = _attention(*state)[:, -q.shape[1] :] * (q.shape[-1] ** -0.5 if scale is None else scale)
     return o.to(v.dtype), state if output_final_state else None
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, level_scales: torch.Tensor
+) -> torch.Tensor:
+    """o_t = sum_s level_scales[t, l] (q_t k_s) exp(g_(s+1) + .. + g_t) v_s over s <= t, l the number of bits of t xor s."""
+    q, k, v, g, scales = (x.transpose(1, 2) for x in (q, k, v, g, level_scales))
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    time = torch.arange(v.shape[2], device=v.device)
+    levels = torch.frexp((time[:, None] ^ time).double()).exponent.long()
+    decayed = (q @ k.mT) * decays(g.cumsum(2)[..., None])[..., 0]
+    return (decayed * scales.gather(3, levels.expand(*v.shape[:2], -1, -1)) @ v).transpose(1, 2)
 
 
 def log_linear_mamba2_forward(

@@ -52,17 +52,17 @@ def by_sequence(
     alike: dict[int, list[int]] = {}  # at most twice as long as each other
     for n, (first, end) in enumerate(pairwise(bounds)):
         alike.setdefault(max(end - first, 1).bit_length(), []).append(n)
-    results, places, order, start = [], torch.empty(tokens, dtype=torch.long), [], 0
+    results, order, places, taken = [], [], [0] * tokens, 0
     for numbers in alike.values():
         length = max(max(bounds[n + 1] - bounds[n] for n in numbers), 1)
-        index = torch.full((len(numbers), length), tokens)  # of the zeros
-        for row, n in enumerate(numbers):
-            index[row, : bounds[n + 1] - bounds[n]] = torch.arange(bounds[n], bounds[n + 1])
-        here = index.flatten()
-        places[here[here < tokens]] = start + (here < tokens).nonzero()[:, 0]
-        start += here.numel()
+        index: list[int] = []  # of the tokens, and of zeros
+        for n in numbers:
+            first, end = bounds[n : n + 2]
+            places[first:end] = range(taken + len(index), taken + len(index) + end - first)
+            index += [*range(first, end), *[tokens] * (length - end + first)]
+        taken += len(index)
         own = torch.tensor(numbers)
-        part = {name: _taken(x, index, tokens) for name, x in inputs.items()}
+        part = {name: _taken(x, torch.tensor(index).view(-1, length), tokens) for name, x in inputs.items()}
         of_group = {
             name: of_state(lambda x, own=own: x.index_select(0, own.to(x.device)), state)
             for name, state in states.items()
@@ -78,9 +78,8 @@ def by_sequence(
         if isinstance(parts[0], tuple):
             return tuple(joined(one, tokenwise) for one in zip(*parts, strict=True))
         if tokenwise:
-            return torch.cat([x.flatten(0, 1) for x in parts]).index_select(0, places.to(parts[0].device))[
-                None
-            ]
+            tokens_of_all = torch.cat([x.flatten(0, 1) for x in parts])
+            return tokens_of_all.index_select(0, torch.tensor(places, device=parts[0].device))[None]
         return torch.cat(parts).index_select(0, back.to(parts[0].device))
 
     outputs, *finals = zip(*results, strict=True)
