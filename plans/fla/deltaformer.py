@@ -1,6 +1,8 @@
 """The plan of DeltaFormer, its heads split (arXiv:2505.19488)."""
 
-from titanplans import register_plan
+from typing import Any
+
+from titanplans import Plan, PlanError, register_plan
 
 from .mixer import MixerPlan
 
@@ -9,6 +11,13 @@ from .mixer import MixerPlan
 class DeltaFormerPlan(MixerPlan):
     """Softmax attention to values from which each token has removed what earlier ones hold; `b_proj` says how much."""
 
-    by_head = ("q_proj", "b_proj")
-    by_shared_head = ("k_proj", "v_proj")
+    by_head = ("q_proj", "k_proj", "v_proj", "b_proj")
     for_all_heads = ("q_norm", "k_norm")
+
+    def attn_plan(self, attn: Any) -> Plan:
+        if attn.num_kv_heads != attn.num_heads:
+            raise PlanError(
+                f"num_kv_heads = {attn.num_kv_heads} with num_heads = {attn.num_heads}: flash-linear-attention's kernel of "
+                "DeltaFormer takes as many heads of keys as of queries, split or whole: set num_kv_heads = num_heads"
+            )
+        return super().attn_plan(attn)

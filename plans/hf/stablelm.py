@@ -17,7 +17,8 @@ class StableLmPlan(LlamaPlan):
             if self.options.degree > attn.num_key_value_heads:
                 raise PlanError(
                     f"qk_layernorm with num_key_value_heads = {attn.num_key_value_heads} below tensor_parallel_degree = "
-                    f"{self.options.degree}: the norms of heads that ranks share are not split; take a smaller degree"
+                    f"{self.options.degree}: the norms of heads that ranks share are not split: take a degree that "
+                    f"divides {attn.num_key_value_heads}"
                 )
             for name in ("q_layernorm", "k_layernorm"):
                 plan[name] = self.gathered_in_region(dim=1)
