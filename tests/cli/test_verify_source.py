@@ -49,6 +49,7 @@ def named(name, flavor):
         (lambda: named("gemma3_text", "debug"), None, 2, 4),  # a local one, then a full one
         (lambda: named("gemma3_text", "1B"), None, 6, 26),  # five local ones, then a full one
         (lambda: named("gemma3", "4B"), None, 6, 34),
+        (lambda: named("rwkv7", "debug"), None, 2, 4),  # a block knows how many there are
         (hybrid, None, 3, 8),
         (hybrid, 2, 2, 8),
     ],

@@ -15,7 +15,12 @@ from titanplans.proof.grid import DEGREES, accepted_cases
 from titanplans.tensor_parallel.apply import check_plan
 from titanplans.tensor_parallel.decoder import find_decoder
 
-_OWN_NUMBER = ("layer_idx", "layer_id", "layer_number")  # under these names a block knows its place
+_PLACE = (
+    "layer_idx",
+    "layer_id",
+    "layer_number",
+    "num_hidden_layers",
+)  # so a block knows which it is, and of how many
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
@@ -34,7 +39,7 @@ def kind(block: nn.Module) -> Any:
             tuple(
                 (key, value)
                 for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | str | None) and key not in _OWN_NUMBER
+                if isinstance(value, bool | int | str | None) and key not in _PLACE
             ),
         )
         for name, module in block.named_modules()
