@@ -5,11 +5,14 @@ model nothing but the tables of parameters and buffers is touched, so hooks, swa
 on its modules don't matter.
 """
 
+from collections.abc import Collection, Mapping
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from titanplans.errors import ModelError
-from titanplans.modeling.reference import Reference, tensors
+from titanplans.modeling.reference import Reference, Unit, tensors
 from titanplans.tensor_parallel.decoder import join
 from titanplans.tensor_parallel.shards import copy_shard
 
@@ -17,7 +20,7 @@ from titanplans.tensor_parallel.shards import copy_shard
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
-def initialize(model: PreTrainedModel, *, seed: int) -> None:
+def initialize(model: PreTrainedModel, *, seed: int, names: Collection[str] | None = None) -> None:
     """Give every parameter and buffer its initial value, in place, and tie again what the config ties.
 
     Call it after the model was parallelised and `model.to_empty(device=...)`. Values are those of the
@@ -30,38 +33,62 @@ def initialize(model: PreTrainedModel, *, seed: int) -> None:
         model: as `titanplans.modeling.build` made it; parameters are plain tensors or DTensors with any placements. It
             may lack modules (a pipeline stage) but not have others.
         seed: the same on every rank.
+        names: parameters and buffers to give values; None is all.
 
     Raises:
         ModelError: a tensor is still on the meta device, is initialised neither by its module's
             constructor nor by `_init_weights`, or is not in the model that the config describes.
     """
-    targets = {_without_wrappers(path): module for path, module in model.named_modules()}
-    todo = {
-        join(path, name): tensor
-        for path, module in targets.items()
-        for name, tensor in tensors(module).items()
-    }
-    for name, tensor in todo.items():
-        if tensor.is_meta:
-            raise ModelError(f"{name} has no memory yet: call model.to_empty(device=...) first")
+    todo = named_tensors(model)
+    if names is not None:
+        todo = {name: tensor for name, tensor in todo.items() if name in names}
+        if not todo:
+            return
     reference = Reference(model, device=next(model.parameters()).device, seed=seed)
+    paths = {_without_wrappers(path) for path, _ in model.named_modules()}
     for unit in reference.units():
-        if unit.path in targets:
+        if unit.path in paths and any(_is_of(name, unit) for name in todo):
             for name, value in reference.values(unit).items():
                 if name in todo:
                     copy_shard(todo.pop(name), value, name=name)
-    _tie(targets, reference.tied)
+    if names is None:
+        tie(model, reference.tied)
     for name in todo.keys() - reference.tied.keys():
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")
 
 
-def _tie(targets: dict[str, nn.Module], tied: dict[str, str]) -> None:
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's own parameters and buffers by their names in the module tree; a tied one is there by each name.
+
+    Raises:
+        ModelError: one is still on the meta device.
+    """
+    found = {
+        join(_without_wrappers(path), name): tensor
+        for path, module in model.named_modules()
+        for name, tensor in tensors(module).items()
+    }
+    for name, tensor in found.items():
+        if tensor.is_meta:
+            raise ModelError(f"{name} has no memory yet: call model.to_empty(device=...) first")
+    return found
+
+
+def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
     """Make each tied parameter the same object as its source; `to_empty` has made them two."""
+    targets = {_without_wrappers(path): module for path, module in model.named_modules()}
     for target, source in tied.items():
         path, _, name = target.rpartition(".")
         source_path, _, source_name = source.rpartition(".")
         if path in targets and source_path in targets:
             targets[path]._parameters[name] = targets[source_path]._parameters[source_name]
+
+
+def _is_of(name: str, unit: Unit) -> bool:
+    """Whether `unit` gives the tensor its value."""
+    if unit.make is None:
+        return name.rpartition(".")[0] == unit.path
+    return name.startswith(f"{unit.path}.")
 
 
 def _without_wrappers(path: str) -> str:

@@ -1,0 +1,9 @@
+"""Weights in Hugging Face's form: from a folder into a model that is split, and back.
+
+    folder.py    which tensors are in which files of a folder, checked, and any part of one
+    lazy.py      tensors that are read part by part, through torch's functions
+    names.py     published names and those of the module tree, by transformers' own conversions
+    load.py      each rank's parts of a folder into its parts of a model
+
+Importing the package imports nothing.
+"""
