@@ -307,7 +307,10 @@ def _job_schedule(job: Any) -> Refusals:
 def _job_files(job: Any) -> Refusals:
     yield from _needs(job, "training.skip_nan_inf", (True,), "training.skip_nan_inf_limit")
     c, p = job.checkpoint, job.profiling
-    loading = ("initial_load_path", "load_step", "load_only", "create_seed_checkpoint", "save_on_signal")
+    loading = (
+        *("initial_load_path", "initial_load_in_hf", "load_step", "load_only"),
+        *("create_seed_checkpoint", "save_on_signal"),
+    )
     yield from _needs(job, "checkpoint.enable", (True,), *(f"checkpoint.{key}" for key in loading))
     for key in ("enable_first_step_checkpoint", "create_seed_checkpoint", "save_on_signal"):
         if c.load_only and getattr(c, key):
@@ -317,6 +320,13 @@ def _job_files(job: Any) -> Refusals:
             )
     if not c.initial_load_model_only and c.initial_load_path is None:
         yield "checkpoint.initial_load_model_only", "it needs checkpoint.initial_load_path"
+    if c.initial_load_in_hf and not c.initial_load_model_only:
+        yield "checkpoint.initial_load_model_only", "a Hugging Face folder holds weights alone: leave it out"
+    if c.initial_load_in_hf and c.initial_load_path is None and job.model.hf_assets_path is None:
+        yield (
+            "checkpoint.initial_load_in_hf",
+            "it needs the folder, as checkpoint.initial_load_path or model.hf_assets_path",
+        )
     shortest = p.profiler_warmup + p.profiler_active
     if p.enable_profiling and p.profile_freq < shortest:
         yield (

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,8 @@ from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
 from titanplans.config.values import show
 from titanplans.modeling import kernels
+from titanplans.modeling.weights.folder import open_folder
+from titanplans.modeling.weights.load import match_folder
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
 from titanplans.parallel.compile import holds_fla
 from titanplans.parallel.float8 import convert_to_float8
@@ -25,11 +28,20 @@ from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
 from titanplans.torchrun import restarted
 from titanplans.training import resolve
-from titanplans.training.checkpoint.match import check_saved, finished, own_folder, to_resume
+from titanplans.training.checkpoint.match import (
+    changes,
+    check_saved,
+    finished,
+    model_card,
+    own_folder,
+    to_resume,
+)
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.data import check_dataset, check_tokenizer
 from titanplans.training.memory import check_memory
 from titanplans.training.outputs import check_outputs
+
+_INITIAL = "checkpoint.initial_load_path"
 
 
 def check_job(job: JobConfig, world_size: int) -> None:
@@ -49,6 +61,11 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     check_outputs(job)
     import_custom(job)
+    if (published := resolve.published_folder(job)) is not None and not os.path.isdir(published):
+        key = "model.hf_assets_path" if job.checkpoint.initial_load_path is None else _INITIAL
+        raise ConfigError(
+            f'{key} = "{published}" is no folder, and checkpoint.initial_load_in_hf = true needs one'
+        )
     tokens = check_data(job)
 
     config = resolve.hf_config(job)
@@ -169,6 +186,8 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
             f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
             "-1 takes the newest"
         )
+    elif (published := resolve.published_folder(job)) is not None:
+        check_published(published, model)
     elif checkpoint.initial_load_path is not None:
         initial = Path(checkpoint.initial_load_path)
         if not os.path.isfile(initial / ".metadata"):
@@ -176,6 +195,28 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
                 f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata)'
             )
         resumes = not checkpoint.initial_load_model_only
-        check_saved(initial, model, "checkpoint.initial_load_path", resumes=resumes)
+        check_saved(initial, model, _INITIAL, resumes=resumes)
         if resumes and "dataloader" not in checkpoint.exclude_from_loading:
             check_data_position(initial)
+
+
+def check_published(folder: str, model: PreTrainedModel) -> None:
+    """Refuse a Hugging Face folder that is damaged, or of another model than `model`, which may lie on meta.
+
+    Raises:
+        ConfigError: its config.json says otherwise than the job.
+        ModelError: with the names, shapes and dtypes that differ.
+    """
+    if os.path.exists(os.path.join(folder, "config.json")):
+        theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
+        if differing := changes(_weighty(theirs), _weighty(ours)):
+            raise ConfigError(
+                f"the job's model is not the one of {folder} ({differing}): leave out model.name, flavor and config, and "
+                "it is taken from there, or change its config.json"
+            )
+    match_folder(model, open_folder(folder))
+
+
+def _weighty(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a config says how a model computes."""
+    return {key: value for key, value in config.items() if not key.endswith("token_id")}

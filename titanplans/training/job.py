@@ -154,7 +154,7 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
 
 def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     c = vars(job.checkpoint)
-    initial = job.checkpoint.initial_load_path
+    initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
     return CheckpointManager.Config(
         **c
         | {

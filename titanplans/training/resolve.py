@@ -17,12 +17,19 @@ from titanplans.training.data.vocabulary import default_tokenizer_path
 DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
 
 
+def published_folder(job: JobConfig) -> str | None:
+    """Return the Hugging Face folder that a job starts from."""
+    if not job.checkpoint.initial_load_in_hf:
+        return None
+    return job.checkpoint.initial_load_path or job.model.hf_assets_path
+
+
 def model_name(job: JobConfig) -> tuple[str, str]:
     """Return the model's name and flavor; for a config file, its path and "config"."""
     if job.model.class_ is not None:
         return job.model.class_, "own"
-    if job.model.config is not None:
-        return job.model.config, "config"
+    if (path := job.model.config or _own_config_of_folder(job)) is not None:
+        return path, "config"
     return job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR
 
 
@@ -35,21 +42,24 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
     """
     if job.model.class_ is not None:
         return modeling.own_config(job.model.class_, job.model.arguments or {})
-    if job.model.config is not None:
-        config = modeling.load_config_file(job.model.config)
-    else:
-        config = modeling.load_config(*model_name(job))
+    name, flavor = model_name(job)
+    config = modeling.load_config_file(name) if flavor == "config" else modeling.load_config(name, flavor)
     if getattr(config, "use_l2warp", False):
         raise ModelError(
-            f"use_l2warp = True ({' '.join(model_name(job))}) is a penalty in flash-linear-attention's own loss, and a "
-            "job's loss is computed from the logits, without it: set use_l2warp = false in the model's config"
+            f"use_l2warp = True ({name} {flavor}) is a penalty in flash-linear-attention's own loss, and a job's loss is "
+            "computed from the logits, without it: set use_l2warp = false in the model's config"
         )
     return config
 
 
 def tokenizer_path(job: JobConfig) -> str:
     """Return the folder that holds the tokenizer.json."""
-    return job.model.hf_assets_path or default_tokenizer_path()
+    return job.model.hf_assets_path or published_folder(job) or default_tokenizer_path()
+
+
+def _own_config_of_folder(job: JobConfig) -> str | None:
+    """Return the folder that a job starts from, where nothing else says which model it is."""
+    return None if job.model.name or job.model.flavor else published_folder(job)
 
 
 class DataSettings(NamedTuple):

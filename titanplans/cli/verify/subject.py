@@ -144,7 +144,7 @@ def _job(path: str, request: Namespace) -> Subject:
             f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
         )
     name, flavor = model_name(job)
-    model = name if job.model.config is not None else f"{name}, flavor {flavor}"
+    model = name if flavor == "config" else f"{name}, flavor {flavor}"
     return Subject(
         f"{path}: {model}",
         hf_config(job),

@@ -29,6 +29,9 @@ class Checkpoint(Options):
     initial_load_path: FilePath | None = None
     """A step-N folder to start from, as long as the job's own folder holds no checkpoint."""
 
+    initial_load_in_hf: bool = False
+    """initial_load_path, or model.hf_assets_path, is a Hugging Face folder; it says which model and tokenizer, too."""
+
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, and begin at step 1."""
 

@@ -23,6 +23,7 @@ from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
+from titanplans.modeling.weights.load import load_weights
 from titanplans.training import disk
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
@@ -89,8 +90,15 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Check the files of a checkpoint and load it; the optimizers keep the settings of this job."""
+        """Check the files of a checkpoint and load it; the optimizers keep the settings of this job.
+
+        A Hugging Face folder (`from_hf`) holds weights alone, of which each rank reads its parts.
+        """
         checkpoint = Path(checkpoint_id)
+        if from_hf:
+            (part,) = self.states[MODEL].model
+            load_weights(part.lm, checkpoint)
+            return
         own = checkpoint.parent == self.path
         if (checkpoint / CARD).is_file():
             if (wrong := _damage(checkpoint)) is not None:
