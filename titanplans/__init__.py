@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from titanplans.errors import PlanError, UserError
+    from titanplans.modeling.weights.load import load_weights
     from titanplans.parallel import (
         DDPConfig,
         Degrees,
@@ -45,6 +46,7 @@ __all__ = [
     "apply_plan",
     "check_plan",
     "find_decoder",
+    "load_weights",
     "parallelize",
     "process_group",
     "register_plan",
@@ -57,6 +59,7 @@ _HOME = {
     **dict.fromkeys(
         ("DDPConfig", "Degrees", "FSDP2Config", "ParallelManager", "parallelize", "process_group"), "parallel"
     ),
+    "load_weights": "modeling.weights.load",
     "verify": "proof",
 }
 """Where a public name lives, if not in `tensor_parallel`."""

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from titanplans import modeling
 from titanplans.modeling import kernels
-from titanplans.modeling.weights.load import load_weights
+from titanplans import load_weights
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelManager
 
 FSDP2 = FSDP2Config()

@@ -104,6 +104,11 @@ BESIDE = {
     **{key: DDP for key in keys() if key.startswith("ddp.")},
     "ddp.static_graph": DDP | {"ddp.defer_grad_sync": False},
     "ddp.split_compiled_blocks": DDP | {"compile.enable": True},
+    "checkpoint.initial_load_in_hf": {
+        "checkpoint.enable": True,
+        "checkpoint.initial_load_path": "/somewhere",
+        "model.name": "gla",
+    },
     "checkpoint.initial_load_model_only": {
         "checkpoint.enable": True,
         "checkpoint.initial_load_path": "/somewhere",

@@ -4,6 +4,7 @@ Importing this imports torchtitan, so `titanplans.training.device.prepare_device
 documents the keys; `titanplans.training.resolve` gives unset ones their values.
 """
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from titanplans.training.optimizer import LRSchedulers
 from titanplans.training.trainer import Trainer
 from titanplans.training.validator import Validator
 
+_log = logging.getLogger(__name__)
+
 
 def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Config:
     """Return the config of a Trainer for `job`; `Trainer(trainer_config(job)).train()` runs it.
@@ -44,6 +47,11 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     name, flavor = resolve.model_name(job)
+    if (published := resolve.published_folder(job)) is not None:
+        _log.info(
+            f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
+            f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
+        )
     spread = strategy_of(job)
     return Trainer.Config(
         strategy=spread,

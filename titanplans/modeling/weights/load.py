@@ -100,10 +100,10 @@ def load_weights(model: PreTrainedModel, folder: str | os.PathLike[str], *, stri
         match.unexpected,
     )
     notes = [
-        f"; {len(names)} {what} ({_shown(names)})"
+        f"; {_count(names)} {what} ({_shown(names)})"
         for names, what in [
-            (loaded.missing, "tensors of the model are not in it, and keep their values"),
-            (loaded.unexpected, "tensors of it are not in the model"),
+            (loaded.missing, "of the model not in it, which keep their values"),
+            (loaded.unexpected, "of it not in the model"),
         ]
         if names
     ]
@@ -152,14 +152,14 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
                 tensors[source] = lazy
     missing = [name for name in expected if name not in tensors and name not in tied]
     kinds = [
-        ("that the model has are not in it", missing if strict else []),
-        ("of it are not in the model", unexpected if strict else []),
-        ("have another shape or type", wrong),
+        ("of the model not in it", missing if strict else []),
+        ("of it not in the model", unexpected if strict else []),
+        ("of another shape or type", wrong),
     ]
     if any(found for _, found in kinds):
         raise ModelError(
             f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: "
-            + "; ".join(f"{len(found)} tensors {what} ({_shown(found)})" for what, found in kinds if found)
+            + "; ".join(f"{_count(found)} {what} ({_shown(found)})" for what, found in kinds if found)
             + ". Name its own folder, or take the config.json that belongs to this one"
         )
     buffers = {name for name, _ in plain.named_buffers()} - expected.keys()
@@ -201,6 +201,10 @@ def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _kind(tensor: torch.Tensor | LazyTensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names):,} tensor{'s' if len(names) > 1 else ''}"
 
 
 def _shown(names: Sequence[str]) -> str:
