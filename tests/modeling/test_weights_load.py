@@ -9,9 +9,8 @@ import zoo
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from titanplans import modeling
+from titanplans import load_weights, modeling
 from titanplans.modeling import kernels
-from titanplans import load_weights
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelManager
 
 FSDP2 = FSDP2Config()

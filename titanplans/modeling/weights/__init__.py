@@ -3,6 +3,7 @@
     folder.py    which tensors are in which files of a folder, checked, and any part of one
     lazy.py      tensors that are read part by part, through torch's functions
     names.py     published names and those of the module tree, by transformers' own conversions
+    older.py     what older releases of flash-linear-attention have stored otherwise
     load.py      each rank's parts of a folder into its parts of a model
 
 Importing the package imports nothing.

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 
 from titanplans.modeling.own import is_own
 from titanplans.modeling.weights.lazy import LazyTensor
+from titanplans.modeling.weights.older import older_conversions
 
 
 def from_published(
@@ -46,6 +47,7 @@ def from_published(
         known = {name: tensor for name, tensor in published.items() if name in names}
         return known, [name for name in published if name not in names]
     conversions = get_model_conversion_mapping(model)
+    conversions += older_conversions(model.config.model_type, type(model).__module__, published)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
