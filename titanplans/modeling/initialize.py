@@ -20,7 +20,7 @@ from titanplans.tensor_parallel.shards import copy_shard
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
-def initialize(model: PreTrainedModel, *, seed: int, names: Collection[str] | None = None) -> None:
+def initialize(model: PreTrainedModel, *, seed: int, buffers: Collection[str] | None = None) -> None:
     """Give every parameter and buffer its initial value, in place, and tie again what the config ties.
 
     Call it after the model was parallelised and `model.to_empty(device=...)`. Values are those of the
@@ -33,26 +33,28 @@ def initialize(model: PreTrainedModel, *, seed: int, names: Collection[str] | No
         model: as `titanplans.modeling.build` made it; parameters are plain tensors or DTensors with any placements. It
             may lack modules (a pipeline stage) but not have others.
         seed: the same on every rank.
-        names: parameters and buffers to give values; None is all.
+        buffers: if given, these buffers alone get values, and parameters keep theirs.
 
     Raises:
         ModelError: a tensor is still on the meta device, is initialised neither by its module's
             constructor nor by `_init_weights`, or is not in the model that the config describes.
     """
     todo = named_tensors(model)
-    if names is not None:
-        todo = {name: tensor for name, tensor in todo.items() if name in names}
+    owners = None
+    if buffers is not None:
+        todo = {name: tensor for name, tensor in todo.items() if name in buffers}
+        paths = {name.rpartition(".")[0] for name in todo}
+        owners = [module for path, module in model.named_modules() if _without_wrappers(path) in paths]
         if not todo:
             return
-    reference = Reference(model, device=next(model.parameters()).device, seed=seed)
-    paths = {_without_wrappers(path) for path, _ in model.named_modules()}
+    reference = Reference(model, next(model.parameters()).device, seed, owners)
+    there = {_without_wrappers(path) for path, _ in model.named_modules()}
     for unit in reference.units():
-        if unit.path in paths and any(_is_of(name, unit) for name in todo):
+        if unit.path in there and (buffers is None or any(_is_of(name, unit) for name in todo)):
             for name, value in reference.values(unit).items():
                 if name in todo:
                     copy_shard(todo.pop(name), value, name=name)
-    if names is None:
-        tie(model, reference.tied)
+    tie(model, reference.tied)
     for name in todo.keys() - reference.tied.keys():
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")
 

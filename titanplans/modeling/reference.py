@@ -13,8 +13,8 @@ How the values get into a split model is `titanplans.modeling.initialize`.
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +49,28 @@ class Reference:
         model: the model to be initialised. Only its config and its classes are read.
         device: where values are drawn.
         seed: the values depend on it, on the config and on the kind of device; on nothing else.
+        buffers_of: if given, only the buffers of these modules of `model` get values, and nothing takes the memory of a
+            parameter.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, seed: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        seed: int,
+        buffers_of: Collection[nn.Module] | None = None,
+    ):
         self.device, self.seed = device, seed
-        names = set(model._no_split_modules or ())
-        layers = {cls for m in model.modules() for cls in type(m).__mro__ if cls.__name__ in names}
+        self._buffers_only = buffers_of is not None
+        if buffers_of is None:
+            names = set(model._no_split_modules or ())
+            kinds = {cls for m in model.modules() for cls in type(m).__mro__ if cls.__name__ in names}
+        else:
+            kinds = {
+                cls for module in buffers_of for cls in type(module).__mro__ if issubclass(cls, nn.Module)
+            }
+            kinds -= {nn.Module}
+            device = torch.device("meta")
         self._calls: dict[nn.Module, Callable[[], nn.Module]] = {}
         with self._seeded("constructor"), _constructing(device), ExitStack() as stack:
             if not is_own(
@@ -62,8 +78,8 @@ class Reference:
             ):  # whose modules write their parameters after they have registered them
                 stack.enter_context(_unwritten_to_meta())
             stack.enter_context(_without_init_weights())
-            for layer in layers:
-                stack.enter_context(_recorded(layer, self._calls))
+            for kind in kinds:
+                stack.enter_context(_recorded(kind, self._calls))
             self.model = construct(copy.deepcopy(model.config), device, torch.float32)
         self.tied: dict[str, str] = self.model.all_tied_weights_keys
         """Tied parameter -> the parameter it is tied to."""
@@ -101,7 +117,10 @@ class Reference:
                 members = {unit.path: unit.module}
             else:
                 own = {}
-                with _constructing(self.device):
+                with ExitStack() as stack:
+                    stack.enter_context(_constructing(self.device, fill=not self._buffers_only))
+                    if self._buffers_only:
+                        stack.enter_context(_to_meta(lambda parameter: True))
                     made = unit.make()
                 members = dict(reversed(list(made.named_modules(prefix=unit.path))))  # children first
             try:
@@ -136,7 +155,7 @@ class Reference:
         for path, module in members.items():
             for name, value in tensors(module).items():
                 full_name = join(path, name)
-                if full_name in self.tied:
+                if full_name in self.tied or (self._buffers_only and value.is_meta):
                     continue
                 if value.is_floating_point() and value.isnan().any():
                     raise ModelError(
@@ -157,8 +176,8 @@ class Reference:
 
 
 @contextmanager
-def _constructing(device: torch.device) -> Iterator[None]:
-    """For constructors: float32 on `device`, and memory that is not written yet reads as NaN.
+def _constructing(device: torch.device, *, fill: bool = True) -> Iterator[None]:
+    """For constructors: float32 on `device`, and memory that is not written yet reads as NaN, unless `fill` is False.
 
     The NaN are what torch offers against reading memory that nobody wrote: deterministic mode.
     """
@@ -166,15 +185,15 @@ def _constructing(device: torch.device) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = guard.fill_uninitialized_memory  # pyrefly: ignore[missing-attribute]  # of the module's class
+    filled = guard.fill_uninitialized_memory  # pyrefly: ignore[missing-attribute]  # of the module's class
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    guard.fill_uninitialized_memory = True  # pyrefly: ignore[missing-attribute]
+    guard.fill_uninitialized_memory = fill  # pyrefly: ignore[missing-attribute]
     try:
         with device:
             yield
     finally:
-        guard.fill_uninitialized_memory = fill  # pyrefly: ignore[missing-attribute]
+        guard.fill_uninitialized_memory = filled  # pyrefly: ignore[missing-attribute]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.set_default_dtype(dtype)
 
@@ -212,12 +231,17 @@ def _without_init_weights() -> Iterator[None]:
         PreTrainedModel.init_weights = original
 
 
-@contextmanager
-def _unwritten_to_meta() -> Iterator[None]:
+def _unwritten_to_meta() -> AbstractContextManager[None]:
     """A parameter that holds NaN when its module gets it moves to the meta device."""
+    return _to_meta(lambda parameter: bool(parameter.isnan().any()))
+
+
+@contextmanager
+def _to_meta(moves: Callable[[nn.Parameter], bool]) -> Iterator[None]:
+    """A parameter of which `moves` is true when its module gets it moves to the meta device."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or not parameter.isnan().any():
+        if parameter is None or parameter.is_meta or not moves(parameter):
             return parameter
         return _like(parameter, parameter.detach().to("meta"))
 

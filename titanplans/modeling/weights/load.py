@@ -90,7 +90,7 @@ def load_weights(model: PreTrainedModel, folder: str | os.PathLike[str], *, stri
             if name in targets:  # a stage of a pipeline has not all
                 copy_shard(targets[name], _as_tensor(lazy), name=name)
         _check_tied(targets, match, opened.path)
-    initialize(model, seed=0, names=match.buffers)
+    initialize(model, seed=0, buffers=match.buffers)
     tie(model, match.tied)
     loaded = Loaded(
         len(match.tensors),
