@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import Tiny
 from transformers import LlamaConfig
 
 from titanplans import modeling
@@ -27,6 +28,14 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True,
 )
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Own(Tiny):
+    """A model of nobody's library, whose config says nothing."""
+
+    def __init__(self):
+        super().__init__(tied=True)
+        del self.config
 
 
 def model(config=CONFIG):
@@ -299,3 +308,15 @@ def test_a_part_of_a_tensor_is_read_alone(single, values):
     part = folder.tensors["model.embed_tokens.weight"].narrow(0, 3, 4).narrow(1, 2, 5)
     assert torch.equal(part.read(), values["model.embed_tokens.weight"][3:7, 2:7])
     assert folder.bytes_read == 4 * 4 * 5
+
+
+def test_a_model_of_ones_own(tmp_path):
+    """Whose names are its own, in a folder that nobody's table knows."""
+    config = modeling.own_config(f"{__name__}:Own", {})
+    built = modeling.build(config).to_empty(device="cpu")
+    values = {name: torch.randn_like(value) for name, value in built.state_dict().items()}
+    tied = built.all_tied_weights_keys
+    save_file({name: value for name, value in values.items() if name not in tied}, tmp_path / SINGLE)
+    load_weights(built, tmp_path)
+    for name, value in built.state_dict().items():
+        assert torch.equal(value, values[tied.get(name, name)]), name

@@ -1,15 +1,18 @@
 """A Hugging Face folder in a split model: every tensor is that of `from_pretrained`, and each rank reads its parts alone."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 import worlds
 import zoo
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from titanplans import load_weights, modeling
+from titanplans.errors import ModelError
 from titanplans.modeling import kernels
 from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, ParallelManager
 
@@ -81,9 +84,13 @@ def load(folder, strategy, degrees):
 def in_two(rank, folders):
     kernels.install("cpu")
     found = {}
-    for name, folder in folders.items():
-        model, loaded, local = load(folder, FSDP2, Degrees(tp=2))
-        found[name] = differing(model, folder), loaded.bytes_read - local, loaded.bytes_read
+    for name in TWO:
+        model, loaded, local = load(folders[name], FSDP2, Degrees(tp=2))
+        found[name] = differing(model, folders[name]), loaded.bytes_read - local, loaded.bytes_read
+    try:
+        load(folders["two heads"], FSDP2, Degrees(tp=2))
+    except ModelError as error:
+        found["two heads"] = str(error)
     return found
 
 
@@ -101,6 +108,15 @@ def folders(tmp_path_factory):
     for name, options in TWO.items():
         paths[name] = str(tmp_path_factory.mktemp(name))
         zoo.build(name, dtype=torch.float32, **options).save_pretrained(paths[name], max_shard_size="100KB")
+    # A head that differs from the embedding in the last row, of which rank 0 of two has nothing.
+    paths["two heads"] = str(tmp_path_factory.mktemp("heads"))
+    model = zoo.build("qwen2", dtype=torch.float32, tie_word_embeddings=True)
+    model.save_pretrained(paths["two heads"])
+    file = Path(paths["two heads"]) / "model.safetensors"
+    values = load_file(file)
+    head = values["model.embed_tokens.weight"].clone()
+    head[-1] += 1
+    save_file(values | {"lm_head.weight": head}, file)
     return paths
 
 
@@ -126,9 +142,11 @@ def test_any_strategy_on_four_ranks(four, case):
     assert four[case] == ([], 0)
 
 
-def test_a_rank_of_two_reads_about_half(two, folders):
-    from pathlib import Path
+def test_all_ranks_refuse_a_head_that_differs_on_one(two):
+    assert "has lm_head.weight and model.embed_tokens.weight with other values" in two["two heads"]
 
+
+def test_a_rank_of_two_reads_about_half(two, folders):
     for name in ("transformer", "mixtral", "qwen2_moe"):
         whole = sum(file.stat().st_size for file in Path(folders[name]).glob("*.safetensors"))
         assert two[name][2] < 0.55 * whole, name

@@ -320,6 +320,11 @@ def _job_files(job: Any) -> Refusals:
             )
     if not c.initial_load_model_only and c.initial_load_path is None:
         yield "checkpoint.initial_load_model_only", "it needs checkpoint.initial_load_path"
+    if c.create_seed_checkpoint and (c.initial_load_path is not None or c.initial_load_in_hf):
+        yield (
+            "checkpoint.create_seed_checkpoint",
+            "it saves the weights that debug.seed draws, and nothing is loaded: leave out initial_load_path, or this",
+        )
     if c.initial_load_in_hf and not c.initial_load_model_only:
         yield "checkpoint.initial_load_model_only", "a Hugging Face folder holds weights alone: leave it out"
     if c.initial_load_in_hf and c.initial_load_path is None and job.model.hf_assets_path is None:

@@ -20,7 +20,7 @@ from titanplans.tensor_parallel.shards import copy_shard
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
-def initialize(model: PreTrainedModel, *, seed: int, buffers: Collection[str] | None = None) -> None:
+def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | None = None) -> None:
     """Give every parameter and buffer its initial value, in place, and tie again what the config ties.
 
     Call it after the model was parallelised and `model.to_empty(device=...)`. Values are those of the
@@ -33,7 +33,7 @@ def initialize(model: PreTrainedModel, *, seed: int, buffers: Collection[str] | 
         model: as `titanplans.modeling.build` made it; parameters are plain tensors or DTensors with any placements. It
             may lack modules (a pipeline stage) but not have others.
         seed: the same on every rank.
-        buffers: if given, these buffers alone get values, and parameters keep theirs.
+        only: if given, these buffers alone get values, and parameters keep theirs.
 
     Raises:
         ModelError: a tensor is still on the meta device, is initialised neither by its module's
@@ -41,8 +41,8 @@ def initialize(model: PreTrainedModel, *, seed: int, buffers: Collection[str] | 
     """
     todo = named_tensors(model)
     owners = None
-    if buffers is not None:
-        todo = {name: tensor for name, tensor in todo.items() if name in buffers}
+    if only is not None:
+        todo = {name: tensor for name, tensor in todo.items() if name in only}
         paths = {name.rpartition(".")[0] for name in todo}
         owners = [module for path, module in model.named_modules() if _without_wrappers(path) in paths]
         if not todo:
@@ -50,7 +50,7 @@ def initialize(model: PreTrainedModel, *, seed: int, buffers: Collection[str] | 
     reference = Reference(model, next(model.parameters()).device, seed, owners)
     there = {_without_wrappers(path) for path, _ in model.named_modules()}
     for unit in reference.units():
-        if unit.path in there and (buffers is None or any(_is_of(name, unit) for name in todo)):
+        if unit.path in there and (only is None or any(_is_of(name, unit) for name in todo)):
             for name, value in reference.values(unit).items():
                 if name in todo:
                     copy_shard(todo.pop(name), value, name=name)

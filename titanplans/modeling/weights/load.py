@@ -55,13 +55,13 @@ class Match(NamedTuple):
     """What the folder holds of tied weights beside that."""
     tied: dict[str, str]
     """Tied parameter -> the one that it is tied to."""
-    buffers: set[str]
-    """Buffers that no folder holds."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
-def load_weights(model: PreTrainedModel, folder: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
+def load_weights(
+    model: PreTrainedModel, folder: str | os.PathLike[str], *, strict: bool = True, seed: int = 0
+) -> Loaded:
     """Give a model the weights of a Hugging Face folder, in place; every rank calls it, and reads its parts alone.
 
     It takes the place of `titanplans.modeling.initialize`: call it after the model was parallelised and given memory
@@ -73,6 +73,7 @@ def load_weights(model: PreTrainedModel, folder: str | os.PathLike[str], *, stri
         folder: safetensors with transformers' published names: one file, or an index of many.
         strict: whether it is an error that the folder lacks a tensor of the model or holds one more. If not, what it lacks
             keeps its value.
+        seed: of what no folder holds, such as adapters; the same on every rank.
 
     Returns:
         What was read, and what was not.
@@ -90,7 +91,8 @@ def load_weights(model: PreTrainedModel, folder: str | os.PathLike[str], *, stri
             if name in targets:  # a stage of a pipeline has not all
                 copy_shard(targets[name], _as_tensor(lazy), name=name)
         _check_tied(targets, match, opened.path)
-    initialize(model, seed=0, buffers=match.buffers)
+    more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing)
+    initialize(model, seed=seed, only=more)  # buffers that no folder holds, and adapters
     tie(model, match.tied)
     loaded = Loaded(
         len(match.tensors),
@@ -162,8 +164,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
             + "; ".join(f"{_count(found)} {what} ({_shown(found)})" for what, found in kinds if found)
             + ". Name its own folder, or take the config.json that belongs to this one"
         )
-    buffers = {name for name, _ in plain.named_buffers()} - expected.keys()
-    return Match(tensors, again, tied, buffers, tuple(missing), tuple(unexpected))
+    return Match(tensors, again, tied, tuple(missing), tuple(unexpected))
 
 
 def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathLike[str]) -> None:

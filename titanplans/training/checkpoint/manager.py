@@ -97,7 +97,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         checkpoint = Path(checkpoint_id)
         if from_hf:
             (part,) = self.states[MODEL].model
-            load_weights(part.lm, checkpoint)
+            load_weights(part.lm, checkpoint, seed=torch.initial_seed())
             return
         own = checkpoint.parent == self.path
         if (checkpoint / CARD).is_file():
