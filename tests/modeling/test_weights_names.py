@@ -89,3 +89,35 @@ def test_a_part_that_is_missing_is_told(tmp_path):
         ModelError, match=r"1 tensor of the model not in it \(model\.layers\.1\.mlp\.up_proj\.weight\)"
     ):
         load_weights(modeling.build(model.config).to_empty(device="cpu"), tmp_path)
+
+
+def mixtral(folder, change):
+    """Write a mixture in the hub's form after `change`; return why it is refused."""
+    model = zoo.build("mixtral", dtype=torch.float32)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    experts(state)
+    change(state)
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_weights(modeling.build(model.config).to_empty(device="cpu"), folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_experts_that_are_missing_or_do_not_fit(tmp_path):
+    block = "model.layers.0.block_sparse_moe.experts"
+    said = mixtral(tmp_path, lambda state: state.pop(f"{block}.2.w3.weight"))
+    assert f"{block}.0.w3.weight ... {block}.3.w3.weight has the shape (3, 48, 64)" in said
+    assert f"{block}.0.w1.weight ... {block}.3.w1.weight (4, 48, 64)" in said
+    said = mixtral(tmp_path, lambda state: state.pop(f"{block}.3.w2.weight"))
+    assert "model.layers.0.mlp.experts.down_proj is (3, 64, 48) of float32" in said
+    assert "expected (4, 64, 48) of float32" in said
+    said = mixtral(tmp_path, lambda state: state.update({f"{block}.1.w2.weight": torch.zeros(3, 3)}))
+    assert f"{block}.1.w2.weight has the shape (3, 3) and {block}.0.w2.weight (64, 48)" in said
+
+
+def test_two_names_for_one_tensor(tmp_path):
+    said = mixtral(
+        tmp_path, lambda state: state.update({"model.layers.0.mlp.gate.weight": torch.zeros(4, 64)})
+    )
+    assert "are both model.layers.0.mlp.gate.weight of this model: which one holds?" in said

@@ -26,10 +26,10 @@ class Model(PlanOption):
     section: ClassVar[str] = "model"
 
     name: Name | None = None
-    """Architecture, such as "gla" or "transformer"; unset, and no config: "gla"."""
+    """Architecture, such as "gla" or "transformer"; unset, and no config or Hugging Face folder: "gla"."""
 
     flavor: Name | None = None
-    """Size, such as "debug" or "1.3B"; unset, and no config: "debug"."""
+    """Size, such as "debug" or "1.3B"; unset, and no config or Hugging Face folder: "debug"."""
 
     config: FilePath | None = None
     """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
@@ -41,7 +41,7 @@ class Model(PlanOption):
     """Keywords of its constructor."""
 
     hf_assets_path: FilePath | None = None
-    """Folder with the tokenizer.json; unset: the small tokenizer that comes with titanplans."""
+    """Folder with the tokenizer.json; unset: the folder of initial_load_in_hf, or titanplans' own small tokenizer."""
 
 
 class DataLoader(Options):

@@ -81,8 +81,10 @@ class LazyTensor:
         return LazyTensor(self.name, [self.shape[dim] for dim in order], self.dtype, fetch)
 
     def squeeze(self, dim: int) -> "LazyTensor":
-        """As torch's, of one dimension, whose size is 1."""
+        """As torch's, of one dimension."""
         dim = dim % self.ndim
+        if self.shape[dim] != 1:
+            return self
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         return LazyTensor(
             self.name,
@@ -119,12 +121,10 @@ class LazyTensor:
 
 def _stacked(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     first = tensors[0]
+    dim = dim % (first.ndim + 1)
     for other in tensors:
         if other.shape != first.shape:
-            raise ModelError(
-                f"{other.name} has the shape {tuple(other.shape)} and {first.name} {tuple(first.shape)}, and both are "
-                "parts of one tensor here: the folder is incomplete or damaged"
-            )
+            raise _dont_fit(first, other)
     shape = (*first.shape[:dim], len(tensors), *first.shape[dim:])
 
     def fetch(box: Box) -> torch.Tensor:
@@ -139,13 +139,11 @@ def _stacked(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
 def _concatenated(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     first = tensors[0]
+    dim = dim % first.ndim
     sizes = [tensor.shape[dim] for tensor in tensors]
     for other in tensors:
         if (*other.shape[:dim], *other.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
-            raise ModelError(
-                f"{other.name} has the shape {tuple(other.shape)} and {first.name} {tuple(first.shape)}, and both are "
-                "parts of one tensor here: the folder is incomplete or damaged"
-            )
+            raise _dont_fit(first, other)
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
 
     def fetch(box: Box) -> torch.Tensor:
@@ -188,6 +186,13 @@ def _whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if isinstance(shapes, list | tuple):
         return type(shapes)(result(operator.itemgetter(index)) for index in range(len(shapes)))
     return shapes
+
+
+def _dont_fit(first: LazyTensor, other: LazyTensor) -> ModelError:
+    return ModelError(
+        f"{other.name} has the shape {tuple(other.shape)} and {first.name} {tuple(first.shape)}, and they are parts of one "
+        "tensor of the model: the folder is incomplete or damaged"
+    )
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

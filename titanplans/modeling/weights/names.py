@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from titanplans.errors import ModelError
 from titanplans.modeling.own import is_own
 from titanplans.modeling.weights.lazy import LazyTensor
 from titanplans.modeling.weights.older import older_conversions
@@ -40,7 +41,7 @@ def from_published(
         the folder has it. Published names for which the model has no place, but for those that its class says to ignore.
 
     Raises:
-        ModelError: tensors that are parts of one don't fit together.
+        ModelError: tensors that are parts of one don't fit together, or two are one of the model.
     """
     names: dict[str, Any] = model.state_dict()
     if is_own(model.config):
@@ -55,6 +56,15 @@ def from_published(
     tensors: dict[str, LazyTensor] = {}
     collected: dict[str, WeightConverter] = {}
     unexpected = []
+
+    def add(target: str, tensor: LazyTensor) -> None:
+        if target in tensors:
+            raise ModelError(
+                f"{tensors[target].name} and {tensor.name} are both {target} of this model: which one holds? Remove one "
+                "from the folder"
+            )
+        tensors[target] = tensor
+
     for name in sorted(published, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:  # it was renamed though it is right
@@ -62,14 +72,14 @@ def from_published(
         if target not in names:
             unexpected.append(name)
         elif pattern is None:
-            tensors[target] = published[name]
+            add(target, published[name])
         else:
             converter = collected.setdefault(target, copy.deepcopy(by_pattern[pattern]))
             converter.add_tensor(target, name, pattern, published[name])  # pyrefly: ignore[bad-argument-type]
     for target, converter in collected.items():
         converted: dict[str, Any] = converter.convert(target, model=model, config=model.config)
         for name, made in converted.items():
-            tensors[name] = made[0] if isinstance(made, list) else made
+            add(name, made[0] if isinstance(made, list) else made)
     ignored = _ignored(model)
     return tensors, [name for name in unexpected if not any(re.search(each, name) for each in ignored)]
 
