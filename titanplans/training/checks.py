@@ -18,6 +18,7 @@ from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
 from titanplans.config.values import show
 from titanplans.modeling import kernels
+from titanplans.modeling.own import is_own
 from titanplans.modeling.weights.folder import open_folder
 from titanplans.modeling.weights.load import match_folder
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
@@ -207,7 +208,7 @@ def check_published(folder: str, model: PreTrainedModel) -> None:
         ConfigError: its config.json says otherwise than the job.
         ModelError: with the names, shapes and dtypes that differ.
     """
-    if os.path.exists(os.path.join(folder, "config.json")):
+    if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
         if differing := changes(_weighty(theirs), _weighty(ours)):
             raise ConfigError(
