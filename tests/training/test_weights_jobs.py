@@ -34,7 +34,7 @@ def publish(config: Path, folder: Path) -> None:
 
 
 def starts(rank: int, folder: Path) -> dict:
-    """What a job on two ranks holds before its first step, and the losses of it, of its prolongation and of one more."""
+    """What a job on two ranks holds before its first step, and the losses of it and of its prolongation."""
     found = {}
     published = folder / "published"
     start = (f"--checkpoint.initial_load_path={published}", "--checkpoint.initial_load_in_hf")
@@ -54,14 +54,6 @@ def starts(rank: int, folder: Path) -> dict:
     logging.getLogger().setLevel(logging.INFO)
     found["prolonged"] = train(*job, "--training.steps=6")[0].losses()
     found["said"] = list(said.lines)
-    ddp = (
-        "--parallelism.data_parallel_strategy=ddp",
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--training.local_batch_size=2",
-    )
-    found["ddp"] = train(folder, "dense", "ddp", *ddp, "--checkpoint.enable", *start, "--training.steps=4")[
-        0
-    ].losses()
     return found
 
 
@@ -87,10 +79,6 @@ def test_resuming_beats_starting_anew(started):
     assert list(started["losses"]) == [1, 2, 3, 4]
     assert list(started["prolonged"]) == [5, 6]
     assert not any("read 20 tensors" in line for line in started["said"])
-
-
-def test_data_parallel_copies_start_with_them_too(started):
-    assert started["ddp"][1] == pytest.approx(started["losses"][1], rel=1e-5)
 
 
 # ---------------------------------------------------------------- by the command line
