@@ -11,5 +11,7 @@ from .transformer import TransformerPlan
 class BitNetPlan(TransformerPlan):
     """Each of its projections is rounded by the mean of the whole weight, and `o_proj` by the greatest of all heads."""
 
+    head_names = ()
+
     def attn_plan(self, attn: nn.Module) -> Plan:
         return self.whole(attn)

@@ -245,12 +245,15 @@ def test_float32_where_asked(command):
     assert "2 sequences of 5 tokens" in out
 
 
-def test_list_names_plans_model_types_and_mixers(command):
+def test_list_names_plans_model_types_mixers_and_what_these_are_split_by(command):
     status, out, _ = command("list")
     assert status == 0
     (row,) = [line.split() for line in out.splitlines() if "GLAPlan" in line]
-    assert row == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention"]
+    assert row == ["titanplans.plans.fla.gla:GLAPlan", "gla", "fla.layers.gla.GatedLinearAttention", "heads"]
     assert "llama, mistral" in out
+    by = {line.split()[0].rpartition(":")[2]: line.split()[-1] for line in out.splitlines()[1:-1]}
+    assert by["HGRNPlan"] == "input_dim"  # channels
+    assert [name for name, what in by.items() if what == "nothing"] == ["BitNetPlan"]  # whole on every rank
 
 
 def test_list_says_what_is_split_of_a_model_type(command):

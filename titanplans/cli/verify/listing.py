@@ -25,7 +25,7 @@ _WORDS: Mapping[str, tuple[type, ...]] = {
 
 
 def listing(model_types: Sequence[str] = ()) -> str:
-    """Return a table of the registered plans: class, module, model types, token mixers.
+    """Return a table of the registered plans: class, module, model types, token mixers, and what these are split by.
 
     Args:
         model_types: only their plans, and what of each mixer these split.
@@ -37,11 +37,12 @@ def listing(model_types: Sequence[str] = ()) -> str:
     for column, table in enumerate((registered_plans(), registered_mixers())):
         for name, plan in table.items():
             by_plan.setdefault(plan, ([], []))[column].append(name)
-    rows = [("plan", "model types", "token mixers")]
+    rows = [("plan", "model types", "token mixers", "split by")]
     for plan, (types, mixers) in by_plan.items():
         if not model_types or not set(types).isdisjoint(model_types):
             place = f"{plan.__module__}:{plan.__qualname__}"
-            rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-"))
+            by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
+            rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
     said = [f"{name}: each rank has its part of {_of_debug_flavor(name)}" for name in model_types]
     more = [] if model_types else ["titanplans list MODEL_TYPE ...: what each rank has its part of"]
     return "\n".join([*columns(rows), *said, *(f"not loaded: {fault}" for fault in faulty_plans()), *more])
