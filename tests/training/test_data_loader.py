@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from titanplans.config.sections.model import Chat
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
 from titanplans.training.data import check_checkpoint
@@ -28,6 +29,17 @@ from titanplans.training.data.vocabulary import default_tokenizer_path
 # inside a document.
 TEXTS = [f"def f{i}(x):\n" + f"    return x + {i}\n" * (1 + 7 * i % 5) for i in range(30)]
 SEQ_LEN, BATCH = 16, 2
+# Conversations of at most 17 tokens, of which some fit two into a window, and one too long.
+CHATS = [
+    [{"role": "user", "content": f"f{i}" * (1 + i % 3)}, {"role": "assistant", "content": f"x + {i}"}]
+    for i in range(30)
+]
+CHATS.insert(3, [{"role": "user", "content": "a very long one " * 8}, {"role": "assistant", "content": "x"}])
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +49,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """The same 30 documents as text files, as rows, and as a streamed data set of four files."""
+    """The same 30 documents as text files, as rows, and as a streamed data set of four files; conversations likewise."""
     import datasets
 
     root = tmp_path_factory.mktemp("corpora")
@@ -49,9 +61,20 @@ def corpora(tmp_path_factory):
     (root / "rows.jsonl").write_text("".join(rows))
     for i in range(4):
         (root / "stream" / f"train-{i}.jsonl").write_text("".join(rows[i::4]))
+    (root / "chats").mkdir()
+    chats = [json.dumps({"messages": messages}) + "\n" for messages in CHATS]
+    (root / "chats.jsonl").write_text("".join(chats))
+    for i in range(4):
+        (root / "chats" / f"train-{i}.jsonl").write_text("".join(chats[i::4]))
+    (root / "chat.jinja").write_text(TEMPLATE)
+    chat = Chat(enable=True, chat_template=str(root / "chat.jinja"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "cache")
         yield {
+            "chats": TextDataLoader.Config(
+                dataset="local", dataset_path=str(root / "chats.jsonl"), split="all", chat=chat
+            ),
+            "streamed chats": TextDataLoader.Config(dataset=str(root / "chats"), chat=chat),
             "text": TextDataLoader.Config(dataset="local", dataset_path=str(root / "text"), split="all"),
             "rows": TextDataLoader.Config(
                 dataset="local", dataset_path=str(root / "rows.jsonl"), split="all"
@@ -193,7 +216,7 @@ def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(bu
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib"])
+@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib", "chats", "streamed chats"])
 def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
     config = replace(corpora[name], num_workers=workers)
     place = {"dp_rank": 1, "dp_world_size": 2}
@@ -228,7 +251,7 @@ def test_a_state_survives_a_checkpoint_file(build, corpora, tmp_path):
     assert flat(islice(second, 4)) == expected
 
 
-@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib"])
+@pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib", "chats", "streamed chats"])
 def test_another_number_of_ranks_and_workers_goes_on_with_the_same_global_batches(build, corpora, name):
     config = replace(corpora[name], global_batch_size=12)
 
@@ -269,9 +292,9 @@ def test_a_place_within_a_step_is_the_steps_beginning(build, corpora):
     assert flat(islice(second, 3)) == expected[3:]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_pass_ends_where_the_first_would_have(build, corpora, workers):
-    config = replace(corpora["text"], infinite=False, num_workers=workers)
+@pytest.mark.parametrize(("name", "workers"), [("text", 0), ("text", 2), ("chats", 0)])
+def test_a_resumed_pass_ends_where_the_first_would_have(build, corpora, name, workers):
+    config = replace(corpora[name], infinite=False, num_workers=workers)
     place = {"dp_rank": 2, "dp_world_size": 3}
     expected = flat(build(config, **place))
     assert IGNORE_INDEX in chain.from_iterable(expected[-1][2]), "this rank's last batch is filled up"

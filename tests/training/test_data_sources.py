@@ -110,7 +110,7 @@ def test_pieces_of_a_file_put_together_are_the_file(tmp_path_factory, parts):
     file = tmp_path_factory.mktemp("pieces") / "a.txt"
     file.write_bytes(text.encode())
     pieces = TextFiles(file.parent, [file], "all", piece_bytes=32)
-    texts = [pieces.text(i) for i in range(len(pieces))]
+    texts = [pieces.document(i) for i in range(len(pieces))]
     assert "".join(texts) == text
     assert all(len(piece.encode()) <= 2 * 32 for piece in texts)
     if max(map(len, text.encode().split(b"\n"))) < 32:  # no line is longer than a piece
@@ -295,7 +295,7 @@ def test_long_rows_are_cut_and_their_pieces_stay_on_one_side_of_the_split(corpus
         assert sum(map(len, by_split["validation"])) == len(texts[0])
         assert all("word0" in text for text in by_split["validation"])
         corpus_of = open_source("local", str(file), split="all")._corpus
-        pieces = [corpus_of.text(i) for i in range(len(corpus_of))]
+        pieces = [corpus_of.document(i) for i in range(len(corpus_of))]
         assert "".join(pieces) == "".join(texts)
         assert sorted(by_split["train"] + by_split["validation"]) == sorted(pieces)
     assert max(len(piece.encode()) for piece in pieces) <= 2 * PIECE_BYTES

@@ -266,6 +266,16 @@ def _job_batches(job: Any) -> Refusals:
             f"times training.seq_len = {t.seq_len} is {tokens} tokens, and float8 multiplies over multiples of 16: "
             f"{near_multiples(tokens, 16)} would work",
         )
+    yield from _needs(
+        job, "training.chat.enable", (True,), *(f"training.chat.{name}" for name in _fields(type(t.chat)))
+    )
+    if t.chat.enable and t.text_column != "text":
+        yield (
+            "training.text_column",
+            "training.chat reads conversations: name training.chat.messages_column, and leave this out",
+        )
+    if t.chat.enable and job.validation.text_column is not None:
+        yield "validation.text_column", "training.chat reads conversations here, too: leave this out"
     for loader in ("training.dataloader", "validation.dataloader"):
         for key in ("persistent_workers", "prefetch_factor"):
             if _get(job, f"{loader}.{key}") and _get(job, f"{loader}.num_workers") == 0:

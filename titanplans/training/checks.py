@@ -5,6 +5,7 @@ Each rank can decide this alone, so all ranks refuse alike. Contradictions withi
 """
 
 import importlib.util
+import logging
 import os
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +29,7 @@ from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
 from titanplans.torchrun import restarted
-from titanplans.training import resolve
+from titanplans.training import documents, resolve
 from titanplans.training.checkpoint.match import (
     changes,
     check_saved,
@@ -37,12 +38,13 @@ from titanplans.training.checkpoint.match import (
     own_folder,
     to_resume,
 )
+from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer
 from titanplans.training.data import check_checkpoint as check_data_position
-from titanplans.training.data import check_dataset, check_tokenizer
 from titanplans.training.memory import check_memory
 from titanplans.training.outputs import check_outputs
 
 _INITIAL = "checkpoint.initial_load_path"
+_log = logging.getLogger(__name__)
 
 
 def check_job(job: JobConfig, world_size: int) -> None:
@@ -79,6 +81,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
             f"{' '.join(resolve.model_name(job))} has vocab_size = {vocab_size}; take the tokenizer that belongs to the "
             "model, or raise vocab_size in a model.config file"
         )
+    documents.check_documents(job, config)
     check_memory(job, model, world_size, device_type)
     check_parallelism(job, model)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
@@ -126,18 +129,24 @@ def check_data(job: JobConfig) -> int:
     """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
     tokenizer = resolve.tokenizer_path(job)
     tokens = check_tokenizer(tokenizer)
+    rows = job.training.chat
     wanted = [resolve.training_data(job)]
     if job.validation.enable:
         wanted.append(resolve.validation_data(job))
     for data in wanted:
-        check_dataset(
+        chat = ChatFormat(rows, tokenizer, data.seq_len) if rows.enable else None
+        said = check_dataset(
             data.dataset,
             data.dataset_path,
             split=data.split,
             text_column=data.text_column,
             tokenizer_path=tokenizer,
             seq_len=data.seq_len,
+            chat=chat,
         )
+        if said is not None:
+            _log.info(said)
+        tokens = max(tokens, chat.vocabulary if chat else 0)
     return tokens
 
 

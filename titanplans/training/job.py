@@ -19,7 +19,7 @@ from titanplans.config.options import without_none
 from titanplans.config.sections.model import DataLoader
 from titanplans.config.translate import flatten
 from titanplans.torchrun import restarted
-from titanplans.training import resolve
+from titanplans.training import documents, resolve
 from titanplans.training.checkpoint.manager import CheckpointManager
 from titanplans.training.checkpoint.match import model_card
 from titanplans.training.data.loader import TextDataLoader
@@ -52,12 +52,14 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
             f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
             f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
         )
-    spread = strategy_of(job)
+    spread, config = strategy_of(job), resolve.hf_config(job)
     return Trainer.Config(
         strategy=spread,
         skip_nan_inf=job.training.skip_nan_inf,
         skip_nan_inf_limit=job.training.skip_nan_inf_limit,
-        model_spec=model_spec(resolve.hf_config(job), name=name, flavor=flavor, strategy=spread),
+        model_spec=model_spec(
+            config, name=name, flavor=flavor, strategy=spread, documents=documents.keyword(job, config)
+        ),
         hf_assets_path=resolve.tokenizer_path(job),
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
@@ -91,6 +93,7 @@ def _dataloader(
         dataset_path=data.dataset_path,
         split=data.split,
         text_column=data.text_column,
+        chat=job.training.chat if job.training.chat.enable else None,
         infinite=infinite,
         # The order of the documents must not be drawn anew when a job resumes.
         seed=job.debug.seed or 0,

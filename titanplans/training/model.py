@@ -23,6 +23,7 @@ from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
 from titanplans.tensor_parallel.loss import added_loss
+from titanplans.training import documents
 
 
 class LanguageModel(BaseModel):
@@ -40,6 +41,9 @@ class LanguageModel(BaseModel):
 
         hf_config: PretrainedConfig
         """The architecture. `modeling.load_config` and `modeling.load_config_file` make one."""
+
+        documents: str | None = None
+        """The keyword by which the model keeps the documents of a sequence apart; None: it runs across their borders."""
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Nothing to take over: the architecture does not depend on the job."""
@@ -60,17 +64,22 @@ class LanguageModel(BaseModel):
         lm = modeling.build(config.hf_config)
         # Not an attribute in PyTorch's sense: registered as a child, `lm` would prefix every name.
         self.__dict__["lm"] = lm
+        self._documents = config.documents
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[table] = lm.__dict__[table]
 
     def forward(self, tokens_BL: torch.Tensor, *, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
 
-        `positions`, which torchtitan's text loader computes to mark the documents packed into one
-        sequence, is dropped: attention and recurrent states run across document boundaries, and a
-        token's position is its place in the sequence.
+        `positions`, which count from the beginning of each document packed into a sequence, are dropped unless the model is
+        to keep the documents apart: else attention and recurrent states run across their borders, and a token's position
+        is its place in the sequence. By `cu_seqlens` the logits are `[1, B * L, V]`, in the same order.
         """
-        output = self.lm(input_ids=tokens_BL, use_cache=False)
+        inputs: dict[str, torch.Tensor] = {"input_ids": tokens_BL}
+        if self._documents is not None:
+            assert positions is not None
+            inputs = documents.inputs(tokens_BL, positions, self._documents)
+        output = self.lm(**inputs, use_cache=False)
         self.added = added_loss(self.lm, output)
         if self.added is None and getattr(self.lm.config, "output_router_logits", False):
             raise ModelError(
@@ -121,13 +130,19 @@ class LanguageModel(BaseModel):
 
 
 def model_spec(
-    config: PretrainedConfig, *, name: str, flavor: str, strategy: FSDP2Config | DDPConfig
+    config: PretrainedConfig,
+    *,
+    name: str,
+    flavor: str,
+    strategy: FSDP2Config | DDPConfig,
+    documents: str | None = None,
 ) -> ModelSpec:
     """Return the model spec for torchtitan's trainer.
 
     Args:
         config: the architecture.
         name, flavor: for the log.
+        documents: see `LanguageModel.Config`.
         strategy: how the model is parallelised. torchtitan's own configs, which the trainer passes too, are not read.
     """
 
@@ -146,7 +161,7 @@ def model_spec(
     return ModelSpec(
         name=name,
         flavor=flavor,
-        model=LanguageModel.Config(hf_config=config),
+        model=LanguageModel.Config(hf_config=config, documents=documents),
         parallelize_fn=parallelize_language_model,
         pipelining_fn=None,
         post_optimizer_build_fn=None,

@@ -1,4 +1,4 @@
-"""What is trained and on what: [model], [training], [training.dataloader], [validation]."""
+"""What is trained and on what: [model], [training], [training.dataloader], [training.chat], [validation]."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -62,6 +62,43 @@ class DataLoader(Options):
     """Batches that each worker prepares in advance; needs num_workers above 0; unset: torch's choice."""
 
 
+class Chat(Options):
+    """Conversations instead of text: written out by a chat template, and only what the assistant says counts in the loss.
+
+    Holds for validation, too.
+    """
+
+    section: ClassVar[str] = "chat"
+    of_bool: ClassVar = {True: {"enable": True}, False: {}}
+
+    enable: bool = False
+    """Read rows of messages, or of a prompt and its completion, instead of text."""
+
+    messages_column: Name = "messages"
+    """Column or field that holds a conversation, a list of {role, content}."""
+
+    prompt_column: Name = "prompt"
+    """Column or field that holds a prompt, a text or a list of messages, in rows without messages_column."""
+
+    completion_column: Name = "completion"
+    """Column or field that holds what the assistant answers to the prompt, a text or a list of messages."""
+
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What counts in the loss: "assistant" what the assistant says, "last" its last answer alone, "all" every token."""
+
+    chat_template: FilePath | None = None
+    """Jinja file with the chat template; unset: the tokenizer's own."""
+
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Variables for the template, such as enable_thinking or date_string."""
+
+    truncation: Literal["drop", "left", "right", "error"] = "drop"
+    """A conversation longer than seq_len is left out ("drop"), cut on the "left" or "right", or ends the job ("error")."""
+
+    packing: bool = True
+    """Several whole conversations in a sequence, which do not see each other; false: one, filled up."""
+
+
 class Batches(Options):
     """The data, and what a step is."""
 
@@ -117,6 +154,8 @@ class Training(MixedPrecision, Autocast, Offload, Batches):
     """Collect at every step and look for reference cycles that hold tensors; slow."""
 
     dataloader: DataLoader = DataLoader()
+
+    chat: Chat = Chat()
 
 
 class Validation(Options):

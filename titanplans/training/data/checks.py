@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanplans.errors import DataError
+from titanplans.training.data.chat import ChatFormat
 from titanplans.training.data.sources import open_source
 from titanplans.training.data.vocabulary import load_tokenizer
 from titanplans.training.reading import refusing
@@ -25,8 +26,9 @@ def check_dataset(
     text_column: str = "text",
     tokenizer_path: str | None = None,
     seq_len: int | None = None,
-) -> None:
-    """Refuse a data set that the loader could not use.
+    chat: ChatFormat | None = None,
+) -> str | None:
+    """Refuse a data set that the loader could not use; of conversations return in words how many are read.
 
     Args:
         dataset: this and the next three as for `titanplans.training.data.sources.open_source`.
@@ -35,14 +37,17 @@ def check_dataset(
         text_column: see there.
         tokenizer_path: with `seq_len`, also asks whether the data hold one sequence of that length.
         seq_len: tokens in a sequence.
+        chat: reads rows as conversations, one of which is enough.
 
     Raises:
         DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable
             rows, a data set that the hub doesn't have, or too few tokens for one sequence.
     """
-    source = open_source(dataset, dataset_path, split=split, text_column=text_column)
+    source = open_source(dataset, dataset_path, split=split, text_column=text_column, chat=chat)
+    if chat is not None:
+        return source.summary
     if tokenizer_path is None or seq_len is None:
-        return
+        return None
     tokenizer, found = load_tokenizer(tokenizer_path), 0
     for _, text in source.documents(0, 0, 1, None):
         with refusing(
@@ -50,7 +55,7 @@ def check_dataset(
         ):
             found += len(tokenizer.encode(text).ids)
         if found > seq_len:
-            return
+            return None
     raise DataError(
         f"seq_len = {seq_len}: dataset = {dataset_path or dataset!r} holds {found} tokens for dataset_split = {split!r}, "
         f"too few for one sequence of {seq_len} + 1; give more text or a smaller seq_len"

@@ -5,6 +5,7 @@ No token is ever saved: whoever goes on tokenises the document that a stream sto
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titanplans.errors import DataError
-from titanplans.training.data.packing import Window, pack
+from titanplans.training.data.chat import ChatFormat, Tokens
+from titanplans.training.data.packing import Window, pack, pack_conversations
 from titanplans.training.data.sources import Source
 from titanplans.training.data.streams import Cursor, Place, Share
 from titanplans.training.reading import refusing
@@ -39,6 +41,7 @@ class PackedText(IterableDataset):
         seq_len: tokens in a sequence.
         share: this rank's.
         start: where the next `iter` begins.
+        chat: the documents are conversations.
         infinite: go on with the next epoch for ever; else end after one pass over one stream, in which every token is
             predicted once on one rank, and the last global batch is filled up with ignored labels.
     """
@@ -51,10 +54,11 @@ class PackedText(IterableDataset):
         share: Share,
         start: Place,
         *,
+        chat: ChatFormat | None = None,
         infinite: bool,
     ) -> None:
         self._source, self._tokenizer, self._seq_len, self._share = source, tokenizer, seq_len, share
-        self._infinite = infinite
+        self._chat, self._infinite = chat, infinite
         self.beginning = self.start = start
 
     def __iter__(self) -> Iterator[Batch | DataError]:
@@ -87,31 +91,35 @@ class PackedText(IterableDataset):
     def _reader(self, stream: int, start: Place) -> "_Reader":
         cursor = start.cursors.get(stream, Cursor())
         documents = self._documents(stream, start.streams.count, cursor)
-        return _Reader(pack(documents, self._seq_len, cursor.offset), cursor)
+        # Of conversations, which are not cut, the offset says whether the first is the stream's next.
+        cut: Any = partial(pack_conversations, packing=self._chat.packing) if self._chat else pack
+        return _Reader(cut(documents, self._seq_len, cursor.offset), cursor)
 
     def _documents(
         self, stream: int, streams: int, start: Cursor
-    ) -> Iterator[tuple[tuple[int, Any], np.ndarray]]:
+    ) -> Iterator[tuple[tuple[int, Any], np.ndarray | Tokens]]:
         """Documents of all epochs from `start` on, each with (epoch, position) and its tokens."""
         epoch, document = start.epoch, start.document
         while True:
             total = 0
             for position, text in self._source.documents(epoch, stream, streams, document):
-                with refusing(
-                    f"{self._source.identity['dataset']}: the tokenizer can't read it", "give another"
-                ):
-                    ids = self._tokenizer.encode(text, add_bos=True, add_eos=True)
-                tokens = np.asarray(ids, dtype=np.int32)
+                tokens = text if self._chat else self._encode(text)
                 total += len(tokens)
                 yield (epoch, position), tokens
             if not self._infinite:
                 return
             if total == 0 and document is None:
+                what = self._chat.what_is_left_out() if self._chat else "no text"
                 raise DataError(
-                    f"dataset = {self._source.identity['dataset']!r}: holds no text for stream {stream} of {streams}; give "
+                    f"dataset = {self._source.identity['dataset']!r}: holds {what} for stream {stream} of {streams}; give "
                     "more documents, or train on fewer ranks with fewer num_workers"
                 )
             epoch, document = epoch + 1, None
+
+    def _encode(self, text: str) -> np.ndarray:
+        with refusing(f"{self._source.identity['dataset']}: the tokenizer can't read it", "give another"):
+            ids = self._tokenizer.encode(text, add_bos=True, add_eos=True)
+        return np.asarray(ids, dtype=np.int32)
 
     def _batch(self, windows: list[Window | None], cursors: dict[int, Cursor]) -> Batch:
         shape = len(windows), self._seq_len
@@ -120,9 +128,9 @@ class PackedText(IterableDataset):
         for row, window in enumerate(windows):
             if window is not None:
                 n = len(window.positions)
-                tokens[row, :n], labels[row, :n] = window.tokens[:-1], window.tokens[1:]
+                tokens[row, :n], labels[row, :n] = window.inputs, window.labels
                 positions[row, :n] = window.positions
-                positions[row, n:] = np.arange(n, self._seq_len)
+                positions[row, n:] = np.arange(self._seq_len - n)
         return Batch(torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(labels), cursors)
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from titanplans.errors import DataError
 from titanplans.training.data.local import FORMATS, walk
-from titanplans.training.data.pieces import PIECE_BYTES, pieces
-from titanplans.training.data.rows import as_text, check_column, quietly, text_table, texts
+from titanplans.training.data.pieces import PIECE_BYTES
+from titanplans.training.data.rows import Reader, quietly, records
 from titanplans.training.reading import refusing
 
 if TYPE_CHECKING:
@@ -34,25 +34,30 @@ class Stream:
         name: `owner/name`, `owner/name:config`, or a folder that `datasets.load_dataset` can read.
         path: a local copy to read in place of the hub's, or None.
         split: a split of that data set, by its own name.
-        text_column: the column that holds the text.
+        reader: what its rows are read as.
 
     Raises:
-        DataError: the data set, the split or the column isn't there, or the hub can't be reached.
+        DataError: the data set, the split or a column isn't there, or the hub can't be reached.
     """
 
-    def __init__(self, name: str, path: str | None, split: str, text_column: str) -> None:
+    def __init__(self, name: str, path: str | None, split: str, reader: Reader) -> None:
         known, implied_split = _TORCHTITAN_NAMES.get(name, (name, None))
         repository, _, config = known.partition(":")
         split = implied_split or split
-        self._text_column = text_column
-        self._data, first = _open(name, path or repository, config or None, split, text_column)
+        self._reader, self.summary = reader, None
+        self._data, first = _open(name, path or repository, config or None, split, reader)
         if first is None:
             raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")
-        check_column(list(first), text_column, f"dataset = {name!r}")
+        if not reader.features.keys() <= first.keys():  # of a builder of its own, whose rows come as they are
+            reader.columns(list(first), f"dataset = {name!r}")
+            raise DataError(
+                f"dataset = {name!r}: its files are no .jsonl, .json or .parquet, of which alone conversations are read; "
+                "convert them"
+            )
         self.identity = {
             "dataset": f"{known} ({path})" if path else known,
             "split": split,
-            "text_column": text_column,
+            **reader.identity,
             "piece_bytes": PIECE_BYTES,
         }
         folder = Path(path or repository).expanduser()
@@ -66,7 +71,7 @@ class Stream:
 
     def documents(
         self, epoch: int, stream: int, streams: int, start: list[Any] | None
-    ) -> Iterator[tuple[list[Any], str]]:
+    ) -> Iterator[tuple[list[Any], Any]]:
         """See Source. A position is the library's state that leads to a row, and the piece of that row."""
         from datasets.distributed import split_dataset_by_node
 
@@ -87,8 +92,8 @@ class Stream:
                 batch = next(batches, None)
             if batch is None:
                 return
-            text = as_text(batch[self._text_column][0], self._text_column, "a row")
-            for piece, document in enumerate(pieces(text)):
+            record = {name: batch[name][0] for name in self._reader.features}
+            for piece, document in enumerate(self._reader.documents(record)):
                 if piece >= skipped:
                     yield [where, piece], document
             where, skipped = data.state_dict(), 0
@@ -96,14 +101,14 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Tables:
-    """Takes the place of a builder's `_generate_tables`: the texts of its files as they are there, without other columns.
+    """Takes the place of a builder's `_generate_tables`: the rows of its files as their reader reads them.
 
     Raises:
-        DataError: a file can't be read, or a row of it has no text; names both.
+        DataError: a file can't be read, or a row of it can't be used; names both.
     """
 
     builder: "ArrowBasedBuilder"
-    text_column: str
+    reader: Reader
 
     def __call__(self, **shards: Any) -> Iterator[tuple[Any, "pyarrow.Table"]]:
         self.builder.info.features = None  # what is there, and nothing that is made of it
@@ -116,16 +121,16 @@ class _Tables:
                     key, table = next(tables, (None, None))
             except DataError:
                 if Path(file).suffix in FORMATS["json"] and Path(file).is_file():
-                    deque(texts(file, self.text_column), maxlen=0)  # which names the line
+                    deque(records(file, self.reader), maxlen=0)  # which names the line
                 raise
             if table is None:
                 return
-            yield key, text_table(table, self.text_column, file, rows)
+            yield key, self.reader.table(table, file, rows)
             rows += len(table)
 
 
 def _open(
-    name: str, path: str, config: str | None, split: str, text_column: str
+    name: str, path: str, config: str | None, split: str, reader: Reader
 ) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
     """The data set and its first document, None if there is none."""
     from datasets import ArrowBasedBuilder, Features, Value, load_dataset_builder
@@ -139,7 +144,8 @@ def _open(
         # No way to the hub; no such data set, config or split; a file that can't be parsed.
         builder = load_dataset_builder(local if os.path.isdir(local) else path, name=config)
         if isinstance(builder, ArrowBasedBuilder):
-            builder.info.features = Features({text_column: Value("string")})
-            builder._generate_tables = _Tables(builder, text_column)  # pyrefly: ignore[bad-assignment]
+            features = {column: Value(kind) for column, kind in reader.features.items()}
+            builder.info.features = Features(features)
+            builder._generate_tables = _Tables(builder, reader)  # pyrefly: ignore[bad-assignment]
         data = cast("IterableDataset", builder.as_streaming_dataset(split=split))
         return data, next(iter(data.iter(batch_size=1)), None)

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
 
+from titanplans.config.sections.model import Chat
 from titanplans.errors import DataError
+from titanplans.training.data.chat import ChatFormat
 from titanplans.training.data.checks import PLACE, check_identity
 from titanplans.training.data.dataset import Batch, PackedText
 from titanplans.training.data.fingerprint import Fingerprint, check_files
@@ -34,10 +36,10 @@ _SPLIT_UP = "tokenizer, by its own tokens"
 
 
 class TextDataLoader(BaseDataLoader):
-    """Batches of packed text: `{"input", "positions"}`, labels, each `[local_batch_size, seq_len]` int64.
+    """Batches of packed text, or conversations: `{"input", "positions"}`, labels, each `[local_batch_size, seq_len]` int64.
 
-    `labels[t]` is the token after `input[t]`, or IGNORE_INDEX where the last batch of a pass is filled
-    up. `positions` count from the beginning of each document. All ranks of one `dp_rank` (tensor,
+    `labels[t]` is the token after `input[t]`, or IGNORE_INDEX where a sequence is filled up, or what a conversation
+    says doesn't count. `positions` count from the beginning of each document. All ranks of one `dp_rank` (tensor,
     context and pipeline parallel) get the same batches; those of different `dp_rank` share no window.
 
     The batches of all ranks for one optimizer step are, together, the same sequences for any number of ranks.
@@ -62,6 +64,9 @@ class TextDataLoader(BaseDataLoader):
         text_column: str = "text"
         """Column or field that holds the text"""
 
+        chat: Chat | None = None
+        """Read conversations instead, as this says"""
+
         infinite: bool = True
         """Start the next epoch when one ends; else end after one pass, all ranks together"""
 
@@ -83,19 +88,24 @@ class TextDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
     ) -> None:
         del snapshot_every_n_steps  # of torchdata's loader; here the place is known after each step
+        chat = None
+        if config.chat is not None:
+            assert isinstance(tokenizer, HuggingFaceTokenizer)  # the trainer's
+            chat = ChatFormat(config.chat, tokenizer.tokenizer_path, seq_len)
         self._source = open_source(
             config.dataset,
             config.dataset_path,
             split=config.split,
             text_column=config.text_column,
             seed=config.seed,
+            chat=chat,
         )
         in_step = config.global_batch_size or local_batch_size * dp_world_size
         self._share = Share(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
         streams = divide(self._source.choose_streams, self._share) if config.infinite else Streams(1)
         self._place = Place(streams)
         self._windows = PackedText(
-            self._source, tokenizer, seq_len, self._share, self._place, infinite=config.infinite
+            self._source, tokenizer, seq_len, self._share, self._place, chat=chat, infinite=config.infinite
         )
         self._batch_size = local_batch_size
         self._identity = self._source.identity | {

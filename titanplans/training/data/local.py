@@ -120,7 +120,7 @@ class TextFiles:
 
     def __init__(self, root: Path, files: Sequence[Path], split: str, piece_bytes: int = PIECE_BYTES) -> None:
         check_split(split)
-        self.piece_bytes = piece_bytes
+        self.piece_bytes, self.identity = piece_bytes, {"piece_bytes": piece_bytes}
         names = [file.relative_to(root).as_posix() for file in files]
         by_file = len(files) >= VALIDATION_EVERY
         kept = split_names(names, split) if by_file else range(len(files))
@@ -136,7 +136,7 @@ class TextFiles:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def text(self, i: int) -> str:
+    def document(self, i: int) -> str:
         """Document `i`. Raises DataError if it can't be read, is not UTF-8, or the file was cut since it was opened."""
         file, start = self._pieces[i]
         size = self._sizes[file]

@@ -1,16 +1,21 @@
-"""Documents to windows: one stream of tokens, cut without a gap.
+"""Documents to windows: of texts one stream of tokens, cut without a gap; of conversations as many whole ones as fit.
 
-The documents' tokens are put end to end and read in windows of `seq_len + 1`, the last token of one
+The texts' tokens are put end to end and read in windows of `seq_len + 1`, the last token of one
 being the first of the next: every token but the very first is predicted exactly once, from as much
-context as its window holds. Pure arithmetic on arrays; no files, no tokenizer, no ranks.
+context as its window holds. Conversations are not cut, and none is predicted from another. Pure arithmetic on arrays; no
+files, no tokenizer, no ranks.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+
+from titanplans.tensor_parallel.loss import IGNORED
+from titanplans.training.data.chat import Tokens
 
 P = TypeVar("P")
 """The position of a document, of whatever kind the source uses."""
@@ -20,17 +25,20 @@ P = TypeVar("P")
 class Window(Generic[P]):
     """One window, and where the next begins."""
 
-    tokens: np.ndarray
-    """`[n + 1]`: n inputs and, one place on, their n labels; n = seq_len but in the stream's last window."""
+    inputs: np.ndarray
+    """`[n]`: n = seq_len but in the last window of a stream of texts, and where conversations leave something over."""
+
+    labels: np.ndarray
+    """`[n]`: the token after each input, or -100 where it doesn't count."""
 
     positions: np.ndarray
     """`[n]`: each input's place in its document, counted from the window's start in a document that began earlier."""
 
     next_document: P
-    """The document that holds the next window's first token, the last of this one."""
+    """The document that holds the next window's first token, the last of this one; the last conversation of this one."""
 
     next_offset: int
-    """That token's place in its document."""
+    """That token's place in its document; 1 after a conversation."""
 
 
 def pack(documents: Iterable[tuple[P, np.ndarray]], seq_len: int, offset: int = 0) -> Iterator[Window[P]]:
@@ -73,9 +81,49 @@ def _cut(live: deque[tuple[P, np.ndarray]], offset: int, n: int) -> Window[P]:
             break
         live.popleft()
         offset = 0
+    tokens = np.concatenate(parts)
     return Window(
-        tokens=np.concatenate(parts),
+        inputs=tokens[:-1],
+        labels=tokens[1:],
         positions=np.concatenate([np.arange(len(part)) for part in parts])[:n],
         next_document=position,
         next_offset=offset + len(part) - 1,
+    )
+
+
+def pack_conversations(
+    documents: Iterable[tuple[P, Tokens]], seq_len: int, offset: int = 0, *, packing: bool = True
+) -> Iterator[Window[P]]:
+    """Puts conversations into windows, each whole, in their order.
+
+    To go on after a window, pass the documents from `next_document` on, and `next_offset`.
+
+    Args:
+        documents: positions and conversations of at most `seq_len + 1` tokens.
+        seq_len: inputs in a window.
+        offset: 1 to leave out the first conversation, else 0.
+        packing: as many as fit; else one in a window.
+
+    Yields:
+        Windows, in each of which something counts.
+    """
+    parts: list[Tokens] = []
+    held, last = 0, None
+    for position, tokens in itertools.islice(documents, offset, None):
+        if parts and (not packing or held + len(tokens) - 1 > seq_len):
+            yield _joined(parts, last)
+            parts, held = [], 0
+        parts.append(tokens)
+        held, last = held + len(tokens) - 1, position
+    if parts:
+        yield _joined(parts, last)
+
+
+def _joined(parts: list[Tokens], last: Any) -> Window[Any]:
+    return Window(
+        inputs=np.concatenate([part.ids[:-1] for part in parts]),
+        labels=np.concatenate([np.where(part.counted, part.ids, IGNORED)[1:] for part in parts]),
+        positions=np.concatenate([np.arange(len(part) - 1) for part in parts]),
+        next_document=last,
+        next_offset=1,
     )

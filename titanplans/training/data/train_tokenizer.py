@@ -56,7 +56,7 @@ def main() -> None:
     out = parser.parse_args().out
     root = stdlib_root()
     corpus = TextFiles(root, stdlib_files(root), "train")
-    texts = [corpus.text(i) for i in range(len(corpus))]
+    texts = [corpus.document(i) for i in range(len(corpus))]
     save(train(texts), out)
     print(f"{out}: {VOCAB_SIZE} tokens from {len(texts)} documents, {sum(map(len, texts)):,} characters")
 

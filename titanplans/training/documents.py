@@ -1,0 +1,72 @@
+"""Several documents in one sequence that do not see each other: which models can keep them apart, and by which keyword.
+
+That a forward takes the keyword doesn't say so: recurrences of transformers and some of flash-linear-attention run on across
+the borders, and GPT-OSS rotates by `position_ids` but doesn't mask by them. So these are the model types of which a test has
+seen that a change in one document changes nothing in the next.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+from titanplans.config import ConfigError, JobConfig
+
+# fmt: off
+BY_CU_SEQLENS = frozenset((
+    "bitnet", "comba", "cyclic_flow_attention", "delta_net", "deltaformer", "forgetting_transformer",
+    "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "kda", "lightnet", "mesa_net",
+    "mla", "moba", "nsa", "parallax", "path_attn", "precond_gated_deltanet", "precond_kda", "raven",
+    "retnet", "rodimus", "rwkv6", "rwkv7", "stickbreaking_attn", "transformer", "wall_transformer", "yoco",
+))
+# fmt: on
+"""Of flash-linear-attention: all sequences of a batch, one after another in one row, and where each begins."""
+
+# fmt: off
+BY_POSITION_IDS = frozenset((
+    "cohere2", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe",
+    "gpt2", "gpt_neox", "granite", "helium", "llama", "llama4_text", "mistral", "mixtral", "olmo2",
+    "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm",
+    "starcoder2",
+))
+# fmt: on
+"""Of transformers: positions that begin anew, of which it makes the masks of eager attention, SDPA and FlexAttention."""
+
+
+def keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
+    """Return the keyword by which a job's model is told of documents; None where it is to be told nothing, or can't."""
+    chat = job.training.chat
+    if not (chat.enable and chat.packing):
+        return None
+    if config.model_type in BY_CU_SEQLENS:
+        return "cu_seqlens"
+    # Flash attention by itself looks for documents in a batch of one sequence only.
+    flash = "flash" in (getattr(config, "_attn_implementation", None) or "")
+    return "position_ids" if config.model_type in BY_POSITION_IDS and not flash else None
+
+
+def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
+    """Refuse to pack conversations for a model that does not keep them apart.
+
+    Raises:
+        ConfigError: its model type is not known to.
+    """
+    chat = job.training.chat
+    if chat.enable and chat.packing and keyword(job, config) is None:
+        raise ConfigError(
+            f"training.chat.packing = true: {config.model_type!r} is not known to keep the conversations of a sequence "
+            "apart, so each would see those before it; set it to false, one conversation a sequence, or take another model"
+        )
+
+
+def inputs(tokens: torch.Tensor, positions: torch.Tensor, by: str) -> dict[str, torch.Tensor]:
+    """Return the inputs of a forward that keeps documents apart.
+
+    Args:
+        tokens: `[B, L]`.
+        positions: `[B, L]`, 0 where a document begins, and at the beginning of each row.
+        by: "cu_seqlens", for which the rows become one, or "position_ids".
+    """
+    if by == "position_ids":
+        return {"input_ids": tokens, "position_ids": positions}
+    starts = (positions.reshape(-1) == 0).nonzero().reshape(-1)
+    ends = starts.new_tensor([tokens.numel()])
+    return {"input_ids": tokens.reshape(1, -1), "cu_seqlens": torch.cat([starts, ends]).to(torch.int32)}
