@@ -222,7 +222,7 @@ def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
     place = {"dp_rank": 1, "dp_world_size": 2}
     # The tiny corpora give about 12 batches an epoch to each rank: 40 cross its end more than twice.
     expected = flat(islice(build(config, **place), 46))
-    if name != "stdlib":
+    if name not in ("stdlib", "streamed chats"):  # which are put together alike in each epoch
         assert len({json.dumps(batch) for batch in expected}) == 46, "the epochs differ in order"
     for k in (0, 1, 7, 12, 23, 40) if workers == 0 else (0, 13, 40):
         first = build(config, **place)

@@ -1,5 +1,7 @@
 """Windows are the stream, cut without a gap, and can be cut from any point on."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -88,7 +90,7 @@ def test_conversations_stay_whole_and_in_order_and_none_predicts_another(lengths
         (t.ids[:-1].tolist(), [i if i % 3 else -100 for i in t.ids[1:].tolist()]) for _, t in conversations
     ]
     assert packing or all(len(cuts) == 1 for cuts in starts)
-    for one, other in zip(windows, windows[1:], strict=False):
+    for one, other in itertools.pairwise(windows):
         first = next(np.diff(np.append(np.flatnonzero(other.positions == 0), len(other.positions))).flat)
         assert not packing or len(one.inputs) + first > seq_len, "it would have fitted"
 

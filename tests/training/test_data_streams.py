@@ -2,6 +2,7 @@
 
 import json
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 from hypothesis import given
@@ -15,7 +16,8 @@ from titanplans.training.data.streams import Place, Share, Streams, divide, merg
 class Corpus:
     """Documents as lengths: tokens are numbered through, so that any gap, repeat or swap shows."""
 
-    files, piece_bytes = (), 0
+    files = ()
+    identity: ClassVar[dict[str, int]] = {"piece_bytes": 0}
 
     def __init__(self, lengths):
         self.ends = np.cumsum([0, *lengths])
@@ -23,7 +25,7 @@ class Corpus:
     def __len__(self):
         return len(self.ends) - 1
 
-    def text(self, i):
+    def document(self, i):
         return f"{self.ends[i]} {self.ends[i + 1]}"
 
 

@@ -126,7 +126,7 @@ class ChatFormat:
             yield tokens
 
     def tokens(self, conversation: Conversation, where: str) -> Tokens:
-        """Return a conversation's tokens.
+        """Return a conversation's tokens. One that begins in the prompt and ends in an answer counts, as for transformers.
 
         Raises:
             DataError: the template refuses it, or what the assistant says can't be found.
@@ -145,7 +145,7 @@ class ChatFormat:
         if self._template.marked and answers:
             counted = np.asarray(written["assistant_masks"], bool)
             if conversation.prompt or train_on == "last":
-                counted &= begin >= self._length(conversation, answers[0], text, where, prompt=True)
+                counted &= end > self._length(conversation, answers[0], text, where, prompt=True)
             return Tokens(ids, counted)
         counted = np.zeros(len(ids), bool)
         for answer in answers:

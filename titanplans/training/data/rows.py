@@ -144,7 +144,7 @@ def quietly() -> Iterator[None]:
 
 
 def _arrow(states: list[tuple[str, int, int]], file_format: str, reader: Reader) -> "Dataset":
-    """The rows as Arrow, in a file of the cache that is named by what was read; the first process to come makes it."""
+    """The rows as Arrow: in the cache, named by what was read; the first process to come makes it."""
     from datasets import Dataset, Features, Value, config
     from datasets.arrow_writer import ArrowWriter
 
