@@ -12,8 +12,9 @@ import pytest
 import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from titanplans.config import JobConfig
 from titanplans.config.sections.model import Chat
-from titanplans.errors import DataError
+from titanplans.errors import DataError, OptionError
 from titanplans.training.data import ChatFormat, default_tokenizer_path
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.messages import conversation_of
@@ -124,6 +125,27 @@ def test_a_token_that_begins_in_the_prompt_counts_as_it_does_for_transformers(ch
         for train_on in ("assistant", "last"):
             tokens = tokens_of({"messages": talk}, chat(template, train_on=train_on))
             assert decoded(tokens.ids[tokens.counted]) == "\n  3<|eos|>" + ending
+
+
+def test_spaces_that_a_tokenizer_does_not_place_count_as_others_do(chat, tmp_path):
+    """The places of Llama 3's tokens leave out spaces, among which transformers' masks lose their way."""
+    values = json.loads((Path(default_tokenizer_path()) / "tokenizer.json").read_text())
+    values["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    shutil.copy(Path(default_tokenizer_path()) / "tokenizer_config.json", tmp_path)
+    talk = [said("user", "a"), said("assistant", "\n\n b  c \n"), said("user", "d"), said("assistant", " e")]
+    for template in (MARKED.replace("eos_token", "'.'"), PLAIN.replace("eos_token", "'.'")):
+        options = chat(template)
+        there = ChatFormat(options, str(tmp_path), 512)
+        tokens = there.tokens(conversation_of({"messages": talk}, options, ""), "")
+        text = decoded(tokens.ids[tokens.counted])
+        assert "".join(text.split()) == "bc.e."
+        assert tokens.ids.tolist() == tokens_of({"messages": talk}, options).ids.tolist()
 
 
 def test_tokens_and_mask_are_those_of_transformers(chat):
@@ -271,6 +293,17 @@ def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path):
     assert one == other
 
 
+def test_keys_that_other_rows_have_are_not_there(chat, tmp_path):
+    """Arrow gives each object the keys of all: a template would write them as None."""
+    template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + PLAIN
+    tools = [[{"name": "f", "a": {"x": 1}}], [{"name": "g", "a": {"y": [1, None]}}]]
+    table = pyarrow.table({"messages": [TALK, TALK], "tools": tools})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    corpus = open_source("local", str(tmp_path / "a.parquet"), split="all", chat=form(chat(template)))._corpus
+    for n, tool in enumerate(tools):
+        assert decoded(corpus.document(n).ids).startswith(json.dumps(tool[0]))
+
+
 def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
     path = rows(*numbered(12))
     state = loader(path, chat()).state_dict()
@@ -381,3 +414,21 @@ def test_other_refusals(chat, rows, tmp_path):
         DataError, match=r"holds no conversation in which the assistant says something, within seq"
     ):
         open_source("local", rows(TALK[:2]), split="all", chat=form(chat()))
+
+
+def test_options_that_would_do_nothing():
+    for options, reason in (
+        (
+            {"chat": {"train_on": "last"}},
+            'training.chat.train_on = "last": it does nothing with training.chat.enable',
+        ),
+        (
+            {"chat": True, "text_column": "body"},
+            'training.text_column = "body": training.chat reads conversations',
+        ),
+        ({"chat": {"enable": True, "truncation": "both"}}, "chat.truncation"),
+    ):
+        with pytest.raises(OptionError) as error:
+            JobConfig.from_dict({"training": options})
+        assert reason in str(error.value)
+    assert JobConfig.from_dict({"training": {"chat": True}}).training.chat.enable

@@ -165,9 +165,11 @@ def test_packed_conversations_have_the_losses_of_each_by_itself(name):
 def test_an_unknown_model_is_refused_only_where_conversations_are_packed():
     from types import SimpleNamespace
 
-    def job(**chat):
+    def job(own=None, **chat):
         options = {"enable": True, "packing": True} | chat
-        return SimpleNamespace(training=SimpleNamespace(chat=SimpleNamespace(**options)))
+        return SimpleNamespace(
+            training=SimpleNamespace(chat=SimpleNamespace(**options)), model=SimpleNamespace(class_=own)
+        )
 
     config = SimpleNamespace(model_type="gpt_oss", _attn_implementation="eager")
     with pytest.raises(ConfigError, match="'gpt_oss' is not known to keep"):
@@ -177,3 +179,6 @@ def test_an_unknown_model_is_refused_only_where_conversations_are_packed():
     flash = SimpleNamespace(model_type="llama", _attn_implementation="flash_attention_2")
     with pytest.raises(ConfigError, match=r"training\.chat\.packing"):
         documents.check_documents(job(), flash)
+    llama = SimpleNamespace(model_type="llama")
+    assert documents.keyword(job(), llama) == "position_ids"
+    assert documents.keyword(job(own="module:Class"), llama) is None

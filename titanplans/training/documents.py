@@ -36,6 +36,8 @@ def keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
     chat = job.training.chat
     if not (chat.enable and chat.packing):
         return None
+    if job.model.class_ is not None:  # whose config may be one of transformers'
+        return None
     if config.model_type in BY_CU_SEQLENS:
         return "cu_seqlens"
     # Flash attention by itself looks for documents in a batch of one sequence only.

@@ -105,7 +105,7 @@ class ChatFormat:
         for number in range(len(table)):
             where = f"{file}, row {before + number + 1}"
             with refusing(f"{where} can't be read", "repair the file or leave it out"):
-                row = {name: table.column(name)[number].as_py() for name in names}
+                row = {name: _without_none(table.column(name)[number].as_py()) for name in names}
             records.append(self.read(row, where))
         kinds = {"binary": pyarrow.binary(), "string": pyarrow.string()}
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in self.features.items()])
@@ -132,22 +132,30 @@ class ChatFormat:
             DataError: the template refuses it, or what the assistant says can't be found.
         """
         messages, train_on = conversation.messages, self._chat.train_on
-        text, written = (
-            self._template.write(conversation, where),
-            self._template.tokenise(conversation, where),
-        )
+        text = self._template.write(conversation, where)
+        written = self._template.tokenise(conversation, where)
         ids = np.asarray(written["input_ids"], np.int32)
         if train_on == "all":
             return Tokens(ids, np.ones(len(ids), bool))
         answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n >= conversation.prompt]
         answers = answers[-1:] if train_on == "last" else answers
         begin, end = np.asarray(written["offset_mapping"], np.int64).reshape(-1, 2).T
-        if self._template.marked and answers:
-            counted = np.asarray(written["assistant_masks"], bool)
-            if conversation.prompt or train_on == "last":
-                counted &= end > self._length(conversation, answers[0], text, where, prompt=True)
-            return Tokens(ids, counted)
         counted = np.zeros(len(ids), bool)
+        for first, last in self._answers(conversation, answers, text, where):
+            if first < last:
+                counted |= (begin < last) & (end > first)
+        return Tokens(ids, counted)
+
+    def _answers(
+        self, conversation: Conversation, answers: list[int], text: str, where: str
+    ) -> Iterator[tuple[int, int]]:
+        """What the assistant says in some of the messages, as characters from and to."""
+        if self._template.marked and answers:
+            from_here = 0
+            if conversation.prompt or self._chat.train_on == "last":
+                from_here = self._length(conversation, answers[0], text, where, prompt=True)
+            yield from ((max(first, from_here), last) for first, last in self._template.marks(conversation))
+            return
         for answer in answers:
             if answer == 0:
                 raise DataError(
@@ -155,10 +163,9 @@ class ChatFormat:
                     "alone it could be told what it says; leave the row out, or give a chat_template with them"
                 )
             first, last = self._length(conversation, answer, text, where, prompt=True), len(text)
-            if answer + 1 < len(messages):
+            if answer + 1 < len(conversation.messages):
                 last = self._length(conversation, answer + 1, text, where, prompt=False)
-            counted |= (begin < last) & (end > first)
-        return Tokens(ids, counted)
+            yield first, last
 
     def fit(self, tokens: Tokens, where: str) -> Tokens | None:
         """Return a conversation as it goes into a sequence; None if it is left out.
@@ -201,3 +208,12 @@ class ChatFormat:
                 f"{last} or leave the row out"
             )
         return len(begins)
+
+
+def _without_none(value: Any) -> Any:
+    """What a row said: Arrow gives an object every key that another row's object has."""
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

@@ -45,6 +45,11 @@ def check_dataset(
     """
     source = open_source(dataset, dataset_path, split=split, text_column=text_column, chat=chat)
     if chat is not None:
+        if next(source.documents(0, 0, 1, None), None) is None:
+            raise DataError(
+                f"dataset = {dataset_path or dataset!r}: holds {chat.what_is_left_out()} for dataset_split = {split!r}; "
+                "give more"
+            )
         return source.summary
     if tokenizer_path is None or seq_len is None:
         return None

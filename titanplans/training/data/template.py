@@ -3,6 +3,7 @@
 Which of the tokens count in the loss is decided in `chat.py`.
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Collection
@@ -44,10 +45,9 @@ class ChatTemplate:
         import transformers
 
         where = f"hf_assets_path = {folder!r}"
+        files = sorted(Path(folder).glob("*.json")) + sorted(Path(folder).glob("*.jinja"))
         with refusing(f"{where}: its tokenizer can't be used", "give another"):
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = _load(folder, tuple((file.name, file.stat().st_mtime_ns) for file in files))
         if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             raise DataError(
                 f"{where}: its tokenizer, {type(tokenizer).__name__}, doesn't say where its tokens lie in the text; give "
@@ -107,15 +107,31 @@ class ChatTemplate:
         return text
 
     def tokenise(self, conversation: Conversation, where: str) -> Any:
-        """Return what transformers makes of it: input_ids, offset_mapping and, where it is marked, assistant_masks."""
+        """Return what transformers makes of it: input_ids and offset_mapping."""
         return self._apply(
             conversation,
             len(conversation.messages),
             where,
             return_dict=True,
-            return_assistant_tokens_mask=self.marked,
             tokenizer_kwargs={"return_offsets_mapping": True},
         )
+
+    def marks(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """Return what a marked template has written between its marks, as characters from and to, of what `write` returned.
+
+        By tokens transformers' assistant_masks say it, too, but not where a tokenizer leaves spaces out of the places of its
+        tokens, as Llama 3's does: a mark that begins there ends the search, one that ends there lasts to the end.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, (marks,) = render_jinja_template(
+            [conversation.messages],
+            tools=conversation.tools,
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map | self._variables | {"strftime_now": None},
+        )
+        return marks
 
     def beginning(
         self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
@@ -159,6 +175,14 @@ class ChatTemplate:
                 raise DataError(
                     f"{self.shown} asks for what a template may not do ({error}); take it out, or name another"
                 ) from error
+
+
+@functools.lru_cache(maxsize=1)
+def _load(folder: str, _states: tuple[tuple[str, int], ...]) -> Any:
+    """transformers' tokenizer of a folder, once as long as its files stay: each validation asks anew."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _find(path: str | None, tokenizer: Any, where: str) -> tuple[str, str]:
