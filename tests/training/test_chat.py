@@ -250,8 +250,8 @@ def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, r
 
     dropped = read()
     assert dropped.summary == (
-        "4 of 7 conversations are read (dataset_split = 'all'); 1 say nothing that counts and are left out (the first: "
-        f"{path}, line 6); 2 are left out for their length (the first: {path}, line 5, 127 tokens)"
+        "4 of 7 conversations are read (dataset_split = 'all'); left out, as nothing in them counts: 1 (the first: "
+        f"{path}, line 6); left out for their length: 2 (the first: {path}, line 5, 127 tokens)"
     )
     right = read(truncation="right")  # of the first only the question is left
     assert len(right._corpus) == 5
@@ -259,7 +259,7 @@ def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, r
     assert len(left._corpus) == 6
     longest = max((left._corpus.document(i) for i in range(6)), key=len)
     assert len(longest) == 65
-    assert "2 are cut to seq_len = 64 (the first" in left.summary
+    assert "cut to seq_len = 64: 2 (the first" in left.summary
     with pytest.raises(
         DataError, match=r"line 5 has 127 tokens, more than seq_len \+ 1 = 65, and truncation"
     ):

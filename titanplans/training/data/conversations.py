@@ -48,12 +48,12 @@ class Conversations:
         said = [f"{len(self):,} of {self._rows:,} conversations are read (dataset_split = {self._split!r})"]
         if len(self._silent):
             said.append(
-                f"{len(self._silent):,} say nothing that counts and are left out{self._first(self._silent)}"
+                f"left out, as nothing in them counts: {len(self._silent):,}{self._first(self._silent)}"
             )
         if kept := len(self._long) - self._dropped:
-            said.append(f"{kept:,} are cut to seq_len = {self._chat.seq_len}")
+            said.append(f"cut to seq_len = {self._chat.seq_len}: {kept:,}")
         if self._dropped:
-            said.append(f"{self._dropped:,} are left out for their length")
+            said.append(f"left out for their length: {self._dropped:,}")
         if len(self._long):
             said[-1] += self._first(self._long)
         return "; ".join(said)
