@@ -124,14 +124,16 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        _, (marks,) = render_jinja_template(
+        variables: dict[str, Any] = self._tokenizer.special_tokens_map | self._variables
+        written: Any = render_jinja_template(
             [conversation.messages],
             tools=conversation.tools,
             chat_template=self._template,
             return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map | self._variables | {"strftime_now": None},
+            strftime_now=None,
+            **variables,
         )
-        return marks
+        return written[1][0]
 
     def beginning(
         self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
