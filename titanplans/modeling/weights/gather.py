@@ -1,0 +1,91 @@
+"""Whole tensors of a split model, one after the other, on the CPU of rank 0.
+
+The mesh may have any dimensions (tensor parallelism, FSDP2 over it, replicas of both), and shards may be uneven or strided.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titanplans.errors import ModelError
+
+
+@torch.no_grad()
+def gather(
+    model: nn.Module, *, only: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and whole tensor of each parameter and persistent buffer; a tied one once, by its first name.
+
+    Collective: each rank goes through all of them. In a step each rank has one whole tensor on the model's device, and
+    rank 0 has it on the CPU; the others get a tensor on meta.
+
+    Args:
+        model: split, sharded, replicated or whole.
+        only: which names; the same on every rank.
+
+    Raises:
+        ModelError: something in the state dict is no tensor.
+    """
+    for name, tensor in stored(model)[0].items():
+        if only(name):
+            yield name, whole(tensor)
+
+
+def stored(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of the state dict, each by its first name; and of tied ones, the first name by each other.
+
+    They are the model's own: what is written into them is written into the model.
+    """
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"{name} in the state dict is a {type(value).__name__}, and only tensors are gathered and loaded"
+            )
+        known = first.setdefault(id(value), name)
+        if known == name:
+            tensors[name] = value.detach()
+        else:
+            tied[name] = known
+    return tensors, tied
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of `tensor`: on rank 0 a copy on the CPU, elsewhere a tensor on meta. Collective."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if rank() != 0:
+        return torch.empty(full.shape, dtype=full.dtype, device="meta")
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    there = full.untyped_storage()
+    # A replica is the model's own memory. What was padded to be gathered is a view of more than itself.
+    is_view = there.data_ptr() == local.untyped_storage().data_ptr() or there.nbytes() != full.nbytes
+    return full.to("cpu", copy=is_view).contiguous()
+
+
+def rank() -> int:
+    """Return this process's rank; 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def from_first(value: Any) -> Any:
+    """Return rank 0's `value`, which is small and no tensor."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def of_all(value: Any) -> list[Any]:
+    """Return the `value` of each rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
