@@ -22,7 +22,7 @@ from titanplans.modeling.weights.lazy import Box, LazyTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -191,7 +191,7 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
         raise ModelError(f"{file} is damaged: its header gives {name} no shape")
     if len(offsets := naturals(entry.get("data_offsets"))) != 2:
         raise ModelError(f"{file} is damaged: its header gives {name} no place")
-    if (dtype := _DTYPES.get(str(entry.get("dtype")))) is None:
+    if (dtype := DTYPES.get(str(entry.get("dtype")))) is None:
         raise ModelError(f"{file}: {name} has the type {entry.get('dtype')!r}, which no model here has")
     if (needed := math.prod(shape) * dtype.itemsize) != offsets[1] - offsets[0]:
         raise ModelError(
