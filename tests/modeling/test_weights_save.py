@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +67,9 @@ def save_all(rank):
     }
     model.register_buffer("unheard", torch.ones(3))
     said["of its config"] = refused(partial(save_weights, model, folder / "new"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # as a disk that is full
+    said["full"] = refused(partial(save_weights, split("qwen2", SPLITS["tp 2"]), folder / "new"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     everyone = [None] * 4
     dist.all_gather_object(everyone, said)
     assert all(others == said for others in everyone), everyone
@@ -155,6 +159,7 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
         "of its config": "ModelError: what is saved is no Qwen2ForCausalLM of its config: unheard is (3,), expected not "
         "there",
+        "full": "NotSaved: /.new.writing can't be written (File too large)",
     }
     assert not [
         path for path in folder.iterdir() if path.name.startswith(".") and path.name != ".killed.writing"

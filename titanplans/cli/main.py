@@ -7,6 +7,8 @@
     titanplans async-tp gla --tp 2                        # which collectives async TP would fuse
     titanplans sweep configs/experiments/tp_variants.toml # a grid of jobs, and a table of them
     titanplans check outputs/gla_debug/checkpoint         # whether checkpoints are as they were written
+    titanplans export outputs/gla_debug/checkpoint/step-50 gla-50  # a Hugging Face folder of a checkpoint
+    titanplans import Qwen3-0.6B seed                     # a checkpoint to start from, of a Hugging Face folder
 
 Each command's own options: `titanplans COMMAND --help`. Exit status: 0 done, 1 failed or proved wrong, 2 it can't be
 done as written (one line says why), 128 + N stopped by signal N.
@@ -23,7 +25,7 @@ from titanplans.errors import as_line, nearest
 from titanplans.training.disk import is_refusal, reason
 from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
-COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "check")
+COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "check", "export", "import")
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -89,6 +91,10 @@ def main(argv: list[str]) -> int:
         from titanplans.cli.check import main as check
 
         return check(rest)
+    if command in ("export", "import"):
+        from titanplans.cli.export import main as export
+
+        return export(argv)
     if command in COMMANDS:
         from titanplans.cli.verify.main import main as verify
 

@@ -319,10 +319,15 @@ def _job_files(job: Any) -> Refusals:
     c, p = job.checkpoint, job.profiling
     loading = (
         *("initial_load_path", "initial_load_in_hf", "load_step", "load_only"),
-        *("create_seed_checkpoint", "save_on_signal"),
+        *("create_seed_checkpoint", "save_on_signal", "last_save_in_hf"),
     )
     yield from _needs(job, "checkpoint.enable", (True,), *(f"checkpoint.{key}" for key in loading))
-    for key in ("enable_first_step_checkpoint", "create_seed_checkpoint", "save_on_signal"):
+    for key in (
+        "enable_first_step_checkpoint",
+        "create_seed_checkpoint",
+        "save_on_signal",
+        "last_save_in_hf",
+    ):
         if c.load_only and getattr(c, key):
             yield (
                 f"checkpoint.{key}",
@@ -334,6 +339,16 @@ def _job_files(job: Any) -> Refusals:
         yield (
             "checkpoint.create_seed_checkpoint",
             "it saves the weights that debug.seed draws, and nothing is loaded: leave out initial_load_path, or this",
+        )
+    if c.last_save_in_hf and not c.last_save_model_only:
+        yield (
+            "checkpoint.last_save_in_hf",
+            "such a folder holds weights alone: leave last_save_model_only at true",
+        )
+    if c.last_save_in_hf and c.create_seed_checkpoint:
+        yield (
+            "checkpoint.last_save_in_hf",
+            "a seed is a distributed checkpoint: titanplans export makes a folder of it",
         )
     if c.initial_load_in_hf and not c.initial_load_model_only:
         yield "checkpoint.initial_load_model_only", "a Hugging Face folder holds weights alone: leave it out"

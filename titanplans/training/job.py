@@ -175,6 +175,8 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             "model": model_card(resolve.hf_config(job)),
             "job": dict(flatten(without_none(job.to_dict()), "", "")),
             "restarted": restarted(os.environ),
+            "hf_config": resolve.hf_config(job),
+            "tokenizer": resolve.tokenizer_path(job),
         }
     )
 

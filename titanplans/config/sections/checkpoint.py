@@ -38,6 +38,9 @@ class Checkpoint(Options):
     last_save_model_only: bool = True
     """Save only the weights at the last step: smaller, but training can't be resumed from it."""
 
+    last_save_in_hf: bool = False
+    """Save the last step as a Hugging Face folder, which from_pretrained loads, with the tokenizer's files."""
+
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Under last_save_model_only: type in which the weights are saved."""
 

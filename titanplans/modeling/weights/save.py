@@ -10,9 +10,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -21,31 +20,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError, NotSaved
 from titanplans.modeling.build import build
-from titanplans.modeling.weights.folder import DTYPES, INDEX
+from titanplans.modeling.weights.files import (
+    copy_tokenizer,
+    refuse_full,
+    sync,
+    write_config,
+    write_safetensors,
+)
+from titanplans.modeling.weights.folder import INDEX
 from titanplans.modeling.weights.gather import from_first, rank, stored, whole
 from titanplans.modeling.weights.lazy import Box, LazyTensor
 from titanplans.modeling.weights.names import to_published
 
-_TOKENIZER = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "tokenizer.model",
-    ),
-    *(
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "chat_template.jinja",
-    ),
-    *("chat_template.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"),
-)
-"""What belongs to a tokenizer, and how a model is asked to generate."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 3
 
 
@@ -140,32 +126,31 @@ def write_folder(
     except ValueError as error:
         raise ModelError(f"max_shard_size = {max_shard_size!r} is no size: 500MB or 5GB would do") from error
     values = ((name, lazy.read().to(dtypes[name])) for name, lazy in published.items())
-    failed: Exception | None = None
-    if rank() == 0:
-        try:
-            _refuse_full(directory, split.metadata["total_size"])
-            files = {file: {n: metas[n] for n in names} for file, names in split.filename_to_tensors.items()}
-            _write_safetensors(directory, files, values)
-            if split.is_sharded:
-                total = sum(tensor.numel() for tensor in metas.values())
-                index = {
-                    "metadata": {"total_parameters": total, **split.metadata},
-                    "weight_map": split.tensor_to_filename,
-                }
-                (directory / INDEX).write_text(
-                    json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-                )
-            _write_config(directory, plain, config, dtypes)
-            if tokenizer is not None:
-                _copy_tokenizer(Path(tokenizer), directory)
-            for path in directory.iterdir():
-                _sync(path)
-            _sync(directory)
-        except (OSError, ModelError, NotSaved) as error:
-            failed = error
-    for _ in values:
-        pass  # the others read to the end: reading is collective
-    _raise_alike(failed, directory)
+
+    def write() -> None:
+        refuse_full(directory, split.metadata["total_size"])
+        write_config(directory, plain, config, dtypes)
+        if tokenizer is not None:
+            copy_tokenizer(Path(tokenizer), directory)
+        files = {file: {n: metas[n] for n in names} for file, names in split.filename_to_tensors.items()}
+        write_safetensors(directory, files, values)
+        if split.is_sharded:
+            metadata = {
+                "total_parameters": sum(tensor.numel() for tensor in metas.values()),
+                **split.metadata,
+            }
+            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (directory / INDEX).write_text(text, encoding="utf-8")
+        for path in directory.iterdir():
+            sync(path)
+        sync(directory)
+
+    def read_on() -> None:
+        for _ in values:  # reading is collective, also where the disk has refused on rank 0
+            pass
+
+    on_first_rank(write, directory, then=read_on)
 
 
 @contextmanager
@@ -177,23 +162,19 @@ def written_beside(target: Path) -> Iterator[Path]:
         NotSaved: on every rank: the system refuses.
     """
     directory = target.with_name(f".{target.name}.writing")
-    failed: Exception | None = None
-    if rank() == 0:
-        try:
-            _refuse_existing(target, directory)
-            directory.mkdir(parents=True)
-        except (OSError, ModelError) as error:
-            failed = error
-    _raise_alike(failed, target)
+
+    def begin() -> None:
+        _refuse_existing(target, directory)
+        directory.mkdir(parents=True)
+
+    def end() -> None:
+        directory.rename(target)
+        sync(target.parent)
+
+    on_first_rank(begin, target)
     try:
         yield directory
-        if rank() == 0:
-            try:
-                directory.rename(target)
-                _sync(target.parent)
-            except OSError as error:
-                failed = error
-        _raise_alike(failed, target)
+        on_first_rank(end, target)
     except BaseException:
         if rank() == 0:
             shutil.rmtree(directory, ignore_errors=True)
@@ -249,84 +230,29 @@ def _shape(shapes: Mapping[str, torch.Size], name: str) -> object:
     return tuple(shapes[name]) if name in shapes else "not there"
 
 
-def _write_safetensors(
-    directory: Path,
-    files: Mapping[str, Mapping[str, torch.Tensor]],
-    values: Iterator[tuple[str, torch.Tensor]],
-) -> None:
-    """Write files whose tensors are known by shape and dtype, and whose values come in any order.
+def on_first_rank(action: Callable[[], None], path: Path, *, then: Callable[[], None] = lambda: None) -> None:
+    """Do `action` on rank 0, and `then` on every rank; raise on every rank what has failed.
 
-    A file: 8 bytes with the length of the header, the header in JSON, the values in the order of the header
-    (https://github.com/huggingface/safetensors#format).
+    Args:
+        action: writes files.
+        path: what it writes, for the error.
+        then: done though it has failed.
+
+    Raises:
+        ModelError: `action` did.
+        NotSaved: `action` did, or the system has refused.
     """
-    with ExitStack() as stack:
-        places = {}
-        for file, tensors in files.items():
-            # Large elements first, so that each begins at a multiple of its size.
-            names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            end = 0
-            for name in names:
-                start, end = end, end + tensors[name].nbytes
-                shape, dtype = list(tensors[name].shape), _NAMES[tensors[name].dtype]
-                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            stream = stack.enter_context((directory / file).open("wb"))
-            stream.write(len(text).to_bytes(8, "little") + text)
-            places |= {name: (stream, 8 + len(text) + header[name]["data_offsets"][0]) for name in names}
-        for name, value in values:
-            stream, offset = places[name]
-            stream.seek(offset)
-            if value.numel():
-                stream.write(value.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _write_config(
-    directory: Path, plain: PreTrainedModel, config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Write config.json, with the class that `from_pretrained` makes and the dtype of its weights."""
-    config = copy.deepcopy(config)
-    config.architectures = [type(plain).__name__]
-    dtype = next(dtype for dtype in dtypes.values() if dtype.is_floating_point)
-    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
-        if isinstance(each, PretrainedConfig):
-            each.dtype = str(dtype).removeprefix("torch.")
-    config.save_pretrained(directory)
-
-
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    found = [source / name for name in _TOKENIZER if (source / name).is_file()]
-    if not found:
-        raise ModelError(
-            f"tokenizer = {str(source)!r}: there is no tokenizer.json and no other file of a tokenizer in it"
-        )
-    for path in found:
-        shutil.copyfile(path, directory / path.name)
-
-
-def _refuse_full(directory: Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise NotSaved(
-            f"{directory.parent} has {free / 1e9:,.2f} GB free, and the weights take {needed / 1e9:,.2f} GB"
-        )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _raise_alike(failed: Exception | None, path: Path) -> None:
-    """Raise on every rank what has failed on rank 0."""
-    what = None if failed is None else (type(failed) is ModelError, str(failed))
+    failed: Exception | None = None
+    if rank() == 0:
+        try:
+            action()
+        except (OSError, ModelError, NotSaved) as error:
+            failed = error
+    then()
+    said = None if failed is None else (type(failed) is ModelError, str(failed))
     if isinstance(failed, OSError):
         reason = "no space is left" if failed.errno == errno.ENOSPC else failed.strerror
-        what = False, f"{failed.filename or path} can't be written ({reason})"
-    if (what := from_first(what)) is not None:
-        is_users, words = what
+        said = False, f"{failed.filename or path} can't be written ({reason})"
+    if (said := from_first(said)) is not None:
+        is_users, words = said
         raise (ModelError if is_users else NotSaved)(words) from failed

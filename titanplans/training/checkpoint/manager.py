@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
+from transformers import PretrainedConfig
 
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
+from titanplans.modeling.weights.gather import stored, whole
 from titanplans.modeling.weights.load import load_weights
+from titanplans.modeling.weights.save import lazily, on_first_rank, write_folder
 from titanplans.training import disk
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
+from titanplans.training.checkpoint.card import CARD, Card, damage, file_checksum, read_card, write_card
 from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
 
@@ -54,12 +58,20 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         restarted: bool = False
         """A launcher has started the job again."""
 
+        hf_config: PretrainedConfig | None = None
+        """The model's, for the config.json of a Hugging Face folder."""
+
+        tokenizer: str | None = None
+        """The folder of the tokenizer, which is copied into that folder."""
+
     def __init__(self, config: Config, **components: Any):
         self.config = config
         self._now = False
         self._saved: int | None = None
         self.finite: Callable[[], bool] = lambda: True
-        super().__init__(config, **components)
+        # torchtitan wants an adapter of names, which nothing here needs.
+        super().__init__(replace(config, last_save_in_hf=False), **components)
+        self.last_save_in_hf = config.last_save_in_hf
         if self.enable:
             self.path = Path(self.folder)
             if not self.load_only and dist.get_rank() == 0:
@@ -181,6 +193,36 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             dcp.save(state_dict, storage_writer=writer)
         return None
 
+    def _save_last_step(self, curr_step: int) -> None:
+        """torchtitan's; under last_save_in_hf a Hugging Face folder with a card, written tensor by tensor."""
+        if not self.last_save_in_hf:
+            super()._save_last_step(curr_step)
+            return
+        (part,) = self.states[MODEL].model
+        tensors, _ = stored(part.lm)
+        checkpoint = folder.checkpoint_path(self.path, curr_step)
+        writing = folder.writing_path(checkpoint)
+        card = Card(curr_step, "weights", self.config.model, self.config.job, {})
+        assert self.config.hf_config is not None
+        try:
+            on_first_rank(partial(writing.mkdir, parents=True), writing)
+            write_folder(
+                writing,
+                self.config.hf_config,
+                lazily(tensors, lambda name: whole(tensors[name])),
+                dtype=self.export_dtype,
+                max_shard_size="5GB",
+                tokenizer=self.config.tokenizer,
+            )
+            on_first_rank(partial(_finish, checkpoint, card), checkpoint)
+        except NotSaved as error:
+            if dist.get_rank() == 0:
+                folder.discard(self.path)
+            raise NotSaved(
+                f"step {curr_step} can't be saved in {self.path}: {error}; {self.left()}"
+            ) from error
+        logger.info(f"{checkpoint} is a Hugging Face folder, in {self.export_dtype}")
+
     def _wait_for_saving(self) -> None:
         with self._one_line(f"a checkpoint can't be saved in {self.path}"):
             super()._wait_for_saving()
@@ -231,6 +273,15 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """Return in words from where the job can go on, once what is being written is there."""
         self.maybe_wait_for_saving()
         return folder.newest(self.path)
+
+
+def _finish(checkpoint: Path, card: Card) -> None:
+    """Give a folder whose files are written its card and its name."""
+    writing = folder.writing_path(checkpoint)
+    files = {path.name: (path.stat().st_size, file_checksum(path)) for path in writing.iterdir()}
+    write_card(writing, replace(card, files=files))
+    folder.sync(writing)
+    folder.commit(checkpoint)
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -19,7 +19,7 @@ from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.storage import Reader
 
 # What torchtitan saves beside the weights, whose names have no prefix.
-_OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 # Keys that say nothing about the model's weights or results.
 _INCIDENTAL = {
@@ -108,18 +108,22 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
     has_card = (checkpoint / CARD).is_file()
     if has_card and (wrong := damage(checkpoint, names=(".metadata",))) is not None:
         raise _damaged(checkpoint, key, wrong)
+    if has_card and ".metadata" not in read_card(checkpoint).files:  # a Hugging Face folder
+        if differing := changes(read_card(checkpoint).model, model_card(model.config)):
+            raise _of_another(checkpoint, key, differing)
+        if resumes:
+            raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
+        return
     index = Reader(checkpoint).read_metadata()
-    if (wrong := _cut(checkpoint, index)) is not None:
+    if (wrong := cut(checkpoint, index)) is not None:
         raise _damaged(checkpoint, key, wrong)
     if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config))):
-        raise ConfigError(
-            f"{key}: {checkpoint} is of another model ({differing}); name another folder, or go back to that model"
-        )
+        raise _of_another(checkpoint, key, differing)
     saved = index.state_dict_metadata
     there = {
         name: list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for name, entry in saved.items()
-        if name.partition(".")[0] not in _OTHER_STATES
+        if name.partition(".")[0] not in OTHER_STATES
     }
     here = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in [*here, *there]:
@@ -129,11 +133,20 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
                 f"{here.get(name) or 'not there'} in this one; name another folder, or go back to that model"
             )
     if resumes and not any(name.startswith("train_state") for name in saved):
-        raise ConfigError(
-            f"{key}: {checkpoint} holds only the weights (checkpoint.last_save_model_only), so training can't be resumed "
-            "from it; resume from an earlier one by checkpoint.load_step, or start a new checkpoint.folder with it as "
-            "checkpoint.initial_load_path"
-        )
+        raise _weights_alone(checkpoint, key, "checkpoint.last_save_model_only")
+
+
+def _of_another(checkpoint: Path, key: str, differing: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: {checkpoint} is of another model ({differing}); name another folder, or go back to that model"
+    )
+
+
+def _weights_alone(checkpoint: Path, key: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: {checkpoint} holds only the weights ({why}), so training can't be resumed from it; resume from an earlier "
+        "one by checkpoint.load_step, or start a new checkpoint.folder with it as checkpoint.initial_load_path"
+    )
 
 
 def _damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
@@ -141,7 +154,7 @@ def _damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
     return ConfigError(f"{key}: {wrong}; {instead}")
 
 
-def _cut(checkpoint: Path, index: Metadata) -> str | None:
+def cut(checkpoint: Path, index: Metadata) -> str | None:
     """Return which file of a checkpoint is shorter than its index says, in words: one without a card has no checksums."""
     sizes: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():

@@ -1,0 +1,75 @@
+"""`titanplans export` and `titanplans import`: a distributed checkpoint to a Hugging Face folder, and back.
+
+What they do is in `titanplans.training.checkpoint.convert`. Options need no torch.
+"""
+
+import argparse
+from pathlib import Path
+
+from titanplans.errors import RunError, UserError
+from titanplans.training.exit_status import refuse
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: list[str]) -> int:
+    """Do what `argv`, which begins with the command, says; return 0, 1 if the disk refuses, or 2 if it can't be done so."""
+    command, *rest = argv
+    parser = _parser(command)
+    arguments = parser.parse_args(rest)
+    try:
+        if command == "export":
+            from titanplans.training.checkpoint.convert import export
+
+            said = export(
+                arguments.checkpoint,
+                arguments.folder,
+                config=arguments.config,
+                dtype=arguments.dtype,
+                max_shard_size=arguments.max_shard_size,
+                tokenizer=arguments.tokenizer,
+            )
+        else:
+            from titanplans.training.checkpoint.convert import import_folder
+
+            said = import_folder(
+                arguments.folder, arguments.checkpoint, config=arguments.config, dtype=arguments.dtype
+            )
+    except UserError as error:
+        return refuse(error, rank=0)
+    except RunError as error:
+        refuse(error, rank=0)
+        return 1
+    print(said)
+    return 0
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    exports = command == "export"
+    parser = argparse.ArgumentParser(
+        prog=f"titanplans {command}",
+        description="Write the weights of a distributed checkpoint as a Hugging Face folder, which from_pretrained loads."
+        if exports
+        else "Write a Hugging Face folder as a distributed checkpoint: a job's checkpoint.initial_load_path.",
+        epilog="exit status: 0 written, 1 the disk refuses, 2 it can't be done as written",
+        allow_abbrev=False,
+    )
+    checkpoint, folder = (
+        ("a step-N folder", "the new folder") if exports else ("the new folder", "a folder of safetensors")
+    )
+    names = [("checkpoint", checkpoint), ("folder", folder)]
+    for name, what in names if exports else names[::-1]:
+        parser.add_argument(name, metavar=name.upper(), type=Path, help=what)
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the written weights; as they are if left out")
+    parser.add_argument(
+        "--config",
+        help="a config.json, or the folder of one; for a checkpoint of torchtitan's, which has none",
+    )
+    if exports:
+        parser.add_argument(
+            "--max-shard-size", default="5GB", metavar="SIZE", help="of a file at most, e.g. 500MB; 5GB"
+        )
+        parser.add_argument(
+            "--tokenizer", metavar="FOLDER", help="copied beside; that of the job if left out"
+        )
+    return parser

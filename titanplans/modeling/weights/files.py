@@ -1,0 +1,101 @@
+"""The files of a Hugging Face folder, as one process writes them: safetensors whose values come one by one, config.json,
+and the files of a tokenizer.
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans.errors import ModelError, NotSaved
+from titanplans.modeling.weights.folder import DTYPES
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json", "processor_config.json", "generation_config.json",
+)  # fmt: skip
+"""What belongs to a tokenizer, and how a model is asked to generate."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_safetensors(
+    directory: Path,
+    files: Mapping[str, Mapping[str, torch.Tensor]],
+    values: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    """Write files whose tensors are known by shape and dtype, and whose values come in any order.
+
+    A file: 8 bytes with the length of the header, the header in JSON, the values in the order of the header
+    (https://github.com/huggingface/safetensors#format).
+    """
+    with ExitStack() as stack:
+        places = {}
+        for file, tensors in files.items():
+            # Large elements first, so that each begins at a multiple of its size.
+            names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for name in names:
+                start, end = end, end + tensors[name].nbytes
+                shape, dtype = list(tensors[name].shape), _NAMES[tensors[name].dtype]
+                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            stream = stack.enter_context((directory / file).open("wb"))
+            stream.write(len(text).to_bytes(8, "little") + text)
+            places |= {name: (stream, 8 + len(text) + header[name]["data_offsets"][0]) for name in names}
+        for name, value in values:
+            stream, offset = places[name]
+            stream.seek(offset)
+            if value.numel():
+                stream.write(value.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def write_config(
+    directory: Path, plain: PreTrainedModel, config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Write config.json, with the class that `from_pretrained` makes and the dtype of its weights."""
+    config = copy.deepcopy(config)
+    config.architectures = [type(plain).__name__]
+    dtype = next(dtype for dtype in dtypes.values() if dtype.is_floating_point)
+    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if isinstance(each, PretrainedConfig):
+            each.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy what there is of a tokenizer; refuse a folder without any."""
+    found = [source / name for name in _TOKENIZER if (source / name).is_file()]
+    if not found:
+        raise ModelError(
+            f"tokenizer = {str(source)!r}: there is no tokenizer.json and no other file of a tokenizer in it"
+        )
+    for path in found:
+        shutil.copyfile(path, directory / path.name)
+
+
+def refuse_full(directory: Path, needed: int) -> None:
+    """Refuse, before anything is written, what the disk has no room for; `needed` in bytes."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise NotSaved(
+            f"{directory.parent} has {free / 1e9:,.2f} GB free, and the weights take {needed / 1e9:,.2f} GB"
+        )
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
