@@ -67,8 +67,9 @@ def save_all(rank):
     }
     model.register_buffer("unheard", torch.ones(3))
     said["of its config"] = refused(partial(save_weights, model, folder / "new"))
+    model = split("qwen2", SPLITS["tp 2"])
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # as a disk that is full
-    said["full"] = refused(partial(save_weights, split("qwen2", SPLITS["tp 2"]), folder / "new"))
+    said["full"] = refused(partial(save_weights, model, folder / "new"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     everyone = [None] * 4
     dist.all_gather_object(everyone, said)
