@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from titanplans.errors import PlanError, UserError
+    from titanplans.modeling.weights.full import (
+        gather_full_optimizer_state_dict,
+        gather_full_state_dict,
+        load_full_optimizer_state_dict,
+        load_full_state_dict,
+    )
     from titanplans.modeling.weights.load import load_weights
+    from titanplans.modeling.weights.save import save_weights
     from titanplans.parallel import (
         DDPConfig,
         Degrees,
@@ -46,11 +53,16 @@ __all__ = [
     "apply_plan",
     "check_plan",
     "find_decoder",
+    "gather_full_optimizer_state_dict",
+    "gather_full_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
     "load_weights",
     "parallelize",
     "process_group",
     "register_plan",
     "registered_plans",
+    "save_weights",
     "verify",
 ]
 
@@ -59,7 +71,15 @@ _HOME = {
     **dict.fromkeys(
         ("DDPConfig", "Degrees", "FSDP2Config", "ParallelManager", "parallelize", "process_group"), "parallel"
     ),
+    **dict.fromkeys(
+        (
+            *("gather_full_state_dict", "gather_full_optimizer_state_dict"),
+            *("load_full_state_dict", "load_full_optimizer_state_dict"),
+        ),
+        "modeling.weights.full",
+    ),
     "load_weights": "modeling.weights.load",
+    "save_weights": "modeling.weights.save",
     "verify": "proof",
 }
 """Where a public name lives, if not in `tensor_parallel`."""

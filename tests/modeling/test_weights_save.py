@@ -65,6 +65,7 @@ def save_all(rank):
         "tokenizer": refused(partial(save_weights, model, folder / "new", tokenizer=folder / "tp 2")),
         "place": refused(partial(save_weights, model, folder / "tokenizer" / "tokenizer.json" / "new")),
     }
+    said["no config"] = refused(partial(save_weights, torch.nn.Linear(2, 2), folder / "new"))
     model.register_buffer("unheard", torch.ones(3))
     said["of its config"] = refused(partial(save_weights, model, folder / "new"))
     model = split("qwen2", SPLITS["tp 2"])
@@ -160,6 +161,8 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
         "of its config": "ModelError: what is saved is no Qwen2ForCausalLM of its config: unheard is (3,), expected not "
         "there",
+        "no config": "ModelError: Linear has no config of transformers, so no config.json can be written: save what "
+        "titanplans.gather_full_state_dict(model) returns on rank 0",
         "full": "NotSaved: /.new.writing can't be written (File too large)",
     }
     assert not [

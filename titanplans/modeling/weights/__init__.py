@@ -5,6 +5,9 @@
     names.py     published names and those of the module tree, by transformers' own conversions
     older.py     what older releases of flash-linear-attention have stored otherwise
     load.py      each rank's parts of a folder into its parts of a model
+    gather.py    whole tensors of a split model, one after the other, on rank 0
+    full.py      full state dicts to split models and back, and those of their optimizers
+    save.py      a split model to a folder, and files.py what is in it
 
 Importing the package imports nothing.
 """

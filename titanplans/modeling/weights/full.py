@@ -86,7 +86,7 @@ def load_full_optimizer_state_dict(
     Raises:
         ModelError: on every rank: states or groups of parameters differ.
     """
-    own = get_optimizer_state_dict(model, optimizers)
+    own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
     groups = None if state is None else state["param_groups"]
     wrong = None
     if groups is not None and _names(groups) != _names(own["param_groups"]):

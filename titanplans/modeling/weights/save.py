@@ -60,16 +60,26 @@ def save_weights(
         ModelError: on every rank: the folder is there, or the model holds what transformers does not know.
         NotSaved: on every rank: the disk is full, or refuses. What was written is removed.
     """
-    if config is None:
-        config = copy.deepcopy(model.config)  # pyrefly: ignore
-        text = config.get_text_config()
-        if hasattr(text, "use_cache"):
-            text.use_cache = True  # `build` has switched it off
+    config = _generating(model) if config is None else config
     tensors, _ = stored(model)
     target = Path(folder)
     lazy = lazily(tensors, lambda name: whole(tensors[name]))
     with written_beside(target) as directory:
         write_folder(directory, config, lazy, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer)
+
+
+def _generating(model: nn.Module) -> PretrainedConfig:
+    """Return the model's config, with the cache that `build` has switched off for training."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if not isinstance(config, PretrainedConfig):
+        raise ModelError(
+            f"{type(model).__name__} has no config of transformers, so no config.json can be written: save what "
+            "titanplans.gather_full_state_dict(model) returns on rank 0"
+        )
+    text = config.get_text_config()
+    if hasattr(text, "use_cache"):
+        text.use_cache = True
+    return config
 
 
 def lazily(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> dict[str, LazyTensor]:
