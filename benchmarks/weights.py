@@ -1,10 +1,14 @@
 """Starting from a Hugging Face folder at tp 2, side by side with what people do otherwise.
 
     python -m benchmarks.weights start [--gigabytes 1] [--rounds 3] [--folder /tmp]
+    python -m benchmarks.weights bandwidth
 
 A Llama in bfloat16, in files of 200 MB. By turns, each in new processes of one thread: transformers' `from_pretrained` in
 one process; torch's `set_model_state_dict` on two ranks, where rank 0 reads the whole and sends each parameter; and
 `titanplans.load_weights`, where each rank reads its parts. Once with the files in the system's cache, once without.
+
+`bandwidth`: writing and reading the same bytes, by turns: a plain copy of the files and a plain read, transformers, and
+`titanplans.save_weights` and `load_weights` at tp 2. What is written is synced to the disk; what is read is in the cache.
 
 Seconds are of the slowest rank, from the model on meta (split, for two ranks) to the last value. Memory is each rank's peak
 beyond that before: its own, and with the pages of files that are mapped, which ranks share and the system can take back.
@@ -119,8 +123,90 @@ def load_weights(folder: Path) -> Callable[[], int]:
     return load
 
 
-WAYS = {"from_pretrained": (from_pretrained, 1), "set_model_state_dict": (set_model_state_dict, 2)}
-WAYS |= {"load_weights": (load_weights, 2)}
+def copied(folder: Path) -> Callable[[], int]:
+    """A plain copy of the files."""
+    target = _target(folder)
+
+    def copy() -> int:
+        target.mkdir()
+        for file in folder.iterdir():
+            shutil.copyfile(file, target / file.name)
+        return _sync(target)
+
+    return copy
+
+
+def save_pretrained(folder: Path) -> Callable[[], int]:
+    """transformers, the whole model in one process."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    target = _target(folder)
+
+    def save() -> int:
+        model.save_pretrained(target, max_shard_size="200MB")
+        return _sync(target)
+
+    return save
+
+
+def save_weights(folder: Path) -> Callable[[], int]:
+    """titanplans, of a model at tp 2."""
+    import titanplans
+
+    model, manager = _split(folder)
+    manager.to_empty()
+    titanplans.load_weights(model, folder)
+    target = _target(folder)
+
+    def save() -> int:
+        titanplans.save_weights(model, target, max_shard_size="200MB")
+        return sum(file.stat().st_size for file in target.iterdir())
+
+    return save
+
+
+def read(folder: Path) -> Callable[[], int]:
+    """A plain read of the files into memory."""
+
+    def load() -> int:
+        values = 0
+        for file in folder.iterdir():
+            values += len(file.read_bytes())
+        return values
+
+    return load
+
+
+def _target(folder: Path) -> Path:
+    """Where a folder is written, which is not there."""
+    target = folder.with_name("written")
+    if dist.get_rank() == 0 and target.exists():
+        shutil.rmtree(target)
+    dist.barrier()
+    return target
+
+
+def _sync(folder: Path) -> int:
+    """Bring files to the disk; return their bytes."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+STARTING = ("from_pretrained", "set_model_state_dict", "load_weights")
+BANDWIDTH = ("copied", "save_pretrained", "save_weights", "read", "from_pretrained", "load_weights")
+WAYS = {
+    "from_pretrained": (from_pretrained, 1),
+    "set_model_state_dict": (set_model_state_dict, 2),
+    "load_weights": (load_weights, 2),
+    "copied": (copied, 1),
+    "save_pretrained": (save_pretrained, 1),
+    "save_weights": (save_weights, 2),
+    "read": (read, 1),
+}
+"""How each is done, and by how many ranks."""
 
 
 def _of_own(what: str, file: str) -> int:
@@ -189,9 +275,9 @@ def start(folder: Path, gigabytes: float, rounds: int) -> None:
         f"{'':34}{'seconds':>9}{'fastest':>9}{'own MB':>14}{'mapped MB':>14}{'values MB':>14}{'disk MB':>9}"
     )
     for cached in (True, False):
-        found: dict[str, list[list[Measured]]] = {way: [] for way in WAYS}
+        found: dict[str, list[list[Measured]]] = {way: [] for way in STARTING}
         for turn in range(rounds + 1):
-            for way in reversed(WAYS) if turn % 2 else WAYS:
+            for way in reversed(STARTING) if turn % 2 else STARTING:
                 if not cached:
                     forget(folder)
                 measured = measure(way, folder)
@@ -208,18 +294,37 @@ def start(folder: Path, gigabytes: float, rounds: int) -> None:
             print(f"{name:34}{times}{own:>14}{mapped:>14}{values:>14}{disk:9,.0f}", flush=True)
 
 
+def bandwidth(folder: Path, gigabytes: float, rounds: int) -> None:
+    write_folder(folder, gigabytes)
+    whole = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"\n{whole / 1e9:.2f} GB, torch {torch.__version__}\n")
+    print(f"{'':20}{'seconds':>9}{'fastest':>9}{'GB/s':>7}{'own MB':>14}")
+    found: dict[str, list[list[Measured]]] = {way: [] for way in BANDWIDTH}
+    for turn in range(rounds + 1):
+        for way in reversed(BANDWIDTH) if turn % 2 else BANDWIDTH:
+            measured = measure(way, folder)
+            if turn:
+                found[way].append(measured)
+    for way, runs in found.items():
+        seconds = [max(rank.seconds for rank in run) for run in runs]
+        own = " ".join(f"{max(run[i].own for run in runs) / 1e6:,.0f}" for i in range(len(runs[0])))
+        median = statistics.median(seconds)
+        print(f"{way:20}{median:9.2f}{min(seconds):9.2f}{whole / 1e9 / median:7.2f}{own:>14}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["start"])
+    parser.add_argument("part", choices=["start", "bandwidth"])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that is not")
     parser.add_argument(
         "--folder", help="a folder on the disk to measure; default: the system's for temporary files"
     )
     options = parser.parse_args()
+    part = {"start": start, "bandwidth": bandwidth}[options.part]
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        start(folder, options.gigabytes, options.rounds)
+        part(folder / "model", options.gigabytes, options.rounds)
     finally:
         shutil.rmtree(folder)
 

@@ -1,14 +1,11 @@
 """Whole tensors to split models and back, on four ranks: bit for bit what one process has, at any split."""
 
-import ctypes
-import gc
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import worlds
 import zoo
+from resident import peak
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -104,23 +101,8 @@ def refusals(rank):
     return said
 
 
-def peak(action):
-    """How many MB the process has grown in `action` at most."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
-    before = resident("VmRSS")
-    kept = action()
-    return resident("VmHWM") - before, kept
-
-
-def resident(what):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
-    return int(line.split()[1]) / 1024
-
-
 def memory(rank):
     """MB by which each rank has grown: a model of 96 MB in tensors of 4."""
-    ctypes.CDLL(None).mallopt(-3, 2**20)  # what is freed of a megabyte or more goes back to the system
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     for layer in model:
         fully_shard(layer)

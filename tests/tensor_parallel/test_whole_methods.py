@@ -41,7 +41,7 @@ def llama(**options):
         (lambda model: model.tie_weights(), "tie_weights .*tied"),
         (
             lambda model: model.save_pretrained("nowhere"),
-            r"save_pretrained.*get_model_state_dict\(.*state_dict=state",
+            r"save_pretrained.*titanplans.save_weights\(model.*state_dict=state",
         ),
     ],
     ids=["init_weights", "apply", "base", "reset", "resize", "tie", "save"],

@@ -9,14 +9,17 @@ import pytest
 import torch
 import zoo
 from jobs import Job
+from resident import peak
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from transformers import AutoModelForCausalLM
 
+from titanplans import modeling
 from titanplans.cli.main import main
 from titanplans.modeling import kernels
 from titanplans.training.checkpoint.card import damage, read_card
 from titanplans.training.checkpoint.storage import Planner, Reader
+from titanplans.training.data.vocabulary import default_tokenizer_path
 
 IN_HF = "--checkpoint.last_save_in_hf"
 
@@ -80,10 +83,9 @@ def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
     shutil.copytree(at / "step-1", other / "step-1")
     options = ("--job.dump_folder=again", "--training.steps=2", "--checkpoint.interval=1")
     assert job.run(*options, "--checkpoint.last_save_model_only=false") == 0, job.err
-    tokenizer = at / "step-2"
-    status, said = run(capsys, "export", other / "step-2", job.folder / "hf", "--tokenizer", tokenizer)
+    status, said = run(capsys, "export", other / "step-2", job.folder / "hf")
     assert status == 0, said
-    assert said == f"{job.folder}/hf: 0.001 GB in 4 files, the tokenizer of {tokenizer}\n"
+    assert said == f"{job.folder}/hf: 0.001 GB in 4 files, the tokenizer of {default_tokenizer_path()}\n"
     exported, saved = (
         load_file(folder / "model.safetensors") for folder in (job.folder / "hf", at / "step-2")
     )
@@ -118,6 +120,24 @@ def test_experts_and_towers_go_there_and_back(tmp_path, capsys):
         inputs = zoo.inputs(name)
         with torch.no_grad():
             assert torch.equal(back.eval()(**inputs).logits, model.float().eval()(**inputs).logits)
+
+
+def test_no_more_than_some_tensors_are_in_memory(tmp_path, capsys):
+    config = zoo.config(
+        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096
+    )
+    modeling.build(config).to_empty(device="cpu").save_pretrained(tmp_path / "folder")
+    largest = 16  # MB; all are 270
+    assert sum(path.stat().st_size for path in (tmp_path / "folder").iterdir()) > 200e6
+    there, _ = peak(lambda: run(capsys, "import", tmp_path / "folder", tmp_path / "seed"))
+    back, _ = peak(
+        lambda: run(capsys, "export", tmp_path / "seed", tmp_path / "back", "--max-shard-size", "50MB")
+    )
+    assert max(there, back) < 5 * largest
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("folder", "back")
+    )
+    assert all(torch.equal(one[name], tensor) for name, tensor in two.items())
 
 
 def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):

@@ -53,8 +53,8 @@ def _save(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state = kwargs.get("state_dict")
     if state is None or any(isinstance(value, DTensor) for value in state.values()):
         raise PlanError(
-            f"{type(model).__name__}.save_pretrained would write this rank's parts: on every rank call "
-            "state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
-            "torch.distributed.checkpoint.state_dict, then save_pretrained(folder, state_dict=state) on the first"
+            f"{type(model).__name__}.save_pretrained would write this rank's parts: titanplans.save_weights(model, folder), "
+            "called on every rank, writes the whole; or on rank 0 save_pretrained(folder, state_dict=state) with "
+            "state = titanplans.gather_full_state_dict(model) from every rank"
         )
     return type(model).save_pretrained(model, *args, **kwargs)  # type: ignore[attr-defined]

@@ -7,7 +7,9 @@
     load.py      each rank's parts of a folder into its parts of a model
     gather.py    whole tensors of a split model, one after the other, on rank 0
     full.py      full state dicts to split models and back, and those of their optimizers
-    save.py      a split model to a folder, and files.py what is in it
+    save.py      a split model to a folder
+    files.py     the files of a folder, as rank 0 writes them
+    beside.py    a folder that is whole or not there
 
 Importing the package imports nothing.
 """

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,18 @@ def write_safetensors(
     directory: Path,
     files: Mapping[str, Mapping[str, torch.Tensor]],
     values: Iterator[tuple[str, torch.Tensor]],
+    seal: Callable[[Path], None],
 ) -> None:
     """Write files whose tensors are known by shape and dtype, and whose values come in any order.
 
     A file: 8 bytes with the length of the header, the header in JSON, the values in the order of the header
-    (https://github.com/huggingface/safetensors#format).
+    (https://github.com/huggingface/safetensors#format). `seal` is called with each file as soon as it is whole, so that
+    ranks that wait for the next tensor never wait for all files to reach the disk.
     """
     with ExitStack() as stack:
-        places = {}
+        places: dict[str, tuple[str, int]] = {}
+        streams = {file: stack.enter_context((directory / file).open("wb")) for file in files}
+        left = {file: len(tensors) for file, tensors in files.items()}
         for file, tensors in files.items():
             # Large elements first, so that each begins at a multiple of its size.
             names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
@@ -49,14 +53,17 @@ def write_safetensors(
                 header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
-            stream = stack.enter_context((directory / file).open("wb"))
-            stream.write(len(text).to_bytes(8, "little") + text)
-            places |= {name: (stream, 8 + len(text) + header[name]["data_offsets"][0]) for name in names}
+            streams[file].write(len(text).to_bytes(8, "little") + text)
+            places |= {name: (file, 8 + len(text) + header[name]["data_offsets"][0]) for name in names}
         for name, value in values:
-            stream, offset = places[name]
-            stream.seek(offset)
+            file, offset = places[name]
+            streams[file].seek(offset)
             if value.numel():
-                stream.write(value.contiguous().view(-1).view(torch.uint8).numpy())
+                streams[file].write(value.contiguous().view(-1).view(torch.uint8).numpy())
+            left[file] -= 1
+            if not left[file]:
+                streams[file].close()
+                seal(directory / file)
 
 
 def write_config(

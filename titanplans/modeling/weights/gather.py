@@ -28,9 +28,9 @@ def gather(
         only: which names; the same on every rank.
 
     Raises:
-        ModelError: something in the state dict is no tensor.
+        ModelError: something in the state dict is no tensor, or has no values yet.
     """
-    for name, tensor in stored(model)[0].items():
+    for name, tensor in with_values(stored(model)[0]).items():
         if only(name):
             yield name, whole(tensor)
 
@@ -55,6 +55,14 @@ def stored(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         else:
             tied[name] = known
     return tensors, tied
+
+
+def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors`; refuse those on meta."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ModelError(f"{name} is on meta and has no values: load or initialise the model first")
+    return tensors
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,9 @@ beside its place, `.NAME.writing`, brought to the disk, and renamed when it is w
 """
 
 import copy
-import errno
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,8 +15,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from titanplans.errors import ModelError, NotSaved
+from titanplans.errors import ModelError
 from titanplans.modeling.build import build
+from titanplans.modeling.weights.beside import on_first_rank, written_beside
 from titanplans.modeling.weights.files import (
     copy_tokenizer,
     refuse_full,
@@ -28,7 +26,7 @@ from titanplans.modeling.weights.files import (
     write_safetensors,
 )
 from titanplans.modeling.weights.folder import INDEX
-from titanplans.modeling.weights.gather import from_first, rank, stored, whole
+from titanplans.modeling.weights.gather import from_first, rank, stored, whole, with_values
 from titanplans.modeling.weights.lazy import Box, LazyTensor
 from titanplans.modeling.weights.names import to_published
 
@@ -61,7 +59,7 @@ def save_weights(
         NotSaved: on every rank: the disk is full, or refuses. What was written is removed.
     """
     config = _generating(model) if config is None else config
-    tensors, _ = stored(model)
+    tensors = with_values(stored(model)[0])
     target = Path(folder)
     lazy = lazily(tensors, lambda name: whole(tensors[name]))
     with written_beside(target) as directory:
@@ -111,6 +109,7 @@ def write_folder(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     tokenizer: str | os.PathLike[str] | None,
+    seal: Callable[[Path], None] = sync,
 ) -> None:
     """Write all files of a model into `directory`, and bring them to the disk. Collective if reading `tensors` is.
 
@@ -119,6 +118,7 @@ def write_folder(
         config: the model's.
         tensors: name in the module tree -> tensor. Tied ones may be there under each name, and must be equal then.
         dtype, max_shard_size, tokenizer: as for `save_weights`.
+        seal: called on rank 0 with each file that is whole; brings it to the disk.
 
     Raises:
         ModelError, NotSaved: as `save_weights` does, which removes nothing here.
@@ -143,7 +143,9 @@ def write_folder(
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), directory)
         files = {file: {n: metas[n] for n in names} for file, names in split.filename_to_tensors.items()}
-        write_safetensors(directory, files, values)
+        for path in directory.iterdir():
+            seal(path)
+        write_safetensors(directory, files, values, seal)
         if split.is_sharded:
             metadata = {
                 "total_parameters": sum(tensor.numel() for tensor in metas.values()),
@@ -152,8 +154,7 @@ def write_folder(
             index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (directory / INDEX).write_text(text, encoding="utf-8")
-        for path in directory.iterdir():
-            sync(path)
+            seal(directory / INDEX)
         sync(directory)
 
     def read_on() -> None:
@@ -163,40 +164,29 @@ def write_folder(
     on_first_rank(write, directory, then=read_on)
 
 
-@contextmanager
-def written_beside(target: Path) -> Iterator[Path]:
-    """Give the body a new folder beside `target`, which gets its name once the body is done. Collective.
+def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> None:
+    """Refuse tensors that are not those of `plain`, a model on meta, by names and shapes; tied ones may be left out.
 
     Raises:
-        ModelError: on every rank: there is something at `target`, or beside it from a process that writes, or was killed.
-        NotSaved: on every rank: the system refuses.
+        ModelError: with the first that differ.
     """
-    directory = target.with_name(f".{target.name}.writing")
-
-    def begin() -> None:
-        _refuse_existing(target, directory)
-        directory.mkdir(parents=True)
-
-    def end() -> None:
-        directory.rename(target)
-        sync(target.parent)
-
-    on_first_rank(begin, target)
-    try:
-        yield directory
-        on_first_rank(end, target)
-    except BaseException:
-        if rank() == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
-
-
-def _refuse_existing(target: Path, directory: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ModelError(f"{target} is there already, and nothing is written over: name a new folder")
-    if directory.exists():
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    tied = plain.all_tied_weights_keys
+    optional = {*tied, *tied.values()}
+    expected: dict[str, torch.Tensor] = plain.state_dict()
+    wanted = {name: t.shape for name, t in expected.items() if name in shapes or name not in optional}
+    wrong = [
+        f"{name} is {_shape(shapes, name)}, expected {_shape(wanted, name)}"
+        for name in {**wanted, **shapes}
+        if shapes.get(name) != wanted.get(name)
+    ]
+    wrong += [
+        f"{n} and {source} are not there" for n, source in tied.items() if not {n, source} & shapes.keys()
+    ]
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ModelError(
-            f"{directory} is there: another process writes {target}, or one was killed while it did; if so, remove it"
+            f"what is saved is no {type(plain).__name__} of its config: {'; '.join(wrong[:_SHOWN])}{more}"
         )
 
 
@@ -206,7 +196,7 @@ def _published(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dic
     Raises:
         ModelError: on every rank: they are not those of the model that the config describes.
     """
-    expected: dict[str, torch.Tensor] = plain.state_dict()
+    check_names(plain, tensors)
     once = dict(tensors)
     for name, source in plain.all_tied_weights_keys.items():
         if name not in once:
@@ -221,48 +211,8 @@ def _published(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dic
                 f"{name} and {source} have other values, and the model's config ties the two: tie_word_embeddings = false "
                 "in it keeps both"
             )
-    shapes = {name: tensor.shape for name, tensor in once.items()}
-    wanted = {n: t.shape for n, t in expected.items() if n in once or n not in plain.all_tied_weights_keys}
-    wrong = [
-        f"{name} is {_shape(shapes, name)}, expected {_shape(wanted, name)}"
-        for name in {**wanted, **shapes}
-        if shapes.get(name) != wanted.get(name)
-    ]
-    if wrong:
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise ModelError(
-            f"what is saved is no {type(plain).__name__} of its config: {'; '.join(wrong[:_SHOWN])}{more}"
-        )
     return to_published(plain, once)
 
 
 def _shape(shapes: Mapping[str, torch.Size], name: str) -> object:
     return tuple(shapes[name]) if name in shapes else "not there"
-
-
-def on_first_rank(action: Callable[[], None], path: Path, *, then: Callable[[], None] = lambda: None) -> None:
-    """Do `action` on rank 0, and `then` on every rank; raise on every rank what has failed.
-
-    Args:
-        action: writes files.
-        path: what it writes, for the error.
-        then: done though it has failed.
-
-    Raises:
-        ModelError: `action` did.
-        NotSaved: `action` did, or the system has refused.
-    """
-    failed: Exception | None = None
-    if rank() == 0:
-        try:
-            action()
-        except (OSError, ModelError, NotSaved) as error:
-            failed = error
-    then()
-    said = None if failed is None else (type(failed) is ModelError, str(failed))
-    if isinstance(failed, OSError):
-        reason = "no space is left" if failed.errno == errno.ENOSPC else failed.strerror
-        said = False, f"{failed.filename or path} can't be written ({reason})"
-    if (said := from_first(said)) is not None:
-        is_users, words = said
-        raise (ModelError if is_users else NotSaved)(words) from failed

@@ -5,6 +5,7 @@
     storage.py   torch's distributed checkpoints, written with checksums and read without running what is in them
     manager.py   torchtitan's CheckpointManager with these; when to save, what to load
     match.py     whether a checkpoint belongs to the job, and from which one it goes on
+    published.py the last step as a Hugging Face folder
     convert.py   a checkpoint to a Hugging Face folder, and back
 
 Importing the package imports nothing.

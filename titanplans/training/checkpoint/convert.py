@@ -23,16 +23,18 @@ from titanplans import modeling
 from titanplans.errors import ConfigError, NotSaved
 from titanplans.modeling import kernels
 from titanplans.modeling.own import own_config
+from titanplans.modeling.weights.beside import written_beside
 from titanplans.modeling.weights.files import refuse_full
 from titanplans.modeling.weights.folder import open_folder
 from titanplans.modeling.weights.lazy import LazyTensor
 from titanplans.modeling.weights.load import match_folder
-from titanplans.modeling.weights.save import lazily, write_folder, written_beside
+from titanplans.modeling.weights.save import lazily, write_folder
 from titanplans.training import disk
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+from titanplans.training.data.vocabulary import default_tokenizer_path
 
 
 def export(
@@ -86,9 +88,7 @@ def export(
             ) from error
         return state[name]
 
-    if tokenizer is None and card is not None:
-        named = card.job.get("model.hf_assets_path")
-        tokenizer = named if named is not None and Path(named).is_dir() else None
+    tokenizer = tokenizer or _tokenizer(card)
     with written_beside(folder) as directory:
         write_folder(
             directory,
@@ -189,6 +189,15 @@ def _config(given: str | None, card: Card | None, checkpoint: Path) -> Pretraine
     if "own_class" in values:
         return own_config(values["own_class"], values["own_arguments"])
     return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+
+
+def _tokenizer(card: Card | None) -> str | None:
+    """Return the folder of the tokenizer that the job of a checkpoint had; None if there was no job, or it is gone."""
+    if card is None or not card.job:
+        return None
+    published = card.job.get("checkpoint.initial_load_in_hf") and card.job.get("checkpoint.initial_load_path")
+    named = card.job.get("model.hf_assets_path") or published or default_tokenizer_path()
+    return named if Path(named).is_dir() else None
 
 
 def _weights(metadata: Metadata) -> dict[str, torch.Tensor]:

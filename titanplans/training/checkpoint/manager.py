@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ from torchtitan.tools.logging import logger
 from transformers import PretrainedConfig
 
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
-from titanplans.modeling.weights.gather import stored, whole
 from titanplans.modeling.weights.load import load_weights
-from titanplans.modeling.weights.save import lazily, on_first_rank, write_folder
 from titanplans.training import disk
-from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import CARD, Card, damage, file_checksum, read_card, write_card
+from titanplans.training.checkpoint import folder, published
+from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
 
@@ -62,7 +59,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """The model's, for the config.json of a Hugging Face folder."""
 
         tokenizer: str | None = None
-        """The folder of the tokenizer, which is copied into that folder."""
+        """The folder of the tokenizer, which is copied into it."""
 
     def __init__(self, config: Config, **components: Any):
         self.config = config
@@ -76,6 +73,9 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             self.path = Path(self.folder)
             if not self.load_only and dist.get_rank() == 0:
                 folder.tidy(self.path)
+            if self.last_save_in_hf:
+                (part,) = self.states[MODEL].model
+                published.check(part.lm, config.hf_config)  # now, not after the last step
 
     # Loading
 
@@ -199,22 +199,17 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             super()._save_last_step(curr_step)
             return
         (part,) = self.states[MODEL].model
-        tensors, _ = stored(part.lm)
         checkpoint = folder.checkpoint_path(self.path, curr_step)
-        writing = folder.writing_path(checkpoint)
         card = Card(curr_step, "weights", self.config.model, self.config.job, {})
-        assert self.config.hf_config is not None
         try:
-            on_first_rank(partial(writing.mkdir, parents=True), writing)
-            write_folder(
-                writing,
-                self.config.hf_config,
-                lazily(tensors, lambda name: whole(tensors[name])),
-                dtype=self.export_dtype,
-                max_shard_size="5GB",
+            published.save(
+                part.lm,
+                checkpoint,
+                card,
+                config=self.config.hf_config,
                 tokenizer=self.config.tokenizer,
+                dtype=self.export_dtype,
             )
-            on_first_rank(partial(_finish, checkpoint, card), checkpoint)
         except NotSaved as error:
             if dist.get_rank() == 0:
                 folder.discard(self.path)
@@ -273,15 +268,6 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """Return in words from where the job can go on, once what is being written is there."""
         self.maybe_wait_for_saving()
         return folder.newest(self.path)
-
-
-def _finish(checkpoint: Path, card: Card) -> None:
-    """Give a folder whose files are written its card and its name."""
-    writing = folder.writing_path(checkpoint)
-    files = {path.name: (path.stat().st_size, file_checksum(path)) for path in writing.iterdir()}
-    write_card(writing, replace(card, files=files))
-    folder.sync(writing)
-    folder.commit(checkpoint)
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -1,0 +1,67 @@
+"""The last step of a job as a Hugging Face folder with a card: checkpoint.last_save_in_hf."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from titanplans import modeling
+from titanplans.modeling.weights.beside import on_first_rank
+from titanplans.modeling.weights.gather import stored, whole
+from titanplans.modeling.weights.save import check_names, lazily, write_folder
+from titanplans.training.checkpoint import folder
+from titanplans.training.checkpoint.card import Card, file_checksum, write_card
+
+
+def check(model: nn.Module, config: PretrainedConfig | None) -> None:
+    """Refuse a model that can't be saved so.
+
+    Raises:
+        ModelError: it holds other tensors than the model of its config.
+    """
+    assert config is not None
+    check_names(modeling.build(config), stored(model)[0])
+
+
+def save(
+    model: nn.Module,
+    checkpoint: Path,
+    card: Card,
+    *,
+    config: PretrainedConfig | None,
+    tokenizer: str | None,
+    dtype: torch.dtype,
+) -> None:
+    """Write a step-N folder. Collective; rank 0 writes, and takes checksums as each file is whole.
+
+    Raises:
+        NotSaved: on every rank: the disk is full, or refuses; what was written is in `folder.writing_path(checkpoint)`.
+    """
+    assert config is not None
+    tensors, _ = stored(model)
+    writing = folder.writing_path(checkpoint)
+    files: dict[str, tuple[int, str]] = {}
+
+    def seal(path: Path) -> None:
+        folder.sync(path)
+        files[path.name] = path.stat().st_size, file_checksum(path)
+
+    def end() -> None:
+        write_card(writing, replace(card, files=files))
+        folder.sync(writing)
+        folder.commit(checkpoint)
+
+    on_first_rank(partial(writing.mkdir, parents=True), writing)
+    write_folder(
+        writing,
+        config,
+        lazily(tensors, lambda name: whole(tensors[name])),
+        dtype=dtype,
+        max_shard_size="5GB",
+        tokenizer=tokenizer,
+        seal=seal,
+    )
+    on_first_rank(end, checkpoint)
