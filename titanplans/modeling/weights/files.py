@@ -87,7 +87,11 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
             f"tokenizer = {str(source)!r}: there is no tokenizer.json and no other file of a tokenizer in it"
         )
     for path in found:
-        shutil.copyfile(path, directory / path.name)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"{path} can't be read ({error.strerror})") from error
+        (directory / path.name).write_bytes(content)
 
 
 def refuse_full(directory: Path, needed: int) -> None:
