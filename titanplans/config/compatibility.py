@@ -102,6 +102,17 @@ def _float8(c: Any) -> Refusals:
     yield from _needs(c, gather, (True,), scales)
 
 
+def _lora(c: Any) -> Refusals:
+    names = ("alpha", "dropout", "target_modules", "exclude_modules", "modules_to_save")
+    if c.rank is None:
+        for name in names:
+            if _get(c, name) != _default(c, name):
+                yield (
+                    name,
+                    "it does nothing without lora.rank, which switches adapters on: set that, or leave this out",
+                )
+
+
 # ---------------------------------------------------------------- a strategy
 
 
@@ -112,6 +123,12 @@ def _shared(c: Any) -> Refusals:
     yield from _needs(c, "compile.backend", ("inductor",), "compile.mode", "compile.options")
     yield from _needs(c, "float8.recipe_name", _RECIPES, "float8.filter_fqns")
     mode = c.activation_checkpoint.mode
+    if c.lora.dropout > 0 and mode != "none" and not c.activation_checkpoint.preserve_rng_state:
+        yield (
+            "activation_checkpoint.preserve_rng_state",
+            f"what is computed again would draw other numbers for lora.dropout = {c.lora.dropout}: set it to true, or the "
+            "dropout to 0",
+        )
     if mode == "memory_budget" and not c.compile.blocks:
         yield "activation_checkpoint.mode", f"the compiler chooses, and {_NOT_COMPILED}"
     if mode == "keep_mixer" and c.compile.blocks:
@@ -370,6 +387,7 @@ REFUSALS: dict[str, Callable[[Any], Refusals]] = {
     "ActivationCheckpoint": _activation_checkpoint,
     "Compile": _compile,
     "Float8": _float8,
+    "LoRA": _lora,
     "FSDP2Config": _fsdp2_config,
     "DDPConfig": _ddp_config,
     "JobConfig": _job,

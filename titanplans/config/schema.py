@@ -10,6 +10,7 @@ import tomli_w
 
 from titanplans.config.options import Options, options_of, without_none
 from titanplans.config.sections.checkpoint import Checkpoint
+from titanplans.config.sections.lora import LoRA
 from titanplans.config.sections.model import Model, Training, Validation
 from titanplans.config.sections.optimization import LRScheduler, Optimizer
 from titanplans.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
@@ -29,6 +30,7 @@ class JobConfig(Options):
     job: Job = Job()
     model: Model = Model()
     training: Training = Training(mixed_precision_param="bfloat16", mixed_precision_reduce="float32")
+    lora: LoRA = LoRA()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     parallelism: Parallelism = Parallelism()
@@ -116,6 +118,7 @@ def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
     """
     nested = {
         "activation_checkpoint": job.activation_checkpoint,
+        "lora": job.lora if job.lora.rank else LoRA(),
         "compile": job.compile if job.compile.enable else Compile(),
         "float8": job.quantize.linear.float8 if job.quantize.linear.float8.recipe_name else Float8(),
     }

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tomli_w
 
 from titanplans.config.options import Options, parse_toml, without_none
+from titanplans.config.sections.lora import Freezing, LoRA
 from titanplans.config.sections.model import PlanOption
 from titanplans.config.sections.parallelism import (
     DDP,
@@ -28,8 +29,11 @@ from titanplans.config.values import Rule
 from titanplans.errors import ConfigError, nearest
 
 
-class Shared(Options):
+class Shared(Freezing):
     """What happens to a model before it is spread over data-parallel ranks."""
+
+    lora: LoRA = LoRA()
+    """Low-rank adapters, which alone train."""
 
     float8: Float8 = Float8()
     """Which Linear modules multiply in float8."""

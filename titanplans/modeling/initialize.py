@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from titanplans.errors import ModelError
 from titanplans.modeling.reference import Reference, Unit, tensors
 from titanplans.tensor_parallel.decoder import join
+from titanplans.tensor_parallel.low_rank import draw_factor, is_factor
 from titanplans.tensor_parallel.shards import copy_shard
 
 # Components that activation checkpointing and torch.compile add to module paths.
@@ -25,9 +26,10 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
 
     Call it after the model was parallelised and `model.to_empty(device=...)`. Values are those of the
     model's own initialisation (constructor, then `_init_weights`), drawn in float32 and rounded to each
-    parameter's dtype. They depend on `seed`, the config and the kind of device, and not on ranks,
-    placements or dtype. One unit (a decoder layer, the embedding, the head) is in memory in full at a
-    time. No communication; the random state of the CPU and of the model's device is left as it was.
+    parameter's dtype; adapters get those of `low_rank.draw_factor`. They depend on `seed`, the config and
+    the kind of device, and not on ranks, placements or dtype. One unit (a decoder layer, the embedding, the
+    head) is in memory in full at a time. No communication; the random state of the CPU and of the model's
+    device is left as it was.
 
     Args:
         model: as `titanplans.modeling.build` made it; parameters are plain tensors or DTensors with any placements. It
@@ -54,6 +56,9 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
             for name, value in reference.values(unit).items():
                 if name in todo:
                     copy_shard(todo.pop(name), value, name=name)
+    for name in [name for name in todo if is_factor(name)]:
+        factor = todo.pop(name)
+        copy_shard(factor, draw_factor(name, factor.shape, seed), name=name)
     tie(model, reference.tied)
     for name in todo.keys() - reference.tied.keys():
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")

@@ -12,12 +12,14 @@ from titanplans.config import (
     DDPConfig,
     Float8,
     FSDP2Config,
+    LoRA,
     MegatronFSDPConfig,
     Strategy,
     read_strategy,
     write_strategy,
 )
 from titanplans.errors import ParallelError
+from titanplans.parallel.adapters import Adapters, add_adapters, freeze
 from titanplans.parallel.degrees import Degrees
 from titanplans.parallel.float8 import Conversion, convert_to_float8
 from titanplans.parallel.fsdp.conditions import shard_model
@@ -31,23 +33,27 @@ from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
 
 __all__ = [
     "ActivationCheckpoint",
+    "Adapters",
     "Compile",
     "Conversion",
     "DDPConfig",
     "Degrees",
     "FSDP2Config",
     "Float8",
+    "LoRA",
     "MegatronFSDPConfig",
     "Mesh",
     "ParallelError",
     "ParallelManager",
     "Process",
     "Strategy",
+    "add_adapters",
     "align_gradients",
     "clip_gradients",
     "convert_to_float8",
     "count_tokens",
     "cross_entropy",
+    "freeze",
     "parallelize",
     "process_group",
     "read_strategy",

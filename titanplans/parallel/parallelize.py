@@ -23,6 +23,7 @@ from titanplans.parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     check_activation_checkpointing,
 )
+from titanplans.parallel.adapters.add import add_adapters, check_before_compile, freeze
 from titanplans.parallel.autocast import apply_autocast
 from titanplans.parallel.compile import apply_compile, compile_options, one_graph_a_block
 from titanplans.parallel.compile.async_tp import has_nccl
@@ -122,6 +123,21 @@ def apply_steps(
             check_calls(model)
         record.steps.append("float8")
         record.float8 = done
+
+    # Behind the products as they are, and before the plan, which splits adapters as it splits their weights.
+    if config.lora.rank is not None:
+        record.adapters = add_adapters(model, config.lora)
+        if config.compile.blocks:
+            check_before_compile(model)
+        record.steps.append("LoRA")
+        done = record.adapters
+        _log.info(
+            f"LoRA of rank {config.lora.rank}: {len(done.modules)} Linear modules, {len(done.left)} left out, "
+            f"{done.trained:,} of {done.trained + done.frozen:,} parameters train"
+        )
+    if config.freeze:
+        freeze(model, config.freeze, lambda why: config.error("freeze", why))
+        record.steps.append("freezing")
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if isinstance(config, FSDP2Config) and mesh.tp_enabled:

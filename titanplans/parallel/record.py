@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from titanplans.parallel.adapters.add import Adapters
 from titanplans.parallel.float8 import Conversion
 from titanplans.tensor_parallel.apply import AppliedPlan
 
@@ -20,6 +21,7 @@ class Record:
 
     plan: AppliedPlan | None = None
     float8: Conversion | None = None
+    adapters: Adapters | None = None
     policy: str | None = None
     """What recomputes, in words."""
     image_check: RemovableHandle | None = None

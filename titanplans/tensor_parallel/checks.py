@@ -18,6 +18,7 @@ from titanplans.tensor_parallel.dropout import check_dropout
 from titanplans.tensor_parallel.float8 import Crossing
 from titanplans.tensor_parallel.float8_checks import check_float8, check_torchao_styles, float8_crossings
 from titanplans.tensor_parallel.local_code import Functions, code_of_ranks
+from titanplans.tensor_parallel.low_rank import dropout_refusal
 from titanplans.tensor_parallel.packed_checks import packed_faults
 from titanplans.tensor_parallel.plan import Plan, TPPlan
 from titanplans.tensor_parallel.projections import Rowwise
@@ -26,7 +27,6 @@ from titanplans.tensor_parallel.sizes import check_degree
 from titanplans.tensor_parallel.styles import (
     Region,
     Style,
-    held,
     layouts_at,
     own_styles,
     split_key,
@@ -106,7 +106,8 @@ def parameter_refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
     """Yield each style that would be wrong for the parameter that its key names."""
     for key, style, found in targets(plan, model):
         if found.parameter is not None:
-            reason = style.parameter_refusal(found.parameter, held(found.module)[found.parameter])
+            param = found.module._parameters[found.parameter]
+            reason = style.parameter_refusal(found.parameter, param)  # type: ignore[arg-type]
             if reason is not None:
                 yield key, reason
 
@@ -114,7 +115,8 @@ def parameter_refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
 def refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
     """Yield each style that would be wrong on its module."""
     for key, style, found in targets(plan, model):
-        if found.parameter is None and (reason := style.refusal(found.module)) is not None:
+        reason = style.refusal(found.module) if found.parameter is None else None
+        if (reason := reason or dropout_refusal(found.module, layouts_at(found, style, plan))) is not None:
             yield key, reason
 
 

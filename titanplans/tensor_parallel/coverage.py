@@ -6,16 +6,20 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
 from titanplans.tensor_parallel.decoder import MIXERS, MLPS, find_decoder, join, within
+from titanplans.tensor_parallel.low_rank import FACTORS, is_adapted, is_factor
 from titanplans.tensor_parallel.plan_styles import Plan
 from titanplans.tensor_parallel.styles import Style, find_target, held
 
-ADAPTERS = "adapters (LoRA, peft) work with data parallelism alone: tensor_parallel_degree = 1"
+ADAPTERS = (
+    "adapters of peft work with data parallelism alone, tensor_parallel_degree = 1; those of titanplans.add_adapters(model, "
+    "LoRA(rank=8)), [lora] in a job, on any plan"
+)
 
 
 def check_adapters(model: nn.Module) -> None:
     """Refuse the adapters of peft, whose parameters have "lora_" in their names: no plan has keys for them."""
     for name, _ in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name and not is_factor(name):
             raise PlanError(f"parameter '{name}' is an adapter's, which no plan splits: {ADAPTERS}")
 
 
@@ -86,6 +90,8 @@ def _not_asked(plan: Plan, model: nn.Module, name: str) -> str:
 def _covered(plan: Plan, name: str, module: nn.Module, param_name: str) -> bool:
     if join(name, param_name) in plan:
         return True
+    if is_adapted(module) and param_name in FACTORS:
+        return _covered(plan, name, module, "weight")
     style = plan.get(name)
     # A foreign style says nothing before it acts; what it left out is found afterwards.
     return param_name in style.layouts(module) if isinstance(style, Style) else style is not None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from titanplans.errors import PlanError
+from titanplans.tensor_parallel.low_rank import LowRankDropout
 
 REMEDY = "set it to 0, or leave layers whole: tensor_parallel_degree = 1"
 
@@ -21,6 +22,8 @@ def dropouts(model: nn.Module) -> Iterator[str]:
     Read off the modules: `p` of torch's Dropout, and what a module calls its dropout itself, or the jitter of a router.
     """
     for path, module in model.named_modules():
+        if isinstance(module, LowRankDropout):  # equal however the model is split
+            continue
         own = "Dropout" in type(module).__name__
         for name, value in vars(module).items():
             drops = (own and name == "p") or "dropout" in name or name.endswith("pdrop") or "jitter" in name

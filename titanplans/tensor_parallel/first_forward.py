@@ -20,6 +20,7 @@ from titanplans.tensor_parallel.checksum import checksum
 from titanplans.tensor_parallel.coverage import ADAPTERS
 from titanplans.tensor_parallel.dropout import REMEDY, dropouts, generator_state
 from titanplans.tensor_parallel.inputs import positional
+from titanplans.tensor_parallel.low_rank import LowRankDropout
 from titanplans.torch_private import dispatch_is_watched, tree_leaves
 
 
@@ -46,6 +47,8 @@ class _First:
         self.started = False
         self.state: torch.Tensor | None = None
         """Of the generator, before the first forward in training mode."""
+        self.drew = False
+        """Something did, other than the dropout of an adapter."""
         self.runs: nn.Module | None = None
         """The module whose first forward in training mode this is."""
 
@@ -66,13 +69,26 @@ class _First:
         self.started = True
         if trains:
             self.state, self.runs = generator_state(self.mesh), module
+            for part in module.modules():
+                if isinstance(part, LowRankDropout):
+                    self.handles += [
+                        part.register_forward_pre_hook(self.before_draw),
+                        part.register_forward_hook(self.after_draw),
+                    ]
+
+    def before_draw(self, *_: Any) -> None:
+        """Before the dropout of an adapter draws, which may: note what has drawn until then."""
+        self.drew |= self.state is not None and not generator_state(self.mesh).equal(self.state)
+
+    def after_draw(self, *_: Any) -> None:
+        self.state = generator_state(self.mesh)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.runs is not module or self.state is None:
             return
         for handle in self.handles:
             handle.remove()
-        if not generator_state(self.mesh).equal(self.state):
+        if self.drew or not generator_state(self.mesh).equal(self.state):
             raise PlanError(
                 f"the forward of {type(module).__name__} drew random numbers "
                 f"({', '.join(dropouts(module)) or 'dropout, or noise'}), but it is split over {self.mesh.size()} ranks, "

@@ -15,6 +15,7 @@ from titanplans.tensor_parallel.float8 import (
     plain_border,
     recipe_of,
 )
+from titanplans.tensor_parallel.low_rank import is_adapted
 from titanplans.tensor_parallel.projections import Colwise, KVColwise, Rowwise, RowwiseInRegion
 from titanplans.tensor_parallel.styles import Region, target
 from titanplans.tensor_parallel.vocab import VocabHead
@@ -139,5 +140,9 @@ def _enters(style: ParallelStyle) -> bool:
 
 
 def _reason(keys: list[str], model: nn.Module, what: str) -> str | None:
-    plain = [key for key in keys if not is_float8(target(key, model).module)]
-    return f"{plain[0]} is not converted, and {what}" if plain else None
+    modules = {key: target(key, model).module for key in keys}
+    plain = [key for key, module in modules.items() if not is_float8(module)]
+    if plain:
+        return f"{plain[0]} is not converted, and {what}"
+    adapters = [key for key, module in modules.items() if is_adapted(module)]
+    return f"the adapter of {adapters[0]} is not converted, and {what}" if adapters else None

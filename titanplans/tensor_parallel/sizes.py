@@ -11,7 +11,7 @@ from titanplans.errors import PlanError, either, near_multiples
 from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.decoder import Decoder, within
 from titanplans.tensor_parallel.plan import Plan, TPPlan
-from titanplans.tensor_parallel.styles import held, layouts_at, own_styles, split_key, targets
+from titanplans.tensor_parallel.styles import layouts_at, own_styles, split_key, targets
 
 _DEGREES = 256
 """The largest degree that an error proposes."""
@@ -62,7 +62,7 @@ def _sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> It
         for name, layout in layouts_at(found, style, plan).items():
             if not isinstance(layout.placement, Shard):
                 continue
-            value = held(found.module)[name].shape[layout.placement.dim]
+            value = found.module._parameters[name].shape[layout.placement.dim]  # type: ignore[union-attr]
             what = f"dimension {layout.placement.dim} of {name}"
             if in_mixer or layout.rows is not None:
                 yield Size(what, value, where, partial(_divides, value))

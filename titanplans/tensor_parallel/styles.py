@@ -44,6 +44,7 @@ from titanplans.tensor_parallel.decoder import join, within
 from titanplans.tensor_parallel.float8 import Crossing, is_float8
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import ParameterMemo, localize
+from titanplans.tensor_parallel.low_rank import FACTORS, is_adapted, place_dropout, with_factors
 from titanplans.tensor_parallel.sent import Call, Sent, entered, left
 from titanplans.tensor_parallel.stream import Border, Stream
 
@@ -68,7 +69,7 @@ class Style(ParallelStyle):
     def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
         """Return the layout of each parameter that `module` itself holds."""
         found = {name: self.layout(name, param) for name, param in held(module).items()}
-        return {name: layout for name, layout in found.items() if layout is not None}
+        return with_factors(module, {name: layout for name, layout in found.items() if layout is not None})
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
         """Return what the degree has to suit beside the shards: by name a number, and whether ranks may share it."""
@@ -111,6 +112,7 @@ class Style(ParallelStyle):
 
             group = group_of(mesh)
             split_linear(module, Split(group, rank=mesh.get_local_rank(), **split))
+        place_dropout(module, layouts, mesh.get_local_rank(), mesh.size())
         self.install(module, mesh)
 
     def __repr__(self) -> str:
@@ -150,8 +152,9 @@ def border_of(module: nn.Module, mesh: DeviceMesh, stream: Stream) -> Border:
 
 
 def held(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that `module` itself holds, by name."""
-    return {name: param for name, param in module._parameters.items() if param is not None}
+    """Return the parameters that `module` itself holds, by name; not an adapter's, which follow from the weight."""
+    own = {name: param for name, param in module._parameters.items() if param is not None}
+    return {n: p for n, p in own.items() if n not in FACTORS} if is_adapted(module) else own
 
 
 class Region(Style):
@@ -280,7 +283,7 @@ def layouts_at(found: Target, style: Style, plan: Mapping[str, ParallelStyle]) -
     """Return the layouts that a key of `plan` gives, by parameter: a key of a parameter goes before its module's."""
     if found.parameter is not None:
         layout = style.layout(found.parameter, found.module._parameters[found.parameter])  # type: ignore[arg-type]
-        return {} if layout is None else {found.parameter: layout}
+        return {} if layout is None else with_factors(found.module, {found.parameter: layout})
     layouts = style.layouts(found.module)
     return {name: layout for name, layout in layouts.items() if join(found.path, name) not in plan}
 

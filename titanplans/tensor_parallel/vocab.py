@@ -98,8 +98,8 @@ class VocabHead(Style):
     def __init__(self, *, stream: Stream, loss_parallel: bool):
         self.stream, self.loss_parallel = stream, loss_parallel
 
-    def layouts(self, module: nn.Module) -> Mapping[str, Layout]:
-        return {name: Layout(Shard(0), Shard(0)) for name in held(module)}
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        return Layout(Shard(0), Shard(0))
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         return {"outputs": True}

@@ -23,6 +23,7 @@ from titanplans.modeling.own import is_own
 from titanplans.modeling.weights.folder import open_folder
 from titanplans.modeling.weights.load import match_folder
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
+from titanplans.parallel.adapters import add_adapters, freeze
 from titanplans.parallel.compile import holds_fla
 from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.process_group import default_device_type
@@ -153,13 +154,19 @@ def check_data(job: JobConfig) -> int:
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     """Refuse a model that float8, the plan, the degree or recomputation does not fit.
 
-    `model`, on meta, is converted to float8 in place. What depends on the meshes is refused in `parallelize`.
+    `model`, on meta, is converted to float8 and gets its adapters in place. What depends on the meshes is refused in
+    `parallelize`.
     """
     parallelism = job.parallelism
     spread = strategy_of(job)
     if spread.float8.recipe_name is not None:
         with by_job_key():
             convert_to_float8(model, spread.float8, default_device_type())
+    with by_job_key():
+        if spread.lora.rank is not None:
+            add_adapters(model, spread.lora)
+        if spread.freeze:
+            freeze(model, spread.freeze, lambda why: spread.error("freeze", why))
     if parallelism.tensor_parallel_degree > 1:
         check_plan(
             model,

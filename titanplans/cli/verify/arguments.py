@@ -140,6 +140,12 @@ def _add_subject(parser: argparse.ArgumentParser, *, tokens: str, degrees: str) 
         action="store_true",
         help="leave out of float8 what has sizes that are no multiples of 16",
     )
+    add(
+        "--lora",
+        action="append",
+        metavar="KEY=VALUE",
+        help="LoRA adapters, whole and split: a key of [lora] and its value, rank=8 for one; as often as there are keys",
+    )
     add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
     add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
     add("--seq-len", **size, help=f"tokens in a sequence; default {tokens}")

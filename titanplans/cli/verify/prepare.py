@@ -3,7 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from titanplans import modeling
 from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import OptionError, VerifyError
-from titanplans.parallel import Float8
+from titanplans.parallel import Float8, add_adapters, freeze
 from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.memory import memory
 from titanplans.proof.conditions import Batch
@@ -80,20 +80,43 @@ def prepare(
         config, model, notes = cut(subject, request.layers, request.vocab_size)
     dtype = dtype or _dtype(model, device, notes)
     if config is not None and subject.config is not None:
-        make = partial(_build, config, dtype, device, float8)
+        make = partial(_build, config, dtype, device, subject)
     if float8.recipe_name is not None:
         notes.append(_converted(model, float8, device))
+    if subject.lora.rank is not None or subject.freeze:
+        notes += _adapted(model, subject)
     seq_len = request.seq_len or _sequence(config)
     return Prepared(model, make, config, dtype, request.batch_size, seq_len, tuple(notes))
 
 
-def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, float8: Float8) -> nn.Module:
+def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, subject: Subject) -> nn.Module:
     # The proof draws new parameters: no noise is added here.
     model: nn.Module = modeling.build_real(config, dtype=dtype, noise=0.0)
     model.to(device)
-    if float8.recipe_name is not None:
-        convert_to_float8(model, float8, device.type)
+    if subject.float8.recipe_name is not None:
+        convert_to_float8(model, subject.float8, device.type)
+    _adapted(model, subject)
     return model
+
+
+def _adapted(model: nn.Module, subject: Subject) -> list[str]:
+    """Add the adapters of `subject` to `model` and freeze what it freezes, and say so."""
+    notes = []
+    try:
+        if subject.lora.rank is not None:
+            done = add_adapters(model, replace(subject.lora, dropout=0.0))
+            dropped = (
+                f", with lora.dropout = 0 instead of {subject.lora.dropout}" if subject.lora.dropout else ""
+            )
+            notes.append(
+                f"{len(done.modules)} Linear modules have adapters of rank {subject.lora.rank}, whole and split{dropped}"
+            )
+        if subject.freeze:
+            notes.append(f"{freeze(model, subject.freeze):,} parameters are frozen")
+    except OptionError as error:
+        name = error.option.removeprefix("lora.")
+        raise VerifyError(f"--lora {name}={','.join(error.value)}: {error.why}") from error
+    return notes
 
 
 def _converted(model: nn.Module, float8: Float8, device: torch.device) -> str:

@@ -14,7 +14,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.config import JobConfig
+from titanplans.config import JobConfig, LoRA, OptionError, strategy_of
+from titanplans.config.options import options_of
+from titanplans.config.values import from_text, show
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.tensor_parallel import TPPlan, registered_plans
@@ -49,6 +51,12 @@ class Subject:
     float8: Float8 = Float8()  # noqa: RUF009  frozen
     """Which Linear modules are float8 in the whole model and in the split one."""
 
+    lora: LoRA = LoRA()  # noqa: RUF009  frozen
+    """Which have adapters in both."""
+
+    freeze: tuple[str, ...] = ()
+    """What does not train in both."""
+
 
 def every_model() -> list[str]:
     """Return the named models that a plan is registered for."""
@@ -81,7 +89,23 @@ def find_subject(words: str, request: Namespace) -> Subject:
         for key in ("degrees", "loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
-    return _with_float8(replace(subject, **chosen), request)
+    return _with_lora(_with_float8(replace(subject, **chosen), request), request)
+
+
+def _with_lora(subject: Subject, request: Namespace) -> Subject:
+    """Put the command line's LoRA options in place of the job's."""
+    hints, given = {field.name: field.hint for field in options_of(LoRA)}, {}
+    for words in request.lora or ():
+        name, sign, value = words.partition("=")
+        if not sign or name not in hints:
+            raise VerifyError(f"--lora {words}: write KEY=VALUE, such as rank=8, of {', '.join(hints)}")
+        given[name] = from_text(value, hints[name], f"--lora {name}")
+    try:
+        return replace(subject, lora=replace(subject.lora, **given))
+    except OptionError as error:
+        raise VerifyError(
+            f"--lora {error.option.removeprefix('lora.')}={show(error.value)}: {error.why}"
+        ) from error
 
 
 def _with_float8(subject: Subject, request: Namespace) -> Subject:
@@ -154,13 +178,13 @@ def _job(path: str, request: Namespace) -> Subject:
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,
         float8=_float8(job),
+        lora=strategy_of(job).lora,
+        freeze=job.training.freeze,
     )
 
 
 def _float8(job: JobConfig) -> Float8:
     """The job's, emulated; without FSDP's part, which splits no product."""
-    from titanplans.config import strategy_of
-
     options = strategy_of(job).float8
     return replace(
         options,

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
+from titanplans.config.sections.lora import Freezing
 from titanplans.config.sections.parallelism import Autocast, MixedPrecision, Offload
 from titanplans.config.values import InPython, Name, NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto
 
@@ -139,7 +140,7 @@ class Batches(Options):
     """Optimizer steps, in all, a resumed run's earlier ones included."""
 
 
-class Training(MixedPrecision, Autocast, Offload, Batches):
+class Training(Freezing, MixedPrecision, Autocast, Offload, Batches):
     """[training]: data, batch, steps and precision."""
 
     section: ClassVar[str] = "training"

@@ -8,8 +8,6 @@ gathers its weights is in `all_gather`.
 
 import dataclasses
 import importlib.util
-import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from torch import nn
 
 from titanplans.config import Float8
 from titanplans.errors import ParallelError
+from titanplans.parallel.called import Calls, read_weights, unfuse
 from titanplans.parallel.compile.fla_graphs import holds_fla
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -97,7 +96,7 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
         )
     if options.enable_fsdp_float8_all_gather:
         _check_untied(model, chosen)
-    unfused = _unfuse(model, chosen)
+    unfused = unfuse(model, chosen)
     _swap(model, chosen, options)
     assert options.recipe_name is not None  # checked above
     return Conversion(options.recipe_name, options.emulate, tuple(chosen), filtered, unfused)
@@ -177,16 +176,6 @@ def _check_untied(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
             )
 
 
-def _unfuse(model: nn.Module, chosen: dict[str, nn.Linear]) -> tuple[str, ...]:
-    """Let MLPs of flash-linear-attention call `down_proj`, on whose weight they call a fused kernel otherwise."""
-    unfused = []
-    for name, module in model.named_modules():
-        if getattr(module, "fuse_swiglu", False) and f"{name}.down_proj" in chosen:
-            module.fuse_swiglu = False  # type: ignore[assignment]
-            unfused.append(name)
-    return tuple(unfused)
-
-
 def _swap(model: nn.Module, chosen: dict[str, nn.Linear], options: Float8) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -204,27 +193,9 @@ def _swap(model: nn.Module, chosen: dict[str, nn.Linear], options: Float8) -> No
 def check_calls(model: nn.Module) -> None:
     """Let the first forward of `model` raise a ParallelError if a converted module is not called where its parent is.
 
-    A parent that reads its weight instead, for a fused kernel, computes in high precision without a word. Not for
-    compiled blocks, whose graphs are made with the hooks and again without them.
+    A parent that reads its weight instead, for a fused kernel, computes in high precision without a word.
     """
-    called: set[str] = set()
-    watched = set()
-    for name in float8_linears(model):
-        watched |= {name, name.rpartition(".")[0]}
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: called.add(name))
-        for name in watched
-    ]
-
-    def check(module: nn.Module, args: Any, output: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        for name in float8_linears(model):
-            parent = name.rpartition(".")[0]
-            if name not in called and parent in called:
-                raise _read_weight(name, model.get_submodule(parent))
-
-    handles.append(model.register_forward_hook(check))
+    Calls(model, float8_linears(model), _read_weight)
 
 
 def refuse_read_weights(model: nn.Module) -> None:
@@ -235,21 +206,12 @@ def refuse_read_weights(model: nn.Module) -> None:
     Raises:
         ParallelError: naming the module and its parent.
     """
-    for name in float8_linears(model):
-        parent_name, _, own = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        if hasattr(parent, "fuse_swiglu"):
-            continue  # switched off when it was converted
-        try:
-            source = inspect.getsource(type(parent).forward)
-        except OSError:  # typed in, or compiled from a string
-            continue
-        if re.search(rf"\b{re.escape(own)}\.weight\b", source):
-            raise _read_weight(name, parent)
+    for found in read_weights(model, float8_linears(model)):
+        raise _read_weight(*found)
 
 
-def _read_weight(name: str, parent: nn.Module) -> ParallelError:
-    owner, _, own = name.rpartition(".")
+def _read_weight(name: str, owner: str, parent: nn.Module) -> ParallelError:
+    own = name.rpartition(".")[2]
     return ParallelError(
         f"{name} is converted to float8, and its parent {owner} ({type(parent).__name__}) does not call it but reads its "
         "weight, in high precision: switch the fused kernel off in the model's config, or leave it out by "

@@ -1,0 +1,39 @@
+"""[lora]: low-rank adapters beside frozen weights. What it does is `titanplans.parallel.adapters`'."""
+
+from typing import ClassVar
+
+from titanplans.config.options import Options
+from titanplans.config.values import FractionBelowOne, PositiveFloat, PositiveInt
+
+
+class LoRA(Options):
+    """Low-rank adapters of Linear modules, the only ones that train (LoRA); rank switches it on."""
+
+    section: ClassVar[str] = "lora"
+
+    rank: PositiveInt | None = None
+    """Rows of each lora_A, columns of each lora_B; unset: no adapters."""
+
+    alpha: PositiveFloat | None = None
+    """An adapter's product is multiplied by alpha / rank; unset: alpha is the rank."""
+
+    dropout: FractionBelowOne = 0.0
+    """Probability with which a number of an adapter's input is set to zero in training."""
+
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Modules that get an adapter: ends of names ("q_proj", "mlp.down_proj"), or patterns of whole ones
+    ("model.layers.[01].*"); "all-linear": every plain Linear but the head."""
+
+    exclude_modules: tuple[str, ...] = ()
+    """Of these, the modules that get none, by the same names and patterns."""
+
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that train as they are and belong to the adapter, by the same names and patterns."""
+
+
+class Freezing(Options):
+    """What does not train."""
+
+    freeze: tuple[str, ...] = ()
+    """Parameters that keep their values: names of modules or parameters, or patterns of them ("model.embed_tokens",
+    "model.layers.[01].*"), each of which must match one."""

@@ -1,0 +1,35 @@
+"""Which modules and parameters the names and patterns of an option stand for; one that stands for none is refused."""
+
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
+
+from titanplans.errors import UserError
+
+Refusal = Callable[[str], UserError]
+"""Makes the error of an option from the reason."""
+
+
+def matches(word: str, name: str) -> bool:
+    """Whether `word` names `name`: its end, from a dot on, or as a pattern all of it."""
+    if any(sign in word for sign in "*?["):
+        return fnmatchcase(name, word)
+    return name == word or name.endswith(f".{word}")
+
+
+def select(words: Collection[str], names: Collection[str], refuse: Refusal, what: str) -> list[str]:
+    """Return those of `names` that some word matches, in order.
+
+    Args:
+        words: of the option.
+        names: what there is.
+        refuse: makes the error.
+        what: there is, in the singular: "Linear module".
+
+    Raises:
+        UserError: a word matches none.
+    """
+    for word in words:
+        if not word or not any(matches(word, name) for name in names):
+            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            raise refuse(f"{word!r} matches no {what}; there are {', '.join(ends) or 'none'}")
+    return [name for name in names if any(matches(word, name) for word in words)]

@@ -1,0 +1,93 @@
+"""Whether a Linear is called by its parent, which might read its weight instead, for a fused kernel.
+
+What was done to the Linear itself (its product in float8, an adapter beside it) would then be left out without a word.
+"""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+from titanplans.errors import UserError
+
+Refusal = Callable[[str, str, nn.Module], UserError]
+"""Makes the error of a Linear whose weight is read: from its name, and its parent's name and module."""
+
+
+def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
+    """Let MLPs of flash-linear-attention call `down_proj`, if it is among `names`: else they call a kernel on its weight."""
+    unfused = []
+    for name, module in model.named_modules():
+        if getattr(module, "fuse_swiglu", False) and f"{name}.down_proj".lstrip(".") in names:
+            module.fuse_swiglu = False  # type: ignore[assignment]
+            unfused.append(name)
+    return tuple(unfused)
+
+
+class Calls:
+    """Lets the first forward of a model raise an error if one of its modules is not called where its parent is.
+
+    Not for compiled blocks, whose graphs are made with the hooks and again without them: `read_weights` is for these.
+
+    Args:
+        model: whose forward it is.
+        names: of the modules.
+        refuse: makes the error.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], refuse: Refusal):
+        self.names, self.refuse = tuple(names), refuse
+        self.called: set[str] = set()
+        watched = dict.fromkeys(n for name in names for n in (name, name.rpartition(".")[0]))
+        self.handles: list[Any] = [
+            model.get_submodule(name).register_forward_pre_hook(_Called(self, name)) for name in watched
+        ]
+        self.handles.append(model.register_forward_hook(self.check))
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self.handles:
+            handle.remove()
+
+    def check(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Behind the first forward."""
+        self.remove()
+        for name in self.names:
+            parent = name.rpartition(".")[0]
+            if name not in self.called and parent in self.called:
+                raise self.refuse(name, parent, model.get_submodule(parent))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
+        """A copied model has a first forward of its own."""
+        twin = memo[id(self)] = object.__new__(Calls)
+        twin.names, twin.refuse, twin.called = self.names, self.refuse, set(self.called)
+        twin.handles = copy.deepcopy(self.handles, memo)
+        return twin
+
+
+class _Called:
+    def __init__(self, calls: Calls, name: str):
+        self.calls, self.name = calls, name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.calls.called.add(self.name)
+
+
+def read_weights(model: nn.Module, names: Collection[str]) -> list[tuple[str, str, nn.Module]]:
+    """Return those of `names` whose weight the parent's forward reads, by its source, with the parent's name and module."""
+    found = []
+    for name in names:
+        parent_name, _, own = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if hasattr(parent, "fuse_swiglu"):
+            continue  # which `unfuse` has switched off
+        try:
+            source = inspect.getsource(type(parent).forward)
+        except OSError:  # typed in, or compiled from a string
+            continue
+        if re.search(rf"\b{re.escape(own)}\.weight\b", source):
+            found.append((name, parent_name, parent))
+    return found
