@@ -127,14 +127,14 @@ def apply_steps(
     # Behind the products as they are, and before the plan, which splits adapters as it splits their weights.
     if config.lora.rank is not None:
         record.adapters = add_adapters(model, config.lora)
-        if config.compile.blocks:
-            check_before_compile(model)
         record.steps.append("LoRA")
         done = record.adapters
         _log.info(
             f"LoRA of rank {config.lora.rank}: {len(done.modules)} Linear modules, {len(done.left)} left out, "
             f"{done.trained:,} of {done.trained + done.frozen:,} parameters train"
         )
+    if config.compile.blocks:
+        check_before_compile(model)
     if config.freeze:
         freeze(model, config.freeze, lambda why: config.error("freeze", why))
         record.steps.append("freezing")

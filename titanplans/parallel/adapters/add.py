@@ -103,7 +103,8 @@ def check_before_compile(model: nn.Module) -> None:
     Raises:
         ParallelError: names the modules.
     """
-    model.__dict__[_CALLS].remove()
+    if (calls := model.__dict__.get(_CALLS)) is not None:
+        calls.remove()
     for found in read_weights(model, adapted(model)):
         raise _read_weight(*found)
 
