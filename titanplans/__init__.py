@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         DDPConfig,
         Degrees,
         FSDP2Config,
+        LoRA,
         ParallelManager,
+        add_adapters,
         parallelize,
         process_group,
     )
@@ -44,12 +46,14 @@ __all__ = [
     "DDPConfig",
     "Degrees",
     "FSDP2Config",
+    "LoRA",
     "ParallelManager",
     "Plan",
     "PlanError",
     "TPOptions",
     "TPPlan",
     "UserError",
+    "add_adapters",
     "apply_plan",
     "check_plan",
     "find_decoder",
@@ -69,7 +73,19 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("PlanError", "UserError"), "errors"),
     **dict.fromkeys(
-        ("DDPConfig", "Degrees", "FSDP2Config", "ParallelManager", "parallelize", "process_group"), "parallel"
+        (
+            *(
+                "DDPConfig",
+                "Degrees",
+                "FSDP2Config",
+                "LoRA",
+                "ParallelManager",
+                "add_adapters",
+                "parallelize",
+            ),
+            "process_group",
+        ),
+        "parallel",
     ),
     **dict.fromkeys(
         (

@@ -116,3 +116,11 @@ def test_a_token_is_multiplied_with_its_experts_only():
 def test_learned_positions_are_looked_up():
     total, flops = _count(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=256), 32)
     assert flops == 6 * (total - 256 * 64) + 12 * 64 * 32
+
+
+def test_what_is_frozen_gets_no_gradient_of_its_own():
+    model = modeling.build(modeling.load_config("llama", "debug"))
+    _, every = modeling.count_flops(model, 16)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    _, fewer = modeling.count_flops(model, 16)
+    assert every - fewer == 2 * model.model.layers[0].mlp.up_proj.weight.numel()

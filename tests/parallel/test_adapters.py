@@ -6,6 +6,7 @@ import equal
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 import zoo
 from plainly import verify
 from torch import nn
@@ -249,3 +250,22 @@ def test_a_step_is_that_of_one_process():
         for name, options in CASES.items()
     }
     assert not equal.equals_one_process(cases, ranks=4)
+
+
+def _seeds(rank: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanplans import apply_plan
+
+    model = build("lora dropout")
+    apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    torch.manual_seed(rank)
+    try:
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_drop_other_numbers_are_refused():
+    assert "tensor-parallel rank 1 would draw other numbers" in worlds.run(_seeds, 2)

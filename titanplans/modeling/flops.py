@@ -21,8 +21,8 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
 
     Count on the model as `titanplans.modeling.build` returns it, before it is split. Tied parameters count once.
 
-    A multiply-add is 2 FLOPs, the backward costs twice the forward, so everything counts sixfold: the
-    parameters a token is multiplied with, which are all but embeddings that are only looked up and
+    A multiply-add is 2 FLOPs, the backward costs twice the forward, so everything counts sixfold (what is frozen fourfold):
+    the parameters a token is multiplied with, which are all but embeddings that are only looked up and
     experts (and memories) that the token is not routed to, and in each token mixer, with H heads of dimension D,
 
     - softmax attention: H * (D_qk + D_v) * T, T the smaller of `seq_len` and the window (for equal
@@ -47,9 +47,10 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
         total += parameter.numel()
         if name not in looked_up and model.get_submodule(name.rpartition(".")[0]) in of_text:
             share = _share_of_experts(config) if ".experts." in name else _passes(model, name)
-            per_token += parameter.numel() * share
-    per_token += sum(_mixer_products(module, seq_len) for module in of_text)
-    return total, round(6 * per_token)
+            # A frozen one gets no gradient of its own, which is a third of its work.
+            per_token += parameter.numel() * share * (6 if parameter.requires_grad else 4)
+    per_token += 6 * sum(_mixer_products(module, seq_len) for module in of_text)
+    return total, round(per_token)
 
 
 def _text_modules(model: PreTrainedModel) -> set[nn.Module]:

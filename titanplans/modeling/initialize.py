@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from titanplans.errors import ModelError
 from titanplans.modeling.reference import Reference, Unit, tensors
+from titanplans.tensor_parallel import nf4
 from titanplans.tensor_parallel.decoder import join
 from titanplans.tensor_parallel.low_rank import draw_factor, is_factor
 from titanplans.tensor_parallel.shards import copy_shard
@@ -45,20 +46,26 @@ def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | Non
     owners = None
     if only is not None:
         todo = {name: tensor for name, tensor in todo.items() if name in only}
-        paths = {name.rpartition(".")[0] for name in todo}
-        owners = [module for path, module in model.named_modules() if _without_wrappers(path) in paths]
-        if not todo:
-            return
-    reference = Reference(model, next(model.parameters()).device, seed, owners)
-    there = {_without_wrappers(path) for path, _ in model.named_modules()}
-    for unit in reference.units():
-        if unit.path in there and (only is None or any(_is_of(name, unit) for name in todo)):
-            for name, value in reference.values(unit).items():
-                if name in todo:
-                    copy_shard(todo.pop(name), value, name=name)
     for name in [name for name in todo if is_factor(name)]:
         factor = todo.pop(name)
         copy_shard(factor, draw_factor(name, factor.shape, seed), name=name)
+    if only is not None:
+        paths = {name.rpartition(".")[0] for name in todo}
+        owners = [module for path, module in model.named_modules() if without_wrappers(path) in paths]
+        if not todo:
+            return
+    reference = Reference(model, next(model.parameters()).device, seed, owners)
+    there = {without_wrappers(path): module for path, module in model.named_modules()}
+    for unit in reference.units():
+        if unit.path in there and (only is None or any(_is_of(name, unit) for name in todo)):
+            for name, value in reference.values(unit).items():
+                owner = name.rpartition(".")[0]
+                codes, scales = f"{owner}.{nf4.CODES}", f"{owner}.{nf4.SCALES}"
+                if name.endswith(".weight") and codes in todo:
+                    nf4.write(there[owner], value, owner)
+                    del todo[codes], todo[scales]
+                elif name in todo:
+                    copy_shard(todo.pop(name), value, name=name)
     tie(model, reference.tied)
     for name in todo.keys() - reference.tied.keys():
         raise ModelError(f"{name} is not in the model that its config describes: nothing initialises it")
@@ -71,7 +78,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         ModelError: one is still on the meta device.
     """
     found = {
-        join(_without_wrappers(path), name): tensor
+        join(without_wrappers(path), name): tensor
         for path, module in model.named_modules()
         for name, tensor in tensors(module).items()
     }
@@ -83,7 +90,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
     """Make each tied parameter the same object as its source; `to_empty` has made them two."""
-    targets = {_without_wrappers(path): module for path, module in model.named_modules()}
+    targets = {without_wrappers(path): module for path, module in model.named_modules()}
     for target, source in tied.items():
         path, _, name = target.rpartition(".")
         source_path, _, source_name = source.rpartition(".")
@@ -98,5 +105,6 @@ def _is_of(name: str, unit: Unit) -> bool:
     return name.startswith(f"{unit.path}.")
 
 
-def _without_wrappers(path: str) -> str:
+def without_wrappers(path: str) -> str:
+    """Return the name of a module without what checkpointing and compile add to it."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

@@ -13,8 +13,11 @@ from torch import nn
 
 from titanplans.errors import UserError
 
-Refusal = Callable[[str, str, nn.Module], UserError]
-"""Makes the error of a Linear whose weight is read: from its name, and its parent's name and module."""
+Found = tuple[str, str, nn.Module]
+"""A Linear whose weight is read, its parent's name, and the parent."""
+
+Refusal = Callable[[list[Found]], UserError]
+"""Makes the error of all of them."""
 
 
 def unfuse(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
@@ -55,10 +58,12 @@ class Calls:
     def check(self, model: nn.Module, args: Any, output: Any) -> None:
         """Behind the first forward."""
         self.remove()
-        for name in self.names:
-            parent = name.rpartition(".")[0]
-            if name not in self.called and parent in self.called:
-                raise self.refuse(name, parent, model.get_submodule(parent))
+        parents = {name: name.rpartition(".")[0] for name in self.names if name not in self.called}
+        found = [
+            (n, parent, model.get_submodule(parent)) for n, parent in parents.items() if parent in self.called
+        ]
+        if found:
+            raise self.refuse(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
         """A copied model has a first forward of its own."""
@@ -76,8 +81,8 @@ class _Called:
         self.calls.called.add(self.name)
 
 
-def read_weights(model: nn.Module, names: Collection[str]) -> list[tuple[str, str, nn.Module]]:
-    """Return those of `names` whose weight the parent's forward reads, by its source, with the parent's name and module."""
+def read_weights(model: nn.Module, names: Collection[str]) -> list[Found]:
+    """Return those of `names` whose weight the parent's own forward reads, by its source."""
     found = []
     for name in names:
         parent_name, _, own = name.rpartition(".")

@@ -50,6 +50,7 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
             "float8": lambda: float8_report(
                 model, record.float8, record.plan.crossings if record.plan else {}
             ),
+            "adapters": lambda: _adapters(record),
             "recomputation": lambda: _recomputation(model, blocks, record),
             "compile": lambda: _compile(model, blocks, config),
             "autocast": lambda: getattr(config, "autocast_dtype", None),
@@ -67,6 +68,21 @@ def _tensor_parallel(record: Record) -> dict[str, Any] | None:
         "styles": dict(Counter(type(style).__name__ for style in record.plan.styles.values())),
         "sequence_parallel": options.sequence_parallel,
         "loss_parallel": options.loss_parallel,
+    }
+
+
+def _adapters(record: Record) -> dict[str, Any] | None:
+    done = record.adapters
+    if done is None:
+        return None
+    return {
+        **{name: getattr(done.options, name) for name in ("rank", "alpha", "dropout", "quantize_base")},
+        "modules": list(done.modules),
+        "left_out": dict(done.left),
+        "modules_to_save": list(done.saved),
+        "unfused": list(done.unfused),
+        "trained": done.trained,
+        "frozen": done.frozen,
     }
 
 

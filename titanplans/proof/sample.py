@@ -181,6 +181,9 @@ def randomise(model: nn.Module, seed: int) -> None:
     """
     for name, param in model.named_parameters():
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        if not param.is_floating_point():
+            param.data.copy_(torch.randint(256, param.shape, generator=generator))  # codes of numbers
+            continue
         noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param)
         with torch.no_grad():
             if param.ndim > 1:

@@ -133,6 +133,8 @@ def perturb(model: nn.Module, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
+        if not param.is_floating_point():  # codes, which no operator rounds
+            continue
         sign = torch.randint(2, param.shape, generator=generator).to(param) * 2 - 1
         if param.dtype != torch.float64:
             sign *= torch.randint(8, param.shape, generator=generator).to(param) == 0

@@ -98,7 +98,8 @@ class Training:
                 yield from self._evaluation()
             if number == min(2, last):
                 yield from self._continuation()
-        weights = {("AdamW", name): param.detach() for name, param in self.model.named_parameters()}
+        named = self.model.named_parameters()
+        weights = {("AdamW", name): param.detach() for name, param in named if param.is_floating_point()}
         yield "the end", weights
 
     @property

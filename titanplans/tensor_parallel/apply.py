@@ -22,6 +22,7 @@ from titanplans.tensor_parallel.inputs import Forwards, guard_forwards
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_code import set_attributes, set_functions
 from titanplans.tensor_parallel.local_parameters import ParameterMemo, localize
+from titanplans.tensor_parallel.low_rank import place_dropout
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.stream import Border, keep_border
 from titanplans.tensor_parallel.styles import Style, layouts_at, mark, target
@@ -116,6 +117,7 @@ def apply_plan(
                 style.apply(found.module, tp_mesh, own, memo)
             else:
                 localize(found.module, tp_mesh, own, memo)
+                place_dropout(found.module, own, tp_mesh.get_local_rank(), tp_mesh.size())
         elif style._apply(found.module, tp_mesh) is not found.module:
             reason = "it replaced the module; a style works in place"
             raise PlanError(reason, key=key, style=style, module=found.module)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from titanplans.errors import PlanError, either
+from titanplans.tensor_parallel import nf4
 from titanplans.tensor_parallel.coverage import check_adapters, check_coverage, check_keys
 from titanplans.tensor_parallel.decoder import HEADS, Decoder, find_decoder, within
 from titanplans.tensor_parallel.dropout import check_dropout
@@ -81,7 +82,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     decoder = with_unnamed_mixers(find_decoder(model, required=False), styles, source)
     _refuse(mixer_faults(styles, decoder, source), styles, model)
     _refuse(end_faults(styles, decoder, source), styles, model)
-    _refuse(refusals(styles, model), styles, model)
+    _refuse(refusals(styles, model, source.options.degree), styles, model)
     _refuse(packed_faults(styles, model, decoder, source), styles, model)
     check_tied(styles, model)
     check_dropout(model, source.options.degree)
@@ -112,11 +113,15 @@ def parameter_refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
                 yield key, reason
 
 
-def refusals(plan: Plan, model: nn.Module) -> Iterator[Fault]:
+def refusals(plan: Plan, model: nn.Module, degree: int) -> Iterator[Fault]:
     """Yield each style that would be wrong on its module."""
     for key, style, found in targets(plan, model):
         reason = style.refusal(found.module) if found.parameter is None else None
-        if (reason := reason or dropout_refusal(found.module, layouts_at(found, style, plan))) is not None:
+        layouts = layouts_at(found, style, plan)
+        reason = (
+            reason or dropout_refusal(found.module, layouts) or nf4.refusal(found.module, layouts, degree)
+        )
+        if reason is not None:
             yield key, reason
 
 

@@ -91,7 +91,7 @@ def _covered(plan: Plan, name: str, module: nn.Module, param_name: str) -> bool:
     if join(name, param_name) in plan:
         return True
     if is_adapted(module) and param_name in FACTORS:
-        return _covered(plan, name, module, "weight")
+        return _covered(plan, name, module, next(iter(held(module))))
     style = plan.get(name)
     # A foreign style says nothing before it acts; what it left out is found afterwards.
     return param_name in style.layouts(module) if isinstance(style, Style) else style is not None

@@ -69,12 +69,14 @@ class _First:
         self.started = True
         if trains:
             self.state, self.runs = generator_state(self.mesh), module
-            for part in module.modules():
-                if isinstance(part, LowRankDropout):
-                    self.handles += [
-                        part.register_forward_pre_hook(self.before_draw),
-                        part.register_forward_hook(self.after_draw),
-                    ]
+            dropouts_of_adapters = [part for part in module.modules() if isinstance(part, LowRankDropout)]
+            if dropouts_of_adapters:
+                _check_seed(self.state, self.mesh)
+            for part in dropouts_of_adapters:
+                self.handles += [
+                    part.register_forward_pre_hook(self.before_draw),
+                    part.register_forward_hook(self.after_draw),
+                ]
 
     def before_draw(self, *_: Any) -> None:
         """Before the dropout of an adapter draws, which may: note what has drawn until then."""
@@ -131,6 +133,22 @@ def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh
                     "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
                     "not by the global rank, and with one seed"
                 )
+
+
+def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Check that every rank of the TP mesh will draw the same numbers, as adapters' dropout takes them to. Collective.
+
+    Raises:
+        PlanError: they will not.
+    """
+    everyones: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(everyones, checksum(state), mesh.get_group())
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
+            raise PlanError(
+                f"adapters have a dropout, and tensor-parallel rank {rank} would draw other numbers for it than rank 0: "
+                "seed the ranks that split a model alike, by torch.manual_seed, or set lora.dropout to 0"
+            )
 
 
 def _essence(value: Any) -> Any:

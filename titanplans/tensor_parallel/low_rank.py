@@ -53,6 +53,11 @@ def is_factor(name: str) -> bool:
     return name.rpartition(".")[2] in FACTORS
 
 
+def takes_adapter(module: nn.Module) -> bool:
+    """Whether `module` is a Linear, or GPT-2's Conv1D, which is one with its weight transposed."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether the weight is [inputs, outputs], as that of GPT-2's Conv1D, and not [outputs, inputs]."""
     return not isinstance(module, nn.Linear)
@@ -108,10 +113,11 @@ def _add(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Ten
 
 def with_factors(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     """Return `layouts` of the parameters of `module` with those of its adapter, where the weight has one."""
-    if not is_adapted(module) or "weight" not in layouts:
+    base = "weight" if "weight" in layouts else "nf4_codes"
+    if not is_adapted(module) or base not in layouts:
         return dict(layouts)
     own = {name: layout for name, layout in layouts.items() if name not in FACTORS}
-    weight = layouts["weight"]
+    weight = layouts[base]
     by_inputs = weight.rows is None and weight.placement == Shard(0 if is_transposed(module) else 1)
     by_outputs = weight.rows is None and weight.placement == Shard(1 if is_transposed(module) else 0)
     whole = Layout(Replicate(), weight.gradient if weight.placement == Replicate() else Partial())
@@ -150,7 +156,7 @@ class LowRankDropout(nn.Module):
 def place_dropout(module: nn.Module, layouts: Mapping[str, Layout], rank: int, ranks: int) -> None:
     """Tell the dropout of the adapter of `module`, if it has one, which part of its input this rank has."""
     dropout: Any = module._modules.get("lora_dropout")
-    if dropout is None or layouts["lora_A"].placement != Shard(1):
+    if dropout is None or "lora_A" not in layouts or layouts["lora_A"].placement != Shard(1):
         return
     whole = module._parameters["lora_A"].shape[1]  # type: ignore[union-attr]
     size = -(whole // -ranks)

@@ -45,7 +45,7 @@ def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device
     """Refuse a job that needs more memory than there is; log what it needs where that is much.
 
     Args:
-        model: on meta.
+        model: on meta, with its adapters.
 
     Raises:
         ConfigError: with what it needs at least, what there is, the largest part of it and the remedy.
@@ -82,15 +82,20 @@ def _check(parts: list[Part], processes: int, whose: str, device: torch.device) 
 
 def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> Part:
     p, o = job.parallelism, job.optimizer
-    count = sum(parameter.numel() for parameter in model.parameters())
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     split = 1 if p.data_parallel_strategy == "ddp" else world_size // p.data_parallel_replicate_degree
     kept = 2 if job.training.dtype == "bfloat16" else 4
     moment = 2 if o.implementation == "fused_opt_states_bf16" else kept
+    # Of a weight in NF4 the codes are bytes, and the scales bfloat16, whatever the others are kept in.
+    stored = sum(p.numel() * min(kept, p.itemsize) for p in parameters)
+    of_all = f"{count:,} parameters, their gradients and {o.name}'s two moments"
+    of_some = f"{count:,} parameters, and of the {trained:,} that train gradients and {o.name}'s two moments"
     return Part(
-        count * (2 * kept + 2 * moment) // split,
+        (stored + trained * (kept + 2 * moment)) // split,
         f'{" ".join(resolve.model_name(job))}, training.dtype = "{job.training.dtype}"',
-        f"{count:,} parameters, their gradients and {o.name}'s two moments"
-        + (f", split among {split}" if split > 1 else ""),
+        (of_all if trained == count else of_some) + (f", split among {split}" if split > 1 else ""),
         "take a smaller model, or more processes to split it among (data_parallel_shard_degree, tensor_parallel_degree)",
     )
 

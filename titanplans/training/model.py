@@ -5,8 +5,9 @@ state dicts and parallelisms are the wrapped model's. Models are built in `titan
 `titanplans.parallel`.
 """
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from torchtitan.protocols.module import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
-from titanplans.config import DDPConfig, FSDP2Config, by_job_key
+from titanplans.config import DDPConfig, FSDP2Config, LoRA, by_job_key
 from titanplans.errors import ModelError
-from titanplans.parallel import parallelize
+from titanplans.parallel import add_adapters, freeze, parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
 from titanplans.tensor_parallel.loss import added_loss
@@ -45,13 +46,27 @@ class LanguageModel(BaseModel):
         documents: str | None = None
         """The keyword by which the model keeps the documents of a sequence apart; None: it runs across their borders."""
 
+        lora: LoRA = LoRA()  # noqa: RUF009  frozen
+        """Its adapters."""
+
+        freeze: tuple[str, ...] = ()
+        """What of it does not train."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Nothing to take over: the architecture does not depend on the job."""
 
         def get_nparams_and_flops(self, model: Module, seq_len: int) -> tuple[int, int]:
             """Parameters, and floating-point operations per token of one forward and backward."""
             assert isinstance(model, LanguageModel)
-            return modeling.count_flops(model.lm, seq_len)
+            lm = model.lm
+            if self.lora.rank is not None or self.freeze:
+                lm = copy.deepcopy(lm)  # on meta
+            with by_job_key():
+                if self.lora.rank is not None:
+                    add_adapters(lm, replace(self.lora, quantize_base=None))
+                if self.freeze:
+                    freeze(lm, self.freeze)
+            return modeling.count_flops(lm, seq_len)
 
     lm: PreTrainedModel
     added: torch.Tensor | None = None
@@ -161,7 +176,9 @@ def model_spec(
     return ModelSpec(
         name=name,
         flavor=flavor,
-        model=LanguageModel.Config(hf_config=config, documents=documents),
+        model=LanguageModel.Config(
+            hf_config=config, documents=documents, lora=strategy.lora, freeze=strategy.freeze
+        ),
         parallelize_fn=parallelize_language_model,
         pipelining_fn=None,
         post_optimizer_build_fn=None,

@@ -210,7 +210,8 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def _all_finite(self) -> bool:
         """Whether all weights are finite, on every rank, and losses and norms were, but for steps that were left out."""
-        weights = [parameter.detach() for part in self.model_parts for parameter in part.parameters()]
+        every = [parameter.detach() for part in self.model_parts for parameter in part.parameters()]
+        weights = [weight for weight in every if weight.is_floating_point()]  # codes always are
         local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
         self._finite *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
         torch.distributed.all_reduce(self._finite, torch.distributed.ReduceOp.MIN)

@@ -1,6 +1,6 @@
 """[lora]: low-rank adapters beside frozen weights. What it does is `titanplans.parallel.adapters`'."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from titanplans.config.options import Options
 from titanplans.config.values import FractionBelowOne, PositiveFloat, PositiveInt
@@ -26,6 +26,9 @@ class LoRA(Options):
 
     exclude_modules: tuple[str, ...] = ()
     """Of these, the modules that get none, by the same names and patterns."""
+
+    quantize_base: Literal["nf4"] | None = None
+    """Keep the weights beside the adapters, which don't train, in four bits (QLoRA)."""
 
     modules_to_save: tuple[str, ...] = ()
     """Modules that train as they are and belong to the adapter, by the same names and patterns."""

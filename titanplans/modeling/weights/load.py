@@ -17,10 +17,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError
 from titanplans.modeling.build import build
-from titanplans.modeling.initialize import initialize, named_tensors, tie
+from titanplans.modeling.initialize import initialize, named_tensors, tie, without_wrappers
 from titanplans.modeling.weights.folder import Folder, open_folder
 from titanplans.modeling.weights.lazy import LazyTensor
 from titanplans.modeling.weights.names import from_published
+from titanplans.tensor_parallel import nf4
 from titanplans.tensor_parallel.shards import copy_shard, local_shard
 
 _logger = logging.getLogger(__name__)
@@ -84,14 +85,19 @@ def load_weights(
     """
     start = time.perf_counter()
     targets = named_tensors(model)
+    small = {without_wrappers(name): module for name, module in nf4.quantised(model).items()}
     opened = open_folder(folder)
     match = match_folder(model, opened, strict=strict)
     with torch.no_grad():
         for name, lazy in match.tensors.items():
-            if name in targets:  # a stage of a pipeline has not all
+            owner = name.rpartition(".")[0]
+            if owner in small and name.endswith(".weight"):
+                nf4.write(small[owner], _as_tensor(lazy), owner)
+            elif name in targets:  # a stage of a pipeline has not all
                 copy_shard(targets[name], _as_tensor(lazy), name=name)
         _check_tied(targets, match, opened.path)
-    more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing)
+    codes = {f"{owner}.{name}" for owner in small for name in (nf4.CODES, nf4.SCALES)}
+    more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing) - codes
     initialize(model, seed=seed, only=more)  # buffers that no folder holds, and adapters
     tie(model, match.tied)
     loaded = Loaded(

@@ -16,6 +16,13 @@ def matches(word: str, name: str) -> bool:
     return name == word or name.endswith(f".{word}")
 
 
+def end_of(name: str) -> str:
+    """Return the last part of a name, with its module's where it is a number: "gk_proj.0"."""
+    parts = name.split(".")
+    words = [at for at, part in enumerate(parts) if not part.isdigit()]
+    return ".".join(parts[words[-1] :]) if words else name
+
+
 def select(words: Collection[str], names: Collection[str], refuse: Refusal, what: str) -> list[str]:
     """Return those of `names` that some word matches, in order.
 
@@ -30,6 +37,6 @@ def select(words: Collection[str], names: Collection[str], refuse: Refusal, what
     """
     for word in words:
         if not word or not any(matches(word, name) for name in names):
-            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            ends = list(dict.fromkeys(map(end_of, names)))
             raise refuse(f"{word!r} matches no {what}; there are {', '.join(ends) or 'none'}")
     return [name for name in names if any(matches(word, name) for word in words)]

@@ -17,7 +17,7 @@ from torch import nn
 
 from titanplans.config import Float8
 from titanplans.errors import ParallelError
-from titanplans.parallel.called import Calls, read_weights, unfuse
+from titanplans.parallel.called import Calls, Found, read_weights, unfuse
 from titanplans.parallel.compile.fla_graphs import holds_fla
 from titanplans.tensor_parallel.checks import tied_parameters
 from titanplans.tensor_parallel.decoder import find_decoder
@@ -206,11 +206,12 @@ def refuse_read_weights(model: nn.Module) -> None:
     Raises:
         ParallelError: naming the module and its parent.
     """
-    for found in read_weights(model, float8_linears(model)):
-        raise _read_weight(*found)
+    if found := read_weights(model, float8_linears(model)):
+        raise _read_weight(found)
 
 
-def _read_weight(name: str, owner: str, parent: nn.Module) -> ParallelError:
+def _read_weight(found: list[Found]) -> ParallelError:
+    name, owner, parent = found[0]
     own = name.rpartition(".")[2]
     return ParallelError(
         f"{name} is converted to float8, and its parent {owner} ({type(parent).__name__}) does not call it but reads its "
