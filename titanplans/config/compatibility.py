@@ -103,7 +103,7 @@ def _float8(c: Any) -> Refusals:
 
 
 def _lora(c: Any) -> Refusals:
-    names = ("alpha", "dropout", "target_modules", "exclude_modules", "modules_to_save")
+    names = ("alpha", "dropout", "quantize_base", "target_modules", "exclude_modules", "modules_to_save")
     if c.rank is None:
         for name in names:
             if _get(c, name) != _default(c, name):
@@ -122,6 +122,11 @@ def _shared(c: Any) -> Refusals:
     yield from _needs(c, "compile.enable", (True,), *switched)
     yield from _needs(c, "compile.backend", ("inductor",), "compile.mode", "compile.options")
     yield from _needs(c, "float8.recipe_name", _RECIPES, "float8.filter_fqns")
+    if c.lora.quantize_base is not None and c.float8.recipe_name is not None:
+        yield (
+            "lora.quantize_base",
+            "float8 quantises the same weights (float8.recipe_name): leave one of the two out",
+        )
     mode = c.activation_checkpoint.mode
     if c.lora.dropout > 0 and mode != "none" and not c.activation_checkpoint.preserve_rng_state:
         yield (
