@@ -12,6 +12,8 @@ import pytest
 import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from titanplans.cli.sweep.cells import make_cells
+from titanplans.cli.sweep.spec import read_spec
 from titanplans.config import JobConfig
 from titanplans.config.sections.model import Chat
 from titanplans.errors import DataError, OptionError
@@ -432,3 +434,17 @@ def test_options_that_would_do_nothing():
             JobConfig.from_dict({"training": options})
         assert reason in str(error.value)
     assert JobConfig.from_dict({"training": {"chat": True}}).training.chat.enable
+
+
+def test_a_sweep_goes_over_what_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    (tmp_path / "sweep.toml").write_text(
+        '[sweep]\nbase = "configs/chat_debug.toml"\n[[axis]]\ntraining.chat.train_on = ["assistant", "all"]\n'
+        "[[axis]]\ntraining.chat.packing = [true, false]\n"
+    )
+    cells = make_cells(read_spec(str(tmp_path / "sweep.toml")))
+    chats = [cell.job.training.chat for cell in cells]
+    assert {(chat.train_on, chat.packing) for chat in chats} == {
+        (train_on, packing) for train_on in ("assistant", "all") for packing in (True, False)
+    }
+    assert all(chat.enable for chat in chats)
