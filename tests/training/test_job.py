@@ -34,6 +34,9 @@ ANOTHER = {
     "training.pin_cpu_memory": True,
     "training.dtype": "bfloat16",
     "training.global_batch_size": 16,
+    "training.chat.train_on": "last",
+    "training.chat.chat_template_kwargs": {"mood": "glad"},
+    "training.chat.truncation": "left",
     "parallelism.tensor_parallel_degree": 2,
     "parallelism.data_parallel_replicate_degree": 2,
     "parallelism.data_parallel_shard_degree": 4,
@@ -101,6 +104,11 @@ BESIDE = {
     "parallelism.data_parallel_strategy": {"parallelism.data_parallel_replicate_degree": 4},
     "training.skip_nan_inf_limit": {"training.skip_nan_inf": True},
     "training.pin_cpu_memory": {"training.enable_cpu_offload": True},
+    **{
+        key: {"training.chat.enable": True}
+        for key in keys()
+        if key.startswith("training.chat.") and key != "training.chat.enable"
+    },
     **{key: DDP for key in keys() if key.startswith("ddp.")},
     "ddp.static_graph": DDP | {"ddp.defer_grad_sync": False},
     "ddp.split_compiled_blocks": DDP | {"compile.enable": True},
