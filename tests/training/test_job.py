@@ -117,6 +117,7 @@ BESIDE = {
         "checkpoint.initial_load_path": "/somewhere",
         "model.name": "gla",
     },
+    "checkpoint.last_save_in_hf": {"checkpoint.enable": True},
     "checkpoint.initial_load_model_only": {
         "checkpoint.enable": True,
         "checkpoint.initial_load_path": "/somewhere",

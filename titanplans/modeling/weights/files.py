@@ -59,7 +59,7 @@ def write_safetensors(
             file, offset = places[name]
             streams[file].seek(offset)
             if value.numel():
-                streams[file].write(value.contiguous().view(-1).view(torch.uint8).numpy())
+                streams[file].write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
             left[file] -= 1
             if not left[file]:
                 streams[file].close()
