@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from titanplans.errors import PlanError, UserError
+    from titanplans.modeling.weights.adapters import load_adapter, save_adapter
     from titanplans.modeling.weights.full import (
         gather_full_optimizer_state_dict,
         gather_full_state_dict,
@@ -59,6 +60,7 @@ __all__ = [
     "find_decoder",
     "gather_full_optimizer_state_dict",
     "gather_full_state_dict",
+    "load_adapter",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_weights",
@@ -66,6 +68,7 @@ __all__ = [
     "process_group",
     "register_plan",
     "registered_plans",
+    "save_adapter",
     "save_weights",
     "verify",
 ]
@@ -94,6 +97,7 @@ _HOME = {
         ),
         "modeling.weights.full",
     ),
+    **dict.fromkeys(("load_adapter", "save_adapter"), "modeling.weights.adapters"),
     "load_weights": "modeling.weights.load",
     "save_weights": "modeling.weights.save",
     "verify": "proof",

@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
                 dtype=arguments.dtype,
                 max_shard_size=arguments.max_shard_size,
                 tokenizer=arguments.tokenizer,
+                adapter=arguments.adapter,
             )
         else:
             from titanplans.training.checkpoint.convert import import_folder
@@ -68,6 +69,11 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if exports:
         parser.add_argument(
             "--max-shard-size", default="5GB", metavar="SIZE", help="of a file at most, e.g. 500MB; 5GB"
+        )
+        parser.add_argument(
+            "--adapter",
+            action="store_true",
+            help="the adapters alone, as peft reads them; not added to the weights",
         )
         parser.add_argument(
             "--tokenizer", metavar="FOLDER", help="copied beside; that of the job if left out"

@@ -340,7 +340,14 @@ def _job_files(job: Any) -> Refusals:
     yield from _needs(job, "training.skip_nan_inf", (True,), "training.skip_nan_inf_limit")
     c, p = job.checkpoint, job.profiling
     loading = (
-        *("initial_load_path", "initial_load_in_hf", "load_step", "load_only"),
+        *(
+            "initial_adapter_path",
+            "save_adapters_only",
+            "initial_load_path",
+            "initial_load_in_hf",
+            "load_step",
+            "load_only",
+        ),
         *("create_seed_checkpoint", "save_on_signal", "last_save_in_hf"),
     )
     yield from _needs(job, "checkpoint.enable", (True,), *(f"checkpoint.{key}" for key in loading))
@@ -355,6 +362,17 @@ def _job_files(job: Any) -> Refusals:
                 f"checkpoint.{key}",
                 "it saves, and checkpoint.load_only = true forbids it: keep one of them",
             )
+    for key in ("initial_adapter_path", "save_adapters_only"):
+        if getattr(c, key) and job.lora.rank is None:
+            yield (
+                f"checkpoint.{key}",
+                "it is for adapters, and there are none: set lora.rank, or leave it out",
+            )
+    if c.save_adapters_only and c.initial_load_path is None and not c.initial_load_in_hf:
+        yield (
+            "checkpoint.save_adapters_only",
+            "the weights beside the adapters would be nowhere: set checkpoint.initial_load_path to where they come from",
+        )
     if not c.initial_load_model_only and c.initial_load_path is None:
         yield "checkpoint.initial_load_model_only", "it needs checkpoint.initial_load_path"
     if c.create_seed_checkpoint and (c.initial_load_path is not None or c.initial_load_in_hf):

@@ -20,6 +20,7 @@ from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
 from titanplans.config.values import show
 from titanplans.modeling import kernels
 from titanplans.modeling.own import is_own
+from titanplans.modeling.weights.adapters import check_adapter
 from titanplans.modeling.weights.folder import open_folder
 from titanplans.modeling.weights.load import match_folder
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
@@ -83,8 +84,8 @@ def check_job(job: JobConfig, world_size: int) -> None:
             "model, or raise vocab_size in a model.config file"
         )
     documents.check_documents(job, config)
-    check_memory(job, model, world_size, device_type)
     check_parallelism(job, model)
+    check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(
             f"checkpoint.create_seed_checkpoint = true saves unsharded weights from 1 process, not {world_size}; start one"
@@ -193,6 +194,8 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
         check_saved(done, model, "checkpoint.folder", resumes=False)
         return
     own = to_resume(folder, checkpoint.load_step)
+    if own is None and checkpoint.initial_adapter_path is not None:
+        check_adapter(model, checkpoint.initial_adapter_path)
     if own is not None:
         resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
         check_saved(own, model, "checkpoint.folder", resumes=resumes)

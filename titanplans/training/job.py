@@ -166,10 +166,12 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
 def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     c = vars(job.checkpoint)
     initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
+    adapter = job.checkpoint.initial_adapter_path
     return CheckpointManager.Config(
         **c
         | {
             "initial_load_path": initial and str(Path(initial).absolute()),
+            "initial_adapter_path": adapter and str(Path(adapter).absolute()),
             # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
             "model": model_card(resolve.hf_config(job)),

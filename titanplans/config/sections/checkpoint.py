@@ -35,6 +35,12 @@ class Checkpoint(Options):
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, and begin at step 1."""
 
+    initial_adapter_path: FilePath | None = None
+    """Under lora.rank: a folder of peft's, whose adapters training starts from, as long as there is no checkpoint."""
+
+    save_adapters_only: bool = False
+    """Under lora.rank: save what trains alone; the other weights come from initial_load_path again when the job goes on."""
+
     last_save_model_only: bool = True
     """Save only the weights at the last step: smaller, but training can't be resumed from it."""
 

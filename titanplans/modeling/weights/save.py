@@ -26,8 +26,9 @@ from titanplans.modeling.weights.files import (
     write_safetensors,
 )
 from titanplans.modeling.weights.folder import INDEX
-from titanplans.modeling.weights.gather import from_first, rank, stored, whole, with_values
+from titanplans.modeling.weights.gather import from_first, rank
 from titanplans.modeling.weights.lazy import Box, LazyTensor
+from titanplans.modeling.weights.merged import handed_on
 from titanplans.modeling.weights.names import to_published
 
 _SHOWN = 3
@@ -44,7 +45,8 @@ def save_weights(
 ) -> None:
     """Write a model, split in any way, as a folder that transformers' `from_pretrained` loads. Collective; rank 0 writes.
 
-    Rank 0 has one whole tensor on the CPU at a time, and each rank has it on its device.
+    Adapters are added to their weights; `save_adapter` writes them alone. Rank 0 has one whole tensor on the CPU at a time,
+    and each rank has it on its device.
 
     Args:
         model: of transformers or FLA, as `titanplans.modeling.build` or the library made it.
@@ -59,9 +61,8 @@ def save_weights(
         NotSaved: on every rank: the disk is full, or refuses. What was written is removed.
     """
     config = _generating(model) if config is None else config
-    tensors = with_values(stored(model)[0])
     target = Path(folder)
-    lazy = lazily(tensors, lambda name: whole(tensors[name]))
+    lazy = lazily(*handed_on(model))
     with written_beside(target) as directory:
         write_folder(directory, config, lazy, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -20,15 +21,19 @@ from torch.distributed.checkpoint.planner import WriteItem
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from titanplans import modeling
+from titanplans.config import LoRA
 from titanplans.errors import ConfigError, NotSaved
 from titanplans.modeling import kernels
 from titanplans.modeling.own import own_config
+from titanplans.modeling.weights.adapters import adapter_config, peft_name, trained_names, write_adapter
 from titanplans.modeling.weights.beside import written_beside
 from titanplans.modeling.weights.files import refuse_full
 from titanplans.modeling.weights.folder import open_folder
 from titanplans.modeling.weights.lazy import LazyTensor
 from titanplans.modeling.weights.load import match_folder
+from titanplans.modeling.weights.merged import merged, merges
 from titanplans.modeling.weights.save import lazily, write_folder
+from titanplans.parallel.adapters import add_adapters
 from titanplans.training import disk
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
@@ -45,8 +50,11 @@ def export(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     tokenizer: str | None = None,
+    adapter: bool = False,
 ) -> str:
     """Write the weights of a step-N folder as a Hugging Face folder; return in words what was written.
+
+    Adapters are added to their weights, but where the checkpoint holds them alone.
 
     Args:
         checkpoint: of ours, or one without a card, torchtitan's, whose weights have the model's own names.
@@ -55,6 +63,7 @@ def export(
         dtype: of the floating-point tensors; None for the saved.
         max_shard_size: bytes, or "500MB".
         tokenizer: a folder with a tokenizer; None for the one that the card names, if it is there.
+        adapter: write the adapters as peft does, and not the weights.
 
     Raises:
         ConfigError, ModelError: the checkpoint is damaged or none, of another model, or `folder` is there.
@@ -88,12 +97,27 @@ def export(
             ) from error
         return state[name]
 
+    adapted = _with_adapters(hf_config, card)
+    if adapter and adapted is None:
+        raise ConfigError(
+            f"export {checkpoint}: there are no adapters in it (lora.rank): leave --adapter out"
+        )
+    if adapted is not None and (adapter or card.job.get("checkpoint.save_adapters_only")):  # type: ignore[union-attr]
+        values = {peft_name(name): read(name) for name in trained_names(adapted)}
+        if dtype is not None:
+            values = {name: value.to(getattr(torch, dtype)) for name, value in values.items()}
+        with written_beside(folder) as directory:
+            write_adapter(directory, adapter_config(adapted), values)
+        return f"{folder}: {_size(folder)}, adapters that peft.PeftModel.from_pretrained reads"
+    written = tensors, read
+    if adapted is not None:
+        written = merged(tensors, read, merges(adapted))
     tokenizer = tokenizer or _tokenizer(card)
     with written_beside(folder) as directory:
         write_folder(
             directory,
             hf_config,
-            lazily(tensors, read),
+            lazily(*written),
             dtype=None if dtype is None else getattr(torch, dtype),
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
@@ -198,6 +222,17 @@ def _tokenizer(card: Card | None) -> str | None:
     published = card.job.get("checkpoint.initial_load_in_hf") and card.job.get("checkpoint.initial_load_path")
     named = card.job.get("model.hf_assets_path") or published or default_tokenizer_path()
     return named if Path(named).is_dir() else None
+
+
+def _with_adapters(config: PretrainedConfig, card: Card | None) -> nn.Module | None:
+    """Return the model of a checkpoint with its adapters, on meta; None if it has none."""
+    values = {} if card is None else dict(card.job)
+    given = {key.removeprefix("lora."): value for key, value in values.items() if key.startswith("lora.")}
+    if given.get("rank") is None:
+        return None
+    model = modeling.build(config)
+    add_adapters(model, LoRA(**given))
+    return model
 
 
 def _weights(metadata: Metadata) -> dict[str, torch.Tensor]:

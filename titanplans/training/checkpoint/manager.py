@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchtitan.components.checkpointer
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER, TRAIN_STATE
@@ -24,7 +25,9 @@ from torchtitan.tools.logging import logger
 from transformers import PretrainedConfig
 
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
+from titanplans.modeling.weights.adapters import load_adapter, trained_names
 from titanplans.modeling.weights.load import load_weights
+from titanplans.tensor_parallel.low_rank import adapted
 from titanplans.training import disk
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
@@ -51,6 +54,12 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
 
         save_on_signal: bool = False
         """At SIGTERM the trainer calls `save_now`."""
+
+        initial_adapter_path: str | None = None
+        """A folder of peft's."""
+
+        save_adapters_only: bool = False
+        """A checkpoint holds of the model what trains alone."""
 
         restarted: bool = False
         """A launcher has started the job again."""
@@ -87,11 +96,19 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """
         step = _from_all(self._step_to_load(step) if dist.get_rank() == 0 else None)[0]
         loaded = super()._load(step)
+        if step == -1 and (adapter := self.config.initial_adapter_path) is not None:
+            load_adapter(self._lm, adapter)
+            logger.info(f"the adapters are those of {adapter}")
         if step != -1 and not self.load_only:
             dist.barrier()  # all have read before one moves what they look at
             if dist.get_rank() == 0 and (aside := folder.set_aside(self.path, later_than=step)):
                 logger.info(f"checkpoints after step {step} were set aside, into {aside}")
         return loaded
+
+    @property
+    def _lm(self) -> nn.Module:
+        (part,) = self.states[MODEL].model
+        return part.lm
 
     def _step_to_load(self, step: int) -> int:
         if step != -1 and not (self.config.restarted and has_gone_on_from(self.path, step)):
@@ -108,10 +125,17 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         """
         checkpoint = Path(checkpoint_id)
         if from_hf:
-            (part,) = self.states[MODEL].model
-            load_weights(part.lm, checkpoint, seed=torch.initial_seed())
+            load_weights(self._lm, checkpoint, seed=torch.initial_seed())
             return
         own = checkpoint.parent == self.path
+        if own and self.config.save_adapters_only:
+            logger.info(f"the weights beside the adapters are those of {self.initial_load_path}")
+            self.dcp_load(
+                self.states[MODEL].state_dict(),
+                str(self.initial_load_path),
+                self.initial_load_in_hf,
+                self.initial_load_in_hf_quantized,
+            )
         if (checkpoint / CARD).is_file():
             if (wrong := _damage(checkpoint)) is not None:
                 instead = folder.remedy(checkpoint, _damage) if own else "take another checkpoint"
@@ -119,6 +143,13 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             if own and (differing := changes(read_card(checkpoint).job, self.config.job)):
                 logger.info(f"{checkpoint.name} is of another job, and this one's values hold: {differing}")
         with self._one_line(f"{checkpoint} can't be loaded"):
+            if adapted(self._lm):  # what a checkpoint of this job may lack, `check_saved` has said
+                there = Reader(checkpoint).read_metadata().state_dict_metadata
+                state_dict = {
+                    name: value
+                    for name, value in state_dict.items()
+                    if name in there or not isinstance(value, torch.Tensor)
+                }
             dcp.load(state_dict, storage_reader=Reader(checkpoint), planner=Planner())
         self.states[MODEL].load_state_dict(state_dict)
 
@@ -172,6 +203,13 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
     ) -> Future | AsyncSaveResponse | None:
         """torchtitan's, by a writer that renames what is whole."""
         checkpoint = Path(checkpoint_id)
+        if self.config.save_adapters_only:
+            trained = trained_names(self._lm)
+            state_dict = {
+                name: value
+                for name, value in state_dict.items()
+                if name in trained or not isinstance(value, torch.Tensor)
+            }
         holds = "training" if TRAIN_STATE in state_dict else "weights"
         step = int(checkpoint.name.removeprefix("step-"))
         writer = Writer(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))

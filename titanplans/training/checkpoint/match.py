@@ -14,6 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.values import show
+from titanplans.modeling.weights.adapters import trained_names
+from titanplans.tensor_parallel.low_rank import adapted, is_factor
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.storage import Reader
@@ -126,6 +128,12 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         if name.partition(".")[0] not in OTHER_STATES
     }
     here = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    if adapted(model):
+        own, trained = key == "checkpoint.folder", trained_names(model)
+        if own and has_card and read_card(checkpoint).job.get("checkpoint.save_adapters_only"):
+            here = {name: shape for name, shape in here.items() if name in trained}
+        elif not own and not any(map(is_factor, there)):  # of the model before it got adapters
+            here = {name: shape for name, shape in here.items() if not is_factor(name)}
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             raise ConfigError(

@@ -10,7 +10,8 @@ from transformers import PretrainedConfig
 
 from titanplans import modeling
 from titanplans.modeling.weights.beside import on_first_rank
-from titanplans.modeling.weights.gather import stored, whole
+from titanplans.modeling.weights.gather import stored
+from titanplans.modeling.weights.merged import handed_on, merged, merges
 from titanplans.modeling.weights.save import check_names, lazily, write_folder
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, file_checksum, write_card
@@ -23,7 +24,8 @@ def check(model: nn.Module, config: PretrainedConfig | None) -> None:
         ModelError: it holds other tensors than the model of its config.
     """
     assert config is not None
-    check_names(modeling.build(config), stored(model)[0])
+    tensors, _ = merged(stored(model)[0], lambda name: torch.empty(0), merges(model))
+    check_names(modeling.build(config), tensors)
 
 
 def save(
@@ -41,7 +43,6 @@ def save(
         NotSaved: on every rank: the disk is full, or refuses; what was written is in `folder.writing_path(checkpoint)`.
     """
     assert config is not None
-    tensors, _ = stored(model)
     writing = folder.writing_path(checkpoint)
     files: dict[str, tuple[int, str]] = {}
 
@@ -58,7 +59,7 @@ def save(
     write_folder(
         writing,
         config,
-        lazily(tensors, lambda name: whole(tensors[name])),
+        lazily(*handed_on(model)),
         dtype=dtype,
         max_shard_size="5GB",
         tokenizer=tokenizer,

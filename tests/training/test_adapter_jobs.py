@@ -1,0 +1,167 @@
+"""Jobs that train adapters: checkpoints of these alone, from which a job goes on, and a start from peft's files."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import worlds
+import zoo
+from safetensors.torch import load_file
+from test_trainer import train, write_inputs
+from transformers import AutoModelForCausalLM
+
+from titanplans.cli.export import main
+from titanplans.config import load_job, strategy_of
+from titanplans.errors import OptionError
+from titanplans.training.checkpoint.storage import Reader
+from titanplans.training.data.vocabulary import default_tokenizer_path
+
+SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+def _jobs(rank: int, folder: Path) -> dict:
+    from titanplans.modeling.weights.adapters import WEIGHTS, save_adapter
+    from titanplans.training.checks import check_job
+
+    train(folder, "dense", "base", TP, "--checkpoint.enable", "--training.steps=2")
+    base = f"--checkpoint.initial_load_path={folder}/base/checkpoint/step-2"
+    adapters = ("--lora.rank=3", "--lora.dropout=0.1", base, "--checkpoint.save_adapters_only")
+    job = (folder, "dense", "tuned", *SAVES, *adapters)
+    recorder, trainer = train(*job, TP)
+    found = {"whole": recorder.losses()}
+    lm = trainer.model_parts[0].lm
+    found["optimized"] = sum(
+        len(group["params"]) for each in trainer.optimizers for group in each.param_groups
+    )
+    found["trained"] = sum(param.requires_grad for param in lm.parameters())
+    save_adapter(lm, folder / "peft")
+    index = Reader(folder / "tuned" / "checkpoint" / "step-4").read_metadata().state_dict_metadata
+    found["saved"] = [
+        name for name in index if not name.startswith(("optimizer", "train_state", "lr_", "dataloader"))
+    ]
+    words = [f"{folder}/job.toml", f"--job.dump_folder={folder}/tuned", f"--model.config={folder}/dense.json"]
+    words += [f"--training.dataset_path={folder}/text", *SAVES, *adapters, "--checkpoint.load_step=4"]
+    check_job(load_job([*words, TP]), 2)
+    found["resumed"] = train(*job, TP, "--checkpoint.load_step=4")[0].losses()
+    still = ("--training.steps=1", "--optimizer.lr=1e-12", "--lora.rank=3", "--checkpoint.enable")
+    _, trainer = train(
+        folder, "dense", "again", TP, *still, f"--checkpoint.initial_adapter_path={folder}/peft"
+    )
+    save_adapter(trainer.model_parts[0].lm, folder / "again")
+    if rank == 0:
+        first, second = (load_file(folder / name / WEIGHTS) for name in ("peft", "again"))
+        found["read"] = max(float((first[name] - second[name]).abs().max()) for name in first)
+        found["moved"] = max(float(tensor.abs().max()) for name, tensor in first.items() if "lora_B" in name)
+    return found
+
+
+def _published(rank: int, folder: Path) -> dict:
+    """Fine-tune a folder of Hugging Face's over tp 2 x fsdp 2; return the logits of the models that come out."""
+    start = (
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={folder}/hf",
+    )
+    tuned = (
+        "--training.steps=2",
+        "--lora.rank=3",
+        "--lora.alpha=30",
+        "--optimizer.lr=1e-2",
+        "--lr_scheduler.warmup_steps=0",
+    )
+    found = {}
+    for name, options in JOBS.items():
+        _, trainer = train(folder, "qwen", name, TP, *start, *tuned, *options)
+        lm = trainer.model_parts[0].lm.eval()
+        with torch.no_grad():
+            found[name] = lm(input_ids=IDS).logits.full_tensor()
+    return found
+
+
+IDS = torch.arange(32).reshape(2, 16) * 7
+JOBS = {
+    "merged": ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=float32"),
+    "nf4": ("--lora.quantize_base=nf4", "--checkpoint.no-last_save_model_only"),
+    "alone": ("--checkpoint.save_adapters_only", "--checkpoint.no-last_save_model_only"),
+}
+
+
+def test_a_published_model_is_tuned_and_handed_on(tmp_path):
+    """The last step as a folder, `titanplans export` of NF4 weights and adapters, and adapters alone for peft."""
+    folder = write_inputs(tmp_path)
+    fields = dict(vocab_size=4096, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=128)
+    base = zoo.build("qwen3", dtype=torch.float32, tie_word_embeddings=False, **fields)
+    base.save_pretrained(folder / "hf")
+    shutil.copy(Path(default_tokenizer_path()) / "tokenizer.json", folder / "hf")
+    shutil.copy(folder / "hf" / "config.json", folder / "qwen.json")
+    found = worlds.run(partial(_published, folder=folder), 4)
+
+    def step(name: str) -> Path:
+        return folder / name / "checkpoint" / "step-2"
+
+    assert main(["export", str(step("nf4")), str(folder / "out")]) == 0
+    assert main(["export", str(step("alone")), str(folder / "adapter")]) == 0
+    assert main(["export", str(step("nf4")), str(folder / "adapter of nf4"), "--adapter"]) == 0
+    by = {
+        "merged": AutoModelForCausalLM.from_pretrained(step("merged")),
+        "nf4": AutoModelForCausalLM.from_pretrained(folder / "out"),
+        "alone": peft.PeftModel.from_pretrained(base, folder / "adapter"),
+    }
+    with torch.no_grad():
+        before = (
+            zoo.build("qwen3", dtype=torch.float32, tie_word_embeddings=False, **fields)
+            .eval()(input_ids=IDS)
+            .logits
+        )
+        for name, model in by.items():
+            torch.testing.assert_close(
+                model.eval()(input_ids=IDS).logits, found[name], rtol=0, atol=1e-4, msg=name
+            )
+            assert (found[name] - before).abs().max() > 1e-2, f"{name} has learned nothing"
+
+
+def test_adapters_alone_are_saved_and_a_job_goes_on_from_them(tmp_path):
+    found = worlds.run(partial(_jobs, folder=write_inputs(tmp_path)), 2)
+    assert found["saved"]
+    assert all(name.endswith(("lora_A", "lora_B")) for name in found["saved"])
+    assert found["optimized"] == found["trained"] == len(found["saved"])
+    assert sorted(found["whole"]) == list(range(1, 9))
+    assert found["resumed"] == {step: loss for step, loss in found["whole"].items() if step > 4}
+    assert found["moved"] > 1e-4
+    assert found["read"] < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--checkpoint.save_adapters_only"], "it is for adapters, and there are none: set lora.rank"),
+        (
+            ["--lora.rank=2", "--checkpoint.save_adapters_only"],
+            "the weights beside the adapters would be nowhere",
+        ),
+        (["--lora.alpha=2"], "does nothing without lora.rank"),
+        (
+            ["--lora.rank=2", "--lora.dropout=0.1", "--activation_checkpoint.no-preserve_rng_state"],
+            "would draw other numbers for lora.dropout = 0.1",
+        ),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text("[checkpoint]\nenable = true\n[activation_checkpoint]\nmode = 'full'\n")
+    with pytest.raises(OptionError, match=said):
+        load_job(["job.toml", *words])
+
+
+def test_the_keys_become_the_strategys_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(
+        "[training]\nfreeze = ['embed']\n[lora]\nrank = 4\ntarget_modules = ['q_proj']\n"
+    )
+    strategy = strategy_of(load_job(["job.toml"]))
+    assert strategy.freeze == ("embed",)
+    assert (strategy.lora.rank, strategy.lora.alpha, strategy.lora.target_modules) == (4, None, ("q_proj",))
