@@ -428,7 +428,7 @@ def test_options_that_would_do_nothing():
             {"chat": True, "text_column": "body"},
             'training.text_column = "body": training.chat reads conversations',
         ),
-        ({"chat": {"enable": True, "truncation": "both"}}, "chat.truncation"),
+        ({"chat": {"enable": True, "truncation": "both"}}, 'training.chat.truncation = "both": expected'),
     ):
         with pytest.raises(OptionError) as error:
             JobConfig.from_dict({"training": options})

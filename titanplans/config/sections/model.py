@@ -69,7 +69,7 @@ class Chat(Options):
     Holds for validation, too.
     """
 
-    section: ClassVar[str] = "chat"
+    section: ClassVar[str] = "training.chat"
     of_bool: ClassVar = {True: {"enable": True}, False: {}}
 
     enable: bool = False
