@@ -66,6 +66,7 @@ ANOTHER = {
     "checkpoint.keep_latest_k": 2,
     "parallelism.async_tensor_parallel_unfused": "warn",
     "quantize.linear.float8.recipe_name": "rowwise",
+    "lora.quantize_base": "nf4",
 }
 
 # What a key needs beside it to mean anything.
@@ -116,6 +117,13 @@ BESIDE = {
         "checkpoint.enable": True,
         "checkpoint.initial_load_path": "/somewhere",
         "model.name": "gla",
+    },
+    **{key: {"lora.rank": 4} for key in keys() if key.startswith("lora.") and key != "lora.rank"},
+    "checkpoint.initial_adapter_path": {"checkpoint.enable": True, "lora.rank": 4},
+    "checkpoint.save_adapters_only": {
+        "checkpoint.enable": True,
+        "checkpoint.initial_load_path": "/somewhere",
+        "lora.rank": 4,
     },
     "checkpoint.last_save_in_hf": {"checkpoint.enable": True},
     "checkpoint.initial_load_model_only": {
