@@ -100,6 +100,19 @@ def test_keys_of_an_axis_vary_together_and_its_points_have_names(write):
     ]
 
 
+def test_groups_of_parameters_vary_as_one_list(write):
+    cells = cells_of(
+        write("""
+        [[axis]]
+        names = ["alike", "slow-norms"]
+        optimizer.groups = [[], [{pattern = "norm", lr = 1e-4}]]
+        """)
+    )
+    first, second = (cell.job.optimizer.groups for cell in cells)
+    assert first == ()
+    assert [(group.pattern, group.lr) for group in second] == [("norm", 1e-4)]
+
+
 def test_values_of_every_kind_reach_the_job(write):
     cell, _ = cells_of(
         write(r"""

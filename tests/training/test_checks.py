@@ -226,6 +226,14 @@ def test_a_penalty_of_the_models_own_loss(job, tmp_path):
     assert "set use_l2warp = false in the model's config" in said
 
 
+def test_groups_of_parameters_have_to_fit_the_model(job):
+    said = refusal(job(optimizer__groups="[{pattern = 'self_attn', lr = 1e-3}]"))
+    assert (
+        'optimizer.groups, table 1 (pattern = "self_attn"): it matches no parameter; there are, for ex'
+        in said
+    )
+
+
 def test_a_users_own_module_is_imported(job, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_plans_for_a_test.py").write_text("")
@@ -257,6 +265,8 @@ def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any
     config = modeling.load_config("gla", "debug", num_heads=more.pop("heads", 8))
     holds = "training" if more else "weights"
     card = Card(int(folder.name.removeprefix("step-")), holds, model_card(config), {}, {})
+    if more:
+        more |= {f"optimizer.state.{name}.exp_avg": torch.empty(1) for name in weights}
     save(weights | more, storage_writer=Writer(folder, card), no_dist=True)
 
 
@@ -271,6 +281,16 @@ def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
     # Of the same shapes: the card says that the heads are others.
     write_checkpoint(folder / "step-6", weights, heads=4, **{"train_state.step": torch.tensor(6)})
     assert "num_heads = 4, now 8" in refusal(wanted)
+
+
+def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
+    folder = tmp_path / "outputs" / "checkpoint"
+    write_checkpoint(folder / "step-5", weights, **{"train_state.step": torch.tensor(5)})
+    muon = {"checkpoint__enable": "true", "optimizer__name": "Muon"}
+    said = refusal(job(**muon))
+    assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, and Muon" in said
+    assert "needs momentum_buffer; go back to the optimizer that it was trained with, or begin anew" in said
+    check_job(job(**muon, checkpoint__exclude_from_loading="optimizer,dataloader"), 1)
 
 
 def test_a_checkpoint_of_the_weights_alone_starts_a_job_but_resumes_none(job, tmp_path, weights):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from titanplans.config import ConfigError, JobConfig
+from titanplans.config.compatibility import OF_MUON
 from titanplans.config.schema import build_job, keys
 from titanplans.config.values import describe, in_toml
 from titanplans.parallel import FSDP2Config
@@ -46,6 +47,8 @@ ANOTHER = {
     "parallelism.data_parallel_strategy": "ddp",
     "optimizer.name": "Adam",
     "optimizer.implementation": "foreach",
+    "optimizer.adjust_lr_fn": "original",
+    "optimizer.groups": [{"pattern": "norm", "lr": 0.25}],
     "lr_scheduler.decay_type": "cosine",
     "lr_scheduler.total_steps": 20000,
     "lr_scheduler.decay_ratio": 0.5,
@@ -73,6 +76,7 @@ ANOTHER = {
 OP = {"activation_checkpoint.selective_ac_option": "op"}
 BUDGET = {"activation_checkpoint.mode": "memory_budget", "compile.enable": True}
 DDP = {"parallelism.data_parallel_strategy": "ddp"}
+MUON = {"optimizer.name": "Muon"}
 FLOAT8 = {"quantize.linear.float8.recipe_name": "tensorwise"}
 GATHER = FLOAT8 | {"quantize.linear.float8.enable_fsdp_float8_all_gather": True}
 BESIDE = {
@@ -97,6 +101,7 @@ BESIDE = {
     },
     "model.plan": {"parallelism.tensor_parallel_degree": 2},
     "compile.components": {"compile.enable": True, "optimizer.implementation": "foreach"},
+    **{f"optimizer.{key}": MUON for key in OF_MUON},
     "debug.deterministic_warn_only": {"debug.deterministic": True},
     **{
         f"checkpoint.{key}": {"checkpoint.enable": True}

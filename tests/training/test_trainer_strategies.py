@@ -24,6 +24,8 @@ OPTIMIZER = (
     "--compile.enable", "--compile.components=optimizer", "--compile.backend=aot_eager",
     "--optimizer.implementation=foreach",
 )  # fmt: skip
+MUON = ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 1e-3}]")
+MUON_SAVES = (*MUON, "--checkpoint.enable", "--checkpoint.interval=4")
 VALIDATION = ("--validation.enable", "--validation.freq=4", "--validation.steps=3")
 FLOAT8 = (
     DEGREE, "--quantize.linear.float8.recipe_name=tensorwise", "--quantize.linear.float8.emulate",
@@ -70,14 +72,16 @@ def poisoned(folder: Path, dump: str, *options: str, gradient: bool = False):
             return logits
 
         trainer.model_parts[0].lm.lm_head.register_forward_hook(poison)
-        (optimizer,) = trainer.optimizers
+        *_, last = trainer.optimizers
 
-        def note(optimizer, *args):
-            tensors = [p for group in optimizer.param_groups for p in group["params"]]
-            tensors += [moment for state in optimizer.state.values() for moment in state.values()]
+        def note(*args):
+            tensors = []
+            for optimizer in trainer.optimizers:
+                tensors += [p for group in optimizer.param_groups for p in group["params"]]
+                tensors += [moment for state in optimizer.state.values() for moment in state.values()]
             states.append([getattr(t, "_local_tensor", t).detach().clone() for t in tensors])
 
-        optimizer.register_step_post_hook(note)
+        last.register_step_post_hook(note)
 
     recorder, _ = train(folder, "gla", dump, *STEPS, *options, prepare=prepare)
     logger.removeHandler(handler)
@@ -97,6 +101,7 @@ def goes_on(folder: Path, dump: str, *options: str) -> dict[int, float]:
 
 
 def on_two_ranks(rank: int) -> dict:
+    import torch
     from torch._dynamo.utils import counters
 
     folder = Path(os.environ["TEST_FOLDER"])
@@ -127,6 +132,45 @@ def on_two_ranks(rank: int) -> dict:
     results["graphs"] = counters["stats"]["unique_graphs"]
     results["and back under ddp"] = goes_on(folder, "fsdp2", *DDP)  # from step 6
 
+    results["muon"] = losses_of(folder, "dense", "muon", *MUON_SAVES)
+    recorder, trainer = train(
+        folder,
+        "dense",
+        "muon-tp",
+        "--training.steps=5",
+        STEPS[1],
+        *MUON_SAVES,
+        DEGREE,
+        "--training.local_batch_size=8",
+    )
+    results["muon, tp"] = recorder.losses()
+    rows = [row for row in recorder.rows if "lr/Muon" in row]
+    results["muon's rates"] = {name: value for name, value in rows[0].items() if name.startswith("lr/")}
+    results["muon's groups"] = [
+        (type(optimizer).__name__, group["initial_lr"], group["lr"], group["weight_decay"])
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+    results["muon, ddp"] = losses_of(folder, "dense", "muon-ddp", *STEPS, *MUON, *DDP)
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.copytree(folder / "muon-tp" / "checkpoint" / "step-4", folder / "begun")
+    torch.distributed.barrier()
+    whole = (f"--checkpoint.initial_load_path={folder}/begun", "--checkpoint.no-initial_load_model_only")
+    results["muon, on with fsdp2 from tp"] = losses_of(folder, "dense", "muon-on", *MUON_SAVES, *whole)
+    changed = (
+        "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 5e-4}, {pattern = 'norm', weight_decay = 0.2}]"
+    )
+    _, trainer = train(folder, "dense", "muon-changed", MUON[0], changed, *MUON_SAVES[2:], *whole)
+    results["changed groups"] = [
+        (group["initial_lr"], group["weight_decay"], len(group["params"]))
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+    results["muon skips"] = poisoned(folder, "muon-skips", *MUON, "--training.skip_nan_inf")
+    gathered = (*FLOAT8[1:], "--quantize.linear.float8.enable_fsdp_float8_all_gather")
+    for name, options in {"split": FLOAT8, "gathered": gathered}.items():
+        results["float8, muon", name] = losses_of(folder, "dense", f"muon-{name}", *STEPS, *options, *MUON)
     results["float8"] = losses_of(folder, "dense", "float8", *STEPS, *FLOAT8)
     results["float8 report"] = json.loads((folder / "float8" / "parallelism.json").read_text())["float8"]
     return results
@@ -162,6 +206,41 @@ def test_a_validation_of_gathered_weights_is_the_same_and_gathers_less(two):
     assert two["unsharded", "gathers"] < two["sharded", "gathers"]
 
 
+def test_muon_trains_alike_under_each_strategy(two):
+    assert two["muon"][8] < two["muon"][1] - 0.1
+    for case in ("muon, tp", "muon, ddp"):
+        # bfloat16 rounds what is orthogonalised, now and then to another side.
+        assert two[case] == pytest.approx({step: two["muon"][step] for step in two[case]}, rel=1e-4)
+
+
+def test_the_schedule_is_each_groups_own(two):
+    # After the first of two steps of warm-up. AdamW has the embedding and what does not decay in groups of their own.
+    assert two["muon's rates"] == pytest.approx({"lr/AdamW/0": 5e-4, "lr/AdamW/1": 15e-4, "lr/Muon": 15e-4})
+    last = two["muon's groups"][0][2] / 1e-3
+    assert 0 < last < 1
+    assert two["muon's groups"] == [
+        ("AdamW", 1e-3, pytest.approx(1e-3 * last), 0.1),
+        ("AdamW", 3e-3, pytest.approx(3e-3 * last), 0.0),
+        ("Muon", 3e-3, pytest.approx(3e-3 * last), 0.1),
+    ]
+
+
+def test_muons_momentum_goes_on_at_another_degree(two):
+    found = two["muon, on with fsdp2 from tp"]
+    assert list(found) == [5, 6, 7, 8]
+    assert found == pytest.approx({step: two["muon"][step] for step in found}, rel=1e-4)
+
+
+def test_changed_groups_take_effect_on_resume(two):
+    assert two["changed groups"] == [(5e-4, 0.1, 1), (3e-3, 0.2, 5), (3e-3, 0.1, 14)]
+
+
+@pytest.mark.parametrize("how", ["split", "gathered"])
+def test_muon_takes_float8(two, how):
+    losses = two["float8, muon", how]
+    assert losses[4] < losses[1] - 0.01
+
+
 @pytest.mark.parametrize("case", ["fsdp2 skips", "ddp skips"])
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two, case):
     losses, same, log = two[case]
@@ -170,6 +249,12 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two, case):
     assert list(losses) == [1, 2, 4]  # torchtitan has no line for a loss that is not finite
     assert {1: losses[1], 2: losses[2]} == part_of({1: ..., 2: ...}, two["fsdp2"])
     assert losses[4] < losses[2]
+
+
+def test_muon_skips_steps_too(two):
+    losses, same, _ = two["muon skips"]
+    assert same == [False, True, False]
+    assert list(losses) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(("case", "first"), [("on with a compiled optimizer", 5), ("and back under ddp", 7)])

@@ -9,6 +9,7 @@ What a job becomes on torchtitan's side is `training.job`; whether it can run he
 from titanplans.config.load import load_job
 from titanplans.config.schema import JobConfig, by_job_key, strategy_of
 from titanplans.config.sections.lora import LoRA
+from titanplans.config.sections.optimization import Optimizer, OptimizerGroup
 from titanplans.config.sections.parallelism import ActivationCheckpoint, Compile
 from titanplans.config.sections.quantize import Float8
 from titanplans.config.strategies import (
@@ -31,6 +32,8 @@ __all__ = [
     "JobConfig",
     "LoRA",
     "MegatronFSDPConfig",
+    "Optimizer",
+    "OptimizerGroup",
     "OptionError",
     "Strategy",
     "by_job_key",

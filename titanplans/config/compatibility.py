@@ -89,6 +89,31 @@ def _compile(c: Any) -> Refusals:
         yield "options", "compile.mode and compile.options exclude each other: leave one of the two out"
 
 
+OF_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+OF_ADAM = ("beta1", "beta2", "eps")
+"""Keys of [optimizer] and of its groups that one kind of optimizer reads."""
+
+
+def _optimizer_group(g: Any) -> Refusals:
+    given = [name for name in _fields(type(g)) if name != "pattern" and getattr(g, name) is not None]
+    if not given:
+        yield (
+            "pattern",
+            "the group has no other key, so it changes nothing: give it another, such as lr, or leave it out",
+        )
+    for name in OF_ADAM if g.name == "Muon" else OF_MUON if g.name is not None else ():
+        if name in given:
+            yield name, f'name = "{g.name}" does not read it: leave one of the two out'
+
+
+def _optimizer(o: Any) -> Refusals:
+    muon = o.name == "Muon" or any(group.name == "Muon" for group in o.groups)
+    if not muon:
+        yield from _needs(o, "name", ("Muon",), *OF_MUON)
+    if muon and o.implementation == "fused_opt_states_bf16":
+        yield "implementation", 'Muon keeps its momentum in the type of the parameters: take "fused"'
+
+
 def _float8(c: Any) -> Refusals:
     # A filter alone stands in jobs of torchtitan, which has another switch.
     gather, scales = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
@@ -324,11 +349,13 @@ def _job_schedule(job: Any) -> Refusals:
             f"it is {decay} steps, which with lr_scheduler.warmup_steps = {s.warmup_steps} don't fit into {length}: "
             "lower one of them, or set lr_scheduler.total_steps to the length of the run",
         )
-    if (
-        job.compile.enable
-        and "optimizer" in job.compile.components
-        and job.optimizer.implementation.startswith("fused")
-    ):
+    compiled = job.compile.enable and "optimizer" in job.compile.components
+    if compiled and "Muon" in (job.optimizer.name, *(group.name for group in job.optimizer.groups)):
+        yield (
+            "compile.components",
+            'Muon\'s step communicates between its products, and is not compiled: leave "optimizer" out',
+        )
+    if compiled and job.optimizer.implementation.startswith("fused"):
         yield (
             "optimizer.implementation",
             'it is one kernel, of which nothing is left to compile: set it to "foreach", or leave "optimizer" out of '
@@ -409,6 +436,8 @@ def _job_files(job: Any) -> Refusals:
 REFUSALS: dict[str, Callable[[Any], Refusals]] = {
     "ActivationCheckpoint": _activation_checkpoint,
     "Compile": _compile,
+    "Optimizer": _optimizer,
+    "OptimizerGroup": _optimizer_group,
     "Float8": _float8,
     "LoRA": _lora,
     "FSDP2Config": _fsdp2_config,

@@ -51,7 +51,7 @@ class Options:
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True, init=False)(cls)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         known = {field.name: field for field in options_of(type(self))}
         # dataclasses.replace gives each field by its attribute's name, beside what it is to be.
         for name in [name for name in values if name.endswith("_")]:
@@ -112,7 +112,7 @@ class Options:
                 raise self.error(
                     field.name, "an object of Python's has no form in TOML: give it by name"
                 ) from None
-            values[field.name] = value.to_dict() if isinstance(value, Options) else _lists(value)
+            values[field.name] = plain(value)
         return values
 
     def to_toml(self) -> str:
@@ -205,10 +205,16 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
     """Return nested tables without what is None, tables last, as TOML wants them."""
     plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, dict)}
+    for key, value in plain.items():
+        if isinstance(value, list):
+            plain[key] = [without_none(item) if isinstance(item, dict) else item for item in value]
     return plain | {key: without_none(value) for key, value in values.items() if isinstance(value, dict)}
 
 
-def _lists(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value with dicts for groups of options, and lists for tuples."""
+    if isinstance(value, Options):
+        return value.to_dict()
     if isinstance(value, tuple):
-        return [_lists(item) for item in value]
-    return {key: _lists(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [plain(item) for item in value]
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -2,11 +2,12 @@
 
 import itertools
 import textwrap
-from typing import Any
+from typing import Any, get_args, get_origin
 
+from titanplans.config.options import Field, options_of
 from titanplans.config.other_names import INERT, REFUSED, RENAMED
 from titanplans.config.schema import Key, keys
-from titanplans.config.values import describe, in_toml, show
+from titanplans.config.values import describe, in_toml, is_options, show, without_none_type
 
 HEAD = """\
 usage: titanplans train JOB.toml [--section.key value ...] [--max-restarts N] [--print-config] [--help]
@@ -30,6 +31,9 @@ def usage() -> str:
                 f"  --{section}.{key.name}  ({describe(in_toml(key.hint))}; default {_default(key.default)})"
             )
             lines.append(textwrap.fill(key.doc, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+            for own in _keys_of_tables(key):
+                lines.append(f"      {own.name}  ({describe(in_toml(without_none_type(own.hint)))})")
+                lines.append(textwrap.fill(own.doc, 100, initial_indent=" " * 10, subsequent_indent=" " * 10))
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
@@ -53,8 +57,13 @@ def tables() -> str:
 def _key_tables() -> str:
     blocks = []
     for section, group in itertools.groupby(keys().values(), key=lambda key: key.section):
-        rows = [f"| `{key.name}` | {_default_cell(key)} | {_cell(key.doc)} |" for key in group]
+        found = list(group)
+        rows = [f"| `{key.name}` | {_default_cell(key)} | {_cell(key.doc)} |" for key in found]
         blocks.append("\n".join([f"### [{section}]", "", "| key | default | |", "|---|---|---|", *rows]))
+        for key in found:
+            if own := [f"| `{field.name}` | {_cell(field.doc)} |" for field in _keys_of_tables(key)]:
+                head = f"#### [[{section}.{key.name}]]"
+                blocks.append("\n".join([head, "", "| key | |", "|---|---|", *own]))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -76,6 +85,12 @@ def _refused_table() -> str:
         names = [f"`{key}`" + (f" ({_off(refused.off)})" if refused.off else "") for key, refused in group]
         rows.append(f"| {', '.join(names)} | {_cell(reason)} |")
     return "\n".join(["| key (accepted as) | why, and what instead |", "|---|---|", *rows]) + "\n"
+
+
+def _keys_of_tables(key: Key) -> tuple[Field, ...]:
+    """Return the keys of each table of a key that is a list of tables; none for another."""
+    of = get_args(key.hint)[0] if get_origin(key.hint) is tuple else None
+    return options_of(of) if is_options(of) else ()
 
 
 def _default(value: Any) -> str:

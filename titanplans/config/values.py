@@ -139,7 +139,8 @@ def describe(hint: Any) -> str:
         return "one of " + ", ".join(map(show, arguments))
     if origin is tuple:
         choices = get_args(arguments[0]) if get_origin(arguments[0]) is Literal else ()
-        return "a list of " + (", ".join(map(show, choices)) or "strings")
+        tables = is_options(arguments[0])
+        return "a list of " + (", ".join(map(show, choices)) or ("tables" if tables else "strings"))
     if origin is dict:
         return (
             "a table of strings" if arguments[1] is str else f"a table, each value {describe(arguments[1])}"

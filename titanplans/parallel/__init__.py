@@ -26,6 +26,8 @@ from titanplans.parallel.fsdp.conditions import shard_model
 from titanplans.parallel.fsdp.gradient_sync import unsharded
 from titanplans.parallel.manager import ParallelManager
 from titanplans.parallel.mesh import Mesh
+from titanplans.parallel.muon import Muon
+from titanplans.parallel.optimizers import build_optimizers, group_parameters
 from titanplans.parallel.parallelize import parallelize
 from titanplans.parallel.process_group import Process, process_group
 from titanplans.tensor_parallel.gradients import align_gradients, clip_gradients, skip_nonfinite, total_norm
@@ -43,17 +45,20 @@ __all__ = [
     "LoRA",
     "MegatronFSDPConfig",
     "Mesh",
+    "Muon",
     "ParallelError",
     "ParallelManager",
     "Process",
     "Strategy",
     "add_adapters",
     "align_gradients",
+    "build_optimizers",
     "clip_gradients",
     "convert_to_float8",
     "count_tokens",
     "cross_entropy",
     "freeze",
+    "group_parameters",
     "parallelize",
     "process_group",
     "read_strategy",

@@ -24,6 +24,7 @@ from titanplans.parallel.compile import async_tp, compile_loss, compile_optimize
 from titanplans.parallel.degrees import Degrees, refuse_degrees
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh import Mesh
+from titanplans.parallel.muon import Muon
 from titanplans.parallel.parallelize import apply_steps, check_compatible, on_meta
 from titanplans.parallel.process_group import default_device_type
 from titanplans.parallel.replica_check import check_equal_values
@@ -132,6 +133,10 @@ class ParallelManager:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer` with its step compiled, or managed by Megatron-FSDP, if the strategy says so."""
         if isinstance(self.config, MegatronFSDPConfig):
+            if isinstance(optimizer, Muon):
+                raise ParallelError(
+                    "Muon needs whole matrices, and Megatron-FSDP keeps parts of a flat buffer: take AdamW"
+                )
             megatron_fsdp.register_optimizer(optimizer)
         compiled = self._compiled("optimizer")
         return optimizer if compiled is None else compile_optimizer(optimizer, compiled)

@@ -41,6 +41,7 @@ from titanplans.parallel.float8 import (
 )
 from titanplans.parallel.fsdp import check_shard, shard
 from titanplans.parallel.record import record_of
+from titanplans.parallel.roles import find_roles
 from titanplans.tensor_parallel import apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
 
@@ -111,6 +112,9 @@ def apply_steps(
 ) -> None:
     """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
     record = record_of(model)
+    # Parameters lose what a model has marked on them when they are sharded, and modules their numbers when they are split.
+    if record.roles is None:
+        record.roles = find_roles(model, config.plan if isinstance(config, FSDP2Config) else None)
 
     # First: a plan splits the products that there are, and FSDP gathers their weights.
     if config.float8.recipe_name is not None:
@@ -173,6 +177,7 @@ def apply_steps(
 def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     """Take the last step: FSDP2 at every size (over one rank it still gives mixed precision), or DDP."""
     if isinstance(config, DDPConfig):
+        record_of(model).replicas = _ddp_mesh(mesh)
         apply_ddp(model, _ddp_mesh(mesh), config)
         record_of(model).steps.append("DDP")
         return

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from titanplans.parallel.adapters.add import Adapters
 from titanplans.parallel.float8 import Conversion
+from titanplans.parallel.roles import Roles
 from titanplans.tensor_parallel.apply import AppliedPlan
 
 _NAME = "_parallelized"
@@ -19,6 +21,10 @@ class Record:
     steps: list[str] = field(default_factory=list)
     """In the order in which they were taken."""
 
+    roles: Roles | None = None
+    """What each parameter is to an optimizer, as the model was before the first step."""
+    replicas: DeviceMesh | None = None
+    """The ranks over which DDP replicates the model."""
     plan: AppliedPlan | None = None
     float8: Conversion | None = None
     adapters: Adapters | None = None

@@ -80,9 +80,25 @@ def local_shard(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ModelError(f"{name}: this rank is not in the mesh {mesh}")
+    part = full
+    for axis, dim in cut_axes(mesh, placements, name=name):
+        chunks = part.chunk(mesh.size(axis), dim=dim)
+        index = coordinate[axis]
+        part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+    return part
+
+
+def cut_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], *, name: str) -> list[tuple[int, int]]:
+    """Return the axes of the mesh by which a tensor is cut, and the dimension that each cuts, in their order.
+
+    Each cuts what those before it have left, as `torch.chunk` does.
+
+    Raises:
+        ModelError: a placement that is neither Replicate, Shard nor StridedShard, or a strided one of another order.
+    """
     strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, StridedShard)]
     plain = [axis for axis in range(len(placements)) if axis not in strided]
-    part = full
+    cuts = []
     # A strided shard says: cut after the mesh axes to its right that share its tensor dimension.
     for axis in plain + strided:
         placement = placements[axis]
@@ -101,7 +117,5 @@ def local_shard(
                     f"{name}: {placement} on mesh axis {axis} of {mesh} expects {placement.split_factor} "
                     f"earlier shards, placements {placements} make {before}"
                 )
-        chunks = part.chunk(mesh.size(axis), dim=placement.dim)
-        index = coordinate[axis]
-        part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
+        cuts.append((axis, placement.dim))
+    return cuts

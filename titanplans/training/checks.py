@@ -27,6 +27,7 @@ from titanplans.parallel.activation_checkpoint import check_activation_checkpoin
 from titanplans.parallel.adapters import add_adapters, freeze
 from titanplans.parallel.compile import holds_fla
 from titanplans.parallel.float8 import convert_to_float8
+from titanplans.parallel.optimizers import group_parameters
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.user_code import import_module
@@ -34,6 +35,7 @@ from titanplans.torchrun import restarted
 from titanplans.training import documents, resolve
 from titanplans.training.checkpoint.match import (
     changes,
+    check_optimizer,
     check_saved,
     finished,
     model_card,
@@ -199,8 +201,8 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
     if own is not None:
         resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
         check_saved(own, model, "checkpoint.folder", resumes=resumes)
-        if resumes and "dataloader" not in checkpoint.exclude_from_loading:
-            check_data_position(own)
+        if resumes:
+            _check_resumed(job, model, own, "checkpoint.folder")
     elif checkpoint.load_step != -1:
         raise ConfigError(
             f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
@@ -218,8 +220,16 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
             )
         resumes = not checkpoint.initial_load_model_only
         check_saved(initial, model, _INITIAL, resumes=resumes)
-        if resumes and "dataloader" not in checkpoint.exclude_from_loading:
-            check_data_position(initial)
+        if resumes:
+            _check_resumed(job, model, initial, _INITIAL)
+
+
+def _check_resumed(job: JobConfig, model: PreTrainedModel, saved: Path, key: str) -> None:
+    """Refuse a checkpoint from whose place in the data, or optimizer state, the job can't go on."""
+    if "dataloader" not in job.checkpoint.exclude_from_loading:
+        check_data_position(saved)
+    if "optimizer" not in job.checkpoint.exclude_from_loading:
+        check_optimizer(saved, group_parameters(model, job.optimizer), key)
 
 
 def check_published(folder: str, model: PreTrainedModel) -> None:

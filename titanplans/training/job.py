@@ -9,7 +9,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
@@ -26,7 +25,7 @@ from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.loss import CrossEntropyLoss
 from titanplans.training.metrics import MetricsProcessor
 from titanplans.training.model import model_spec
-from titanplans.training.optimizer import LRSchedulers
+from titanplans.training.optimizer import LRSchedulers, optimizers_config
 from titanplans.training.trainer import Trainer
 from titanplans.training.validator import Validator
 
@@ -68,7 +67,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
             _dataloader(job, resolve.training_data(job), job.training.dataloader, infinite=True),
             global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
         ),
-        optimizer=_optimizer(job),
+        optimizer=optimizers_config(job),
         lr_scheduler=_lr_scheduler(job),
         training=_training(job, world_size),
         parallelism=_parallelism(job),
@@ -98,29 +97,6 @@ def _dataloader(
         # The order of the documents must not be drawn anew when a job resumes.
         seed=job.debug.seed or 0,
         **vars(workers),
-    )
-
-
-def _optimizer(job: JobConfig) -> OptimizersContainer.Config:
-    o = job.optimizer
-    # A compiled step takes its learning rate as a tensor, which foreach's does only so.
-    compiled = job.compile.enable and "optimizer" in job.compile.components
-    capturable = {"capturable": True} if compiled and o.implementation == "foreach" else {}
-    return OptimizersContainer.Config(
-        implementation=o.implementation,
-        param_groups=[
-            ParamGroupConfig(
-                pattern=".*",
-                optimizer_name=o.name,
-                optimizer_kwargs={
-                    "lr": o.lr,
-                    "betas": (o.beta1, o.beta2),
-                    "eps": o.eps,
-                    "weight_decay": o.weight_decay,
-                    **capturable,
-                },
-            )
-        ],
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.values import show
 from titanplans.parallel.memory import memory
+from titanplans.parallel.optimizers import group_parameters
 from titanplans.training import resolve
 
 _TOKEN = 24
@@ -90,10 +91,17 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> Part:
     moment = 2 if o.implementation == "fused_opt_states_bf16" else kept
     # Of a weight in NF4 the codes are bytes, and the scales bfloat16, whatever the others are kept in.
     stored = sum(p.numel() * min(kept, p.itemsize) for p in parameters)
-    of_all = f"{count:,} parameters, their gradients and {o.name}'s two moments"
-    of_some = f"{count:,} parameters, and of the {trained:,} that train gradients and {o.name}'s two moments"
+    in_muon = sum(
+        parameter.numel()
+        for group in group_parameters(model, o)
+        if group.optimizer == "Muon"
+        for parameter in group.parameters.values()
+    )
+    moments = f"Muon's momentum of {in_muon:,} of them, AdamW's" if in_muon else f"{o.name}'s"
+    of_all = f"{count:,} parameters, their gradients and {moments} two moments"
+    of_some = f"{count:,} parameters, and of the {trained:,} that train gradients and {moments} two moments"
     return Part(
-        (stored + trained * (kept + 2 * moment)) // split,
+        (stored + trained * (kept + 2 * moment) - in_muon * moment) // split,
         f'{" ".join(resolve.model_name(job))}, training.dtype = "{job.training.dtype}"',
         (of_all if trained == count else of_some) + (f", split among {split}" if split > 1 else ""),
         "take a smaller model, or more processes to split it among (data_parallel_shard_degree, tensor_parallel_degree)",

@@ -1,14 +1,55 @@
 """torchtitan's optimizers and learning rates as a job says them, whatever the job that has written the checkpoint said."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
+from titanplans.config import JobConfig
+from titanplans.config.sections.optimization import Optimizer
 from titanplans.parallel import Compile
 from titanplans.parallel.compile import compile_optimizer
+from titanplans.parallel.optimizers import build_optimizers
+
+
+class Optimizers(OptimizersContainer):
+    """torchtitan's, of this project's groups of parameters."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+        options: Optimizer = field(default_factory=Optimizer)
+        """[optimizer]."""
+
+        capturable: bool = False
+        """The step may be given a learning rate that is a tensor."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]):
+        (model,) = model_parts
+        settings = {"capturable": True} if config.capturable else {}
+        lm: Any = model.lm
+        self.model_parts = model_parts
+        self.optimizers = build_optimizers(lm, config.options, **settings)
+        if config.implementation == "fused_opt_states_bf16":
+            self._register_bf16_optimizer_state_hook()
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._post_init([parameter for group in groups for parameter in group["params"]])
+
+
+def optimizers_config(job: JobConfig) -> Optimizers.Config:
+    """Return the config of the optimizers of `job`."""
+    # A compiled step takes its learning rate as a tensor, which foreach's does only so.
+    compiled = job.compile.enable and "optimizer" in job.compile.components
+    foreach = job.optimizer.implementation == "foreach"
+    return Optimizers.Config(
+        implementation=job.optimizer.implementation,
+        options=job.optimizer,
+        capturable=compiled and foreach,
+    )
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, compiled: Compile) -> None:
@@ -52,6 +93,18 @@ class LRSchedulers(LRSchedulersContainer):
 
     def __init__(self, schedulers: list[LRScheduler]):
         self.schedulers = schedulers
+
+    def get_metrics(self) -> dict[str, float]:
+        """Return the learning rates by optimizer, and by group where groups have rates of their own."""
+        metrics = {}
+        schedulers: list[Any] = self.schedulers
+        for scheduler in schedulers:
+            key, rates = f"lr/{type(scheduler.optimizer).__name__}", scheduler.get_last_lr()
+            if len(set(scheduler.base_lrs)) == 1:
+                metrics[key] = float(rates[0])
+            else:
+                metrics |= {f"{key}/{number}": float(rate) for number, rate in enumerate(rates)}
+        return metrics
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the step that was saved, and give each optimizer its rate for it."""

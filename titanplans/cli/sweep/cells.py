@@ -17,6 +17,7 @@ import tomli_w
 
 from titanplans.cli.sweep.spec import Settings, Spec
 from titanplans.config import ConfigError, JobConfig, load_job
+from titanplans.config.options import plain
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
 from titanplans.config.values import show
@@ -204,10 +205,13 @@ def _word(value: Any) -> str:
     """Write a value as the command line reads it, which knows the key's type."""
     if value is None:
         return "none"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    return value if isinstance(value, str) else _toml(value)
+    return value if isinstance(value, str) else _toml(plain(value))
 
 
 def _toml(value: Any) -> str:
-    return " ".join(tomli_w.dumps({"v": value}).removeprefix("v = ").split())
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        given = {key: item for key, item in value.items() if item is not None}
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in given.items()) + "}"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()

@@ -1,6 +1,7 @@
-"""How the weights change: [optimizer], [lr_scheduler]."""
+"""How the weights change: [optimizer] with [[optimizer.groups]], and [lr_scheduler]."""
 
-from typing import ClassVar, Literal
+import re
+from typing import Annotated, ClassVar, Literal
 
 from titanplans.config.options import Options
 from titanplans.config.values import (
@@ -10,34 +11,106 @@ from titanplans.config.values import (
     NaturalInt,
     PositiveFloat,
     PositiveInt,
+    Rule,
 )
 
 
+def _compiles(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern).pattern)
+    except re.error:
+        return False
+
+
+Pattern = Annotated[str, Rule("a regular expression", _compiles)]
+NewtonSchulzSteps = Annotated[int, Rule("from 1 to 99", lambda value: 1 <= value < 100)]
+ScaleRule = Literal["match_rms_adamw", "original"]
+
+
+class OptimizerGroup(Options):
+    """Parameters whose names match a pattern, and what differs for them. What is unset is as [optimizer] says."""
+
+    section: ClassVar[str] = "optimizer.groups"
+
+    pattern: Pattern = ""
+    """Regular expression that is searched in the names of trainable parameters, as state dicts have them. The first group
+    whose pattern is found in a name has the parameter."""
+
+    name: Literal["Adam", "AdamW", "Muon"] | None = None
+    """Optimizer."""
+
+    lr: PositiveFloat | None = None
+    """Learning rate after the warm-up."""
+
+    beta1: FractionBelowOne | None = None
+    """Of Adam and AdamW: decay of the first moment."""
+
+    beta2: FractionBelowOne | None = None
+    """Of Adam and AdamW: decay of the second moment."""
+
+    eps: NaturalFloat | None = None
+    """Of Adam and AdamW: added to the denominator of the update."""
+
+    weight_decay: NaturalFloat | None = None
+    """Weight decay of every parameter of the group, norms and biases among them."""
+
+    momentum: FractionBelowOne | None = None
+    """Of Muon: decay of the momentum."""
+
+    nesterov: bool | None = None
+    """Of Muon: Nesterov's momentum."""
+
+    ns_steps: NewtonSchulzSteps | None = None
+    """Of Muon: steps of the Newton-Schulz iteration."""
+
+    adjust_lr_fn: ScaleRule | None = None
+    """Of Muon: how the update is scaled by the shape of its matrix."""
+
+
 class Optimizer(Options):
-    """Adam or AdamW, the same for every parameter."""
+    """How parameters are updated; groups of them may differ."""
 
     section: ClassVar[str] = "optimizer"
 
-    name: Literal["Adam", "AdamW"] = "AdamW"
-    """Optimizer."""
+    name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
+    """Optimizer. Muon is for the matrices of hidden layers; embedding, head, norms, biases and convolutions have AdamW."""
 
     lr: PositiveFloat = 8e-4
     """Learning rate after the warm-up."""
 
     beta1: FractionBelowOne = 0.9
-    """Decay of the first moment."""
+    """Of Adam and AdamW: decay of the first moment."""
 
     beta2: FractionBelowOne = 0.95
-    """Decay of the second moment."""
+    """Of Adam and AdamW: decay of the second moment."""
 
     eps: NaturalFloat = 1e-8
-    """Added to the denominator of the update."""
+    """Of Adam and AdamW: added to the denominator of the update."""
 
     weight_decay: NaturalFloat = 0.1
-    """Weight decay of every parameter."""
+    """Weight decay; vectors, norms and what a model marks `_no_weight_decay` have none, see decay_all."""
+
+    decay_all: bool = False
+    """weight_decay holds for every parameter: norms, biases and marked ones, too."""
+
+    momentum: FractionBelowOne = 0.95
+    """Of Muon: decay of the momentum."""
+
+    nesterov: bool = True
+    """Of Muon: Nesterov's momentum."""
+
+    ns_steps: NewtonSchulzSteps = 5
+    """Of Muon: steps of the Newton-Schulz iteration."""
+
+    adjust_lr_fn: ScaleRule = "match_rms_adamw"
+    """Of Muon: how the update of a matrix [A, B] is scaled: by 0.2 sqrt(max(A, B)), which suits AdamW's learning rates
+    (Moonlight), or by sqrt(max(1, A / B)) (Keller Jordan)."""
 
     implementation: Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"] = "fused"
-    """One kernel, a few, or one a parameter; fused_opt_states_bf16 keeps the moments in bfloat16 (CUDA)."""
+    """Of Adam and AdamW: one kernel, a few, or one a parameter; fused_opt_states_bf16: with moments in bfloat16 (CUDA)."""
+
+    groups: tuple[OptimizerGroup, ...] = ()
+    """Groups of parameters by pattern, each a table [[optimizer.groups]], with the keys below."""
 
 
 class LRScheduler(Options):

@@ -18,6 +18,7 @@ from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
+from titanplans.parallel.muon import Muon
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.stream import border_of_model
 from titanplans.torch_private import (
@@ -117,8 +118,12 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Compile)
     compilation. Schedulers may be attached before or after.
 
     Raises:
-        ParallelError: the step is a fused kernel, or foreach's in a form that takes no tensor.
+        ParallelError: the step is a fused kernel, foreach's in a form that takes no tensor, or Muon's.
     """
+    if isinstance(optimizer, Muon):
+        raise ParallelError(
+            "Muon's step communicates between its products, and is not compiled: leave 'optimizer' out of compile.components"
+        )
     options = compile_options(compile_config) | {"fullgraph": bool(compile_config.fullgraph)}
     for group in optimizer.param_groups:
         if group.get("fused"):

@@ -5,7 +5,7 @@ all. The model's config is in the card; a checkpoint without a card, torchtitan'
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.values import show
 from titanplans.modeling.weights.adapters import trained_names
+from titanplans.parallel.optimizers import Group
 from titanplans.tensor_parallel.low_rank import adapted, is_factor
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
@@ -155,6 +156,32 @@ def _weights_alone(checkpoint: Path, key: str, why: str) -> ConfigError:
         f"{key}: {checkpoint} holds only the weights ({why}), so training can't be resumed from it; resume from an earlier "
         "one by checkpoint.load_step, or start a new checkpoint.folder with it as checkpoint.initial_load_path"
     )
+
+
+def check_optimizer(checkpoint: Path, groups: Iterable[Group], key: str) -> None:
+    """Refuse a checkpoint whose optimizer state is not what the job's optimizers have of their parameters.
+
+    Args:
+        checkpoint: its folder.
+        groups: the job's.
+        key: as for `check_saved`.
+
+    Raises:
+        ConfigError: names the first parameter.
+    """
+    saved = Reader(checkpoint).read_metadata().state_dict_metadata
+    for group in groups:
+        state = "momentum_buffer" if group.optimizer == "Muon" else "exp_avg"
+        for name in group.parameters:
+            if f"optimizer.state.{name}.{state}" in saved:
+                continue
+            start = f"optimizer.state.{name}."
+            other = [entry.removeprefix(start) for entry in saved if entry.startswith(start)]
+            raise ConfigError(
+                f"{key}: {checkpoint} holds {' and '.join(other) or 'no optimizer state'} of {name}, and {group.optimizer}, "
+                f"which has it in this job, needs {state}; go back to the optimizer that it was trained with, or begin "
+                'anew with exclude_from_loading = ["optimizer"] in [checkpoint]'
+            )
 
 
 def _damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
