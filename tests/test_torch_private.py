@@ -22,6 +22,7 @@ from titanplans.parallel import process_group
 
 ROOT = Path(__file__).parents[1]
 OTHERS = {
+    "_no_weight_decay",
     "_no_split_modules",
     "_initialize_weights",
     "_megatron_fsdp_model",
