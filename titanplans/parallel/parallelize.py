@@ -112,9 +112,6 @@ def apply_steps(
 ) -> None:
     """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
     record = record_of(model)
-    # Parameters lose what a model has marked on them when they are sharded, and modules their numbers when they are split.
-    if record.roles is None:
-        record.roles = find_roles(model, config.plan if isinstance(config, FSDP2Config) else None)
 
     # First: a plan splits the products that there are, and FSDP gathers their weights.
     if config.float8.recipe_name is not None:
@@ -142,6 +139,10 @@ def apply_steps(
     if config.freeze:
         freeze(model, config.freeze, lambda why: config.error("freeze", why))
         record.steps.append("freezing")
+
+    # Parameters lose what a model has marked on them when they are sharded, and modules their numbers when they are split.
+    if record.roles is None:
+        record.roles = find_roles(model, config.plan if isinstance(config, FSDP2Config) else None)
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if isinstance(config, FSDP2Config) and mesh.tp_enabled:

@@ -87,6 +87,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     documents.check_documents(job, config)
     check_parallelism(job, model)
+    group_parameters(model, job.optimizer)  # with its adapters
     check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError(
