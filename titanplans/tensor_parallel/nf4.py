@@ -85,7 +85,7 @@ def keep_quantised(module: nn.Linear) -> None:
         codes, scales = quantise(weight)
     own = {CODES: nn.Parameter(codes, requires_grad=False), SCALES: nn.Parameter(scales, requires_grad=False)}
     module._parameters = own | module._parameters  # first, as the weight was
-    module.__class__ = _multiplying(type(module))
+    module.__class__ = _multiplying(type(module))  # type: ignore[assignment]
 
 
 def write(module: nn.Module, weight: torch.Tensor, name: str) -> None:
@@ -97,8 +97,8 @@ def write(module: nn.Module, weight: torch.Tensor, name: str) -> None:
             alike.
         name: for errors.
     """
-    codes, scales = (module._parameters[own] for own in (CODES, SCALES))
-    assert codes is not None and scales is not None  # noqa: PT018
+    codes: Any = module._parameters[CODES]
+    scales: Any = module._parameters[SCALES]
     alike = (
         isinstance(codes, DTensor) and isinstance(scales, DTensor) and codes.placements == scales.placements
     )

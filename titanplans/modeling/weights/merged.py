@@ -77,7 +77,7 @@ def merged(
         adapter, like = adapters[owner], left[name]
         *base, a, b = (read(part) for part in _parts(owner, adapter))
         wide = torch.promote_types(like.dtype, torch.float32)
-        weight = dequantise(*base, wide) if adapter.quantised else base[0].to(wide)
+        weight = dequantise(base[0], base[1], wide) if adapter.quantised else base[0].to(wide)
         update = b.to(wide) @ a.to(wide) * adapter.scaling
         return (weight + (update.t() if adapter.transposed else update)).to(like.dtype)
 

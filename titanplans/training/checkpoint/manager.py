@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchtitan.components.checkpointer
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER, TRAIN_STATE
@@ -106,7 +105,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         return loaded
 
     @property
-    def _lm(self) -> nn.Module:
+    def _lm(self) -> Any:
         (part,) = self.states[MODEL].model
         return part.lm
 
