@@ -24,12 +24,13 @@ ROOT = Path(__file__).parents[1]
 OTHERS = {
     "_no_weight_decay",
     "_no_split_modules",
+    *("_attn_implementation", "_keys_to_ignore_on_load_unexpected"),
     "_initialize_weights",
     "_megatron_fsdp_model",
     "_reset_parameters",
     "_run_exitfuncs",
     "_generate_tables",
-    "_readout_basis",
+    *("_readout_basis", "_rotate_atom", "_rotate_modal_pos", "_rotate_modal_neg"),
     "_get_D",
 }
 """Private names of transformers, fla, megatron-fsdp and atexit, a method that modules of torch's have, and one that authors

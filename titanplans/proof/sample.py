@@ -3,7 +3,7 @@
 import inspect
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ class Sampler:
             return dict(self.inputs)
         if self.inputs is not None and not batch.text:
             inputs = dict(self.inputs(batch.size, batch.length, seed))
+            # Images may need more room than was asked for.
+            batch = replace(batch, length=inputs[self.ids_name].shape[self.sequence_dim])
         else:
             inputs = {self.ids_name: self._ids(batch, seed)}
         if batch.padding and (cached or self.padded):

@@ -199,7 +199,7 @@ def cyfa(
         table = readout.to(q.dtype) @ utils._readout_basis.__wrapped__(waves, q.device)
         written = beta[..., None] * naive._rotate_atom(turns, waves).view(*clocks.shape, waves)
         q, k = (
-            naive._rmsnorm_forward(x, weight.to(x.dtype), eps)
+            F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
             for x, weight, eps in ((q, q_norm_weight, q_norm_eps), (k, k_norm_weight, k_norm_eps))
         )
         read, keys = linear_attention(q * scale, k, written, g, keys)
