@@ -165,6 +165,16 @@ def test_options_that_contradict_each_other_are_refused(message):
     assert message in str(error.value)
 
 
+def test_muon_without_a_matrix_is_refused():
+    model = meta("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    with pytest.raises(
+        ConfigError, match=r'no parameter that trains is a matrix of a hidden layer.*pattern = "lora_"'
+    ):
+        group_parameters(model, Optimizer(name="Muon"))
+
+
 def test_groups_are_written_and_read_as_toml():
     assert Optimizer.from_toml(GROUPS.to_toml()) == GROUPS
 

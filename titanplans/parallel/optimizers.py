@@ -49,8 +49,8 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[Group]:
         options: what [optimizer] says.
 
     Raises:
-        ConfigError: a group's pattern matches nothing, it has a key that none of its parameters reads, or Muon is to have
-            what is no matrix.
+        ConfigError: a group's pattern matches nothing, it has a key that none of its parameters reads, Muon is to have
+            what is no matrix, or has nothing.
     """
     roles = _roles(model)
     claimed: dict[int, list[tuple[str, nn.Parameter, Role]]] = {}
@@ -71,6 +71,12 @@ def group_parameters(model: nn.Module, options: Optimizer) -> list[Group]:
     for at in sorted(claimed):
         own = options.groups[at] if at < len(options.groups) else None
         groups += _split(own, at, claimed[at], options)
+    if options.name == "Muon" and not any(group.optimizer == "Muon" for group in groups):
+        raise ConfigError(
+            'optimizer.name = "Muon": no parameter that trains is a matrix of a hidden layer, so all would have AdamW: '
+            'set optimizer.name = "AdamW"; or let a group name matrices, as adapters\': [[optimizer.groups]] pattern = '
+            '"lora_", name = "Muon"'
+        )
     return groups
 
 
