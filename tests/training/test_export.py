@@ -4,6 +4,8 @@ import contextlib
 import json
 import resource
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -142,6 +144,13 @@ def test_no_more_than_some_tensors_are_in_memory(tmp_path, capsys):
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("folder", "back")
     )
     assert all(torch.equal(one[name], tensor) for name, tensor in two.items())
+
+
+def test_libraries_say_nothing(job, at):
+    command = [sys.executable, "-m", "titanplans", "export", at / "step-1", job.folder / "quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
 
 
 def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):

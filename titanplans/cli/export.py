@@ -4,45 +4,55 @@ What they do is in `titanplans.training.checkpoint.convert`. Options need no tor
 """
 
 import argparse
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from titanplans.errors import RunError, UserError
 from titanplans.training.exit_status import refuse
+from titanplans.training.logs import init_logging
+from titanplans.training.signals import Stopped, stop_on_signals
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str]) -> int:
-    """Do what `argv`, which begins with the command, says; return 0, 1 if the disk refuses, or 2 if it can't be done so."""
+    """Do what `argv`, which begins with the command, says; return 0, 1 if the disk refuses, 2 if it can't be done so."""
     command, *rest = argv
     parser = _parser(command)
     arguments = parser.parse_args(rest)
+    with redirect_stdout(sys.stderr):  # whatever libraries log
+        init_logging(0)
     try:
-        if command == "export":
-            from titanplans.training.checkpoint.convert import export
-
-            said = export(
-                arguments.checkpoint,
-                arguments.folder,
-                config=arguments.config,
-                dtype=arguments.dtype,
-                max_shard_size=arguments.max_shard_size,
-                tokenizer=arguments.tokenizer,
-                adapter=arguments.adapter,
-            )
-        else:
-            from titanplans.training.checkpoint.convert import import_folder
-
-            said = import_folder(
-                arguments.folder, arguments.checkpoint, config=arguments.config, dtype=arguments.dtype
-            )
+        with stop_on_signals():
+            print(_converted(command, arguments))
     except UserError as error:
         return refuse(error, rank=0)
     except RunError as error:
         refuse(error, rank=0)
         return 1
-    print(said)
+    except Stopped as stopped:
+        return stopped.exit_status
     return 0
+
+
+def _converted(command: str, arguments: argparse.Namespace) -> str:
+    """Do it, and return in words what was done."""
+    from titanplans.training.checkpoint.convert import export, import_folder
+
+    if command == "import":
+        return import_folder(
+            arguments.folder, arguments.checkpoint, config=arguments.config, dtype=arguments.dtype
+        )
+    return export(
+        arguments.checkpoint,
+        arguments.folder,
+        config=arguments.config,
+        dtype=arguments.dtype,
+        max_shard_size=arguments.max_shard_size,
+        tokenizer=arguments.tokenizer,
+        adapter=arguments.adapter,
+    )
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
