@@ -1,6 +1,9 @@
 """Every Python block of the docs runs, every TOML block is a job, a sweep or a family that loads, and paths exist."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,30 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     namespace = {"__name__": "docs"}
     for number, block in enumerate(blocks(page, "python"), 1):
         exec(compile(block, f"{page.name}, Python block {number}", "exec"), namespace)
+
+
+def test_the_way_from_a_folder_to_a_folder_works_as_it_stands(tmp_path):
+    """Its blocks in order, each in a process of its own: Python (py), a job, commands (sh)."""
+    text = (ROOT / "docs" / "weights.md").read_text()
+    section = text[text.index("## From a folder to a folder") : text.index("## Start from a folder")]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run = {"py": [sys.executable, "-"], "sh": ["bash", "-e"]}
+    out = ""
+    for language, body in BLOCK.findall(section):
+        if language == "toml":
+            (tmp_path / "tuned.toml").write_text(body)
+            continue
+        done = subprocess.run(
+            run[language],
+            input=body,
+            cwd=tmp_path,
+            env=os.environ | {"PATH": path},
+            capture_output=True,
+            text=True,
+        )
+        out = done.stdout
+        assert done.returncode == 0, out + done.stderr
+    assert float(out.rsplit(" ", 1)[1]) > 0.01
 
 
 @pages_with("toml")
