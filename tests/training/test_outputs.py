@@ -26,7 +26,12 @@ INPUTS = {
     "training.dataset_path",
     "validation.dataset_path",
     "checkpoint.initial_load_path",
+    "checkpoint.initial_adapter_path",
+    "training.chat.chat_template",
 }
+"""What a job reads."""
+ASKED_FOR = {"validation.enable": True, "training.chat.enable": True, "lora.rank": 1}
+"""Without which some of these would do nothing."""
 WRITTEN = sorted(
     name for name, key in keys().items() if key.hint in (FilePath, FilePath | None) and name not in INPUTS
 )
@@ -136,7 +141,7 @@ def test_what_is_not_written_is_not_asked_for():
 def test_home_and_variables_are_expanded_in_every_path(monkeypatch, key):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("SCRATCH", "/scratch")
-    switches = SWITCHES | ({"validation.enable": True} if key.startswith("validation") else {})
+    switches = SWITCHES | ASKED_FOR
     for given, expected in {
         "~": "/home/someone",
         "~/x": "/home/someone/x",

@@ -214,7 +214,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
     elif checkpoint.initial_load_path is not None:
         initial = Path(checkpoint.initial_load_path)
         if not os.path.isfile(initial / ".metadata"):
-            published = (initial / "config.json").is_file()
+            published = os.path.isfile(initial / "config.json")
             hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if published else ""
             raise ConfigError(
                 f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata){hint}'

@@ -107,7 +107,7 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
                 f"{path / CONFIG} has r = {theirs.rank} and lora_alpha = {options.alpha:g}, and the adapter of {name} has "
                 f"rank {ours.rank} and alpha {ours.scaling * ours.rank:g}: give lora.rank and lora.alpha these values"
             )
-    if not (path / WEIGHTS).is_file():
+    if not os.path.isfile(path / WEIGHTS):
         raise ModelError(
             f"{path} has no {WEIGHTS}; a pickled adapter_model.bin is not read: save it by peft anew"
         )

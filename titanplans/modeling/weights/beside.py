@@ -1,6 +1,7 @@
 """What rank 0 writes for all: a folder that is whole or not there, and errors that every rank gets alike."""
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,9 +41,9 @@ def written_beside(target: Path) -> Iterator[Path]:
 
 
 def _refuse_existing(target: Path, directory: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if os.path.exists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"{target} is there already, and nothing is written over: name a new folder")
-    if directory.exists():
+    if os.path.exists(directory):
         raise ModelError(
             f"{directory} is there: another process writes {target}, or one was killed while it did; if so, remove it"
         )

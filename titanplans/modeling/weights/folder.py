@@ -89,21 +89,21 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
             file is damaged or cut short, or a tensor is in two files.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ModelError(f"{folder} is no folder: name the Hugging Face folder that holds the weights")
     index, single = folder / INDEX, folder / SINGLE
-    if index.exists():
+    if os.path.exists(index):
         named = _read_index(index)
-        if single.exists() and SINGLE not in named.values():
+        if os.path.exists(single) and SINGLE not in named.values():
             raise ModelError(
                 f"{folder} holds {SINGLE}, and an index of other files: which is the model? Remove one of the two"
             )
-    elif single.exists():
+    elif os.path.exists(single):
         named = {}
     else:
         raise ModelError(_nothing(folder))
     stored: dict[str, Stored] = {}
-    for file in dict.fromkeys(named.values()) if index.exists() else [SINGLE]:
+    for file in dict.fromkeys(named.values()) if os.path.exists(index) else [SINGLE]:
         for name, entry in _read_header(folder / file).items():
             if name in stored:
                 raise ModelError(

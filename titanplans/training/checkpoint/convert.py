@@ -3,6 +3,7 @@
 Tensor by tensor: no more is in memory than the largest one, and what transformers makes one of.
 """
 
+import os
 import re
 import shutil
 import warnings
@@ -69,14 +70,14 @@ def export(
         ConfigError, ModelError: the checkpoint is damaged or none, of another model, or `folder` is there.
         NotSaved: the disk is full, or refuses.
     """
-    if not (checkpoint / ".metadata").is_file():
+    if not os.path.isfile(checkpoint / ".metadata"):
         hint = "name a step-N folder"
-        if (checkpoint / "config.json").is_file():
+        if os.path.isfile(checkpoint / "config.json"):
             hint = "it is a Hugging Face folder already"
         raise ConfigError(
             f"export {checkpoint}: there is no distributed checkpoint in it (.metadata); {hint}"
         )
-    card = read_card(checkpoint) if (checkpoint / CARD).is_file() else None
+    card = read_card(checkpoint) if os.path.isfile(checkpoint / CARD) else None
     metadata = Reader(checkpoint).read_metadata()
     wrong = damage(checkpoint) if card is not None else cut(checkpoint, metadata)
     if wrong is not None:
@@ -141,7 +142,7 @@ def import_folder(
         ConfigError, ModelError: the folder is damaged or of another model, or `checkpoint` is there.
         NotSaved: the disk is full, or refuses.
     """
-    if checkpoint.exists():
+    if os.path.exists(checkpoint):
         raise ConfigError(
             f"import: {checkpoint} is there already, and nothing is written over: name a new folder"
         )
@@ -221,7 +222,7 @@ def _tokenizer(card: Card | None) -> str | None:
         return None
     published = card.job.get("checkpoint.initial_load_in_hf") and card.job.get("checkpoint.initial_load_path")
     named = card.job.get("model.hf_assets_path") or published or default_tokenizer_path()
-    return named if Path(named).is_dir() else None
+    return named if os.path.isdir(named) else None
 
 
 def _with_adapters(config: PretrainedConfig, card: Card | None) -> nn.Module | None:
