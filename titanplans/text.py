@@ -1,4 +1,4 @@
-"""What commands and logs print, in its smallest parts: columns, numbers with their noun, bytes."""
+"""What commands and logs print, in its smallest parts: columns, lists of names, numbers with their noun, bytes."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,6 +13,12 @@ def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
         ).rstrip()
         for row in rows
     ]
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of `names`, and how many more there are: "a, b, c and 2 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def counted(number: int, noun: str) -> str:

@@ -10,8 +10,8 @@ import pytest
 from jobs import Job, _titanplans
 from survival import _small_disk
 
+from titanplans.disk import naming, one_line
 from titanplans.errors import NotSaved
-from titanplans.training.disk import naming, one_line
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk, and looks into /proc")
 

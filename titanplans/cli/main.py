@@ -21,8 +21,8 @@ import sys
 import threading
 from typing import NoReturn
 
+from titanplans.disk import is_refusal, reason
 from titanplans.errors import as_line, nearest
-from titanplans.training.disk import is_refusal, reason
 from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "check", "export", "import")

@@ -6,6 +6,7 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.tensor_parallel.checksum import PRIME, checksum
+from titanplans.text import some
 
 
 def check_equal_values(model: nn.Module, device: torch.device) -> None:
@@ -40,9 +41,8 @@ def check_equal_values(model: nn.Module, device: torch.device) -> None:
     differ = (both[0] != -both[1]).any(-1).tolist()
     if any(differ):
         names = [name for name, other in zip(named, differ, strict=True) if other]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ParallelError(
-            f"ranks hold different values of {', '.join(names[:3])}{more}: build the model on meta, load the same weights, "
+            f"ranks hold different values of {some(names)}: build the model on meta, load the same weights, "
             "or call torch.manual_seed with one number on every rank before it is built"
         )
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.errors import ParallelError
+from titanplans.text import some
 from titanplans.torch_private import foreach_mul_, foreach_norm
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -154,9 +155,8 @@ def check_no_meta(model: nn.Module) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     left = [name for name, tensor in named if _local(tensor).device.type == "meta"]
     if left:
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         raise ParallelError(
-            f"still on meta, without values: {', '.join(left[:5])}{more}: call to_empty() and initialise the model, "
+            f"still on meta, without values: {some(left, 5)}: call to_empty() and initialise the model, "
             "or load a checkpoint into it, before it trains"
         )
 

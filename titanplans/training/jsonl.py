@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
+from titanplans.disk import naming
 from titanplans.errors import ConfigError
-from titanplans.training.disk import naming
 
 FILE_NAME = "metrics.jsonl"
 

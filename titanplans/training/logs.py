@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 
-from titanplans.training.disk import is_refusal, naming
+from titanplans.disk import is_refusal, naming
 from titanplans.training.exit_status import mute_stdout
 
 # torchtitan's own progress that is no news, by the file and the function that logs it, with the reason.

@@ -17,9 +17,9 @@ from contextlib import nullcontext
 
 from titanplans.config import ConfigError, JobConfig, load_job
 from titanplans.config.arguments import take_max_restarts
+from titanplans.disk import one_line
 from titanplans.errors import RunError, UserError
 from titanplans.torchrun import Ranks, read_ranks, restarted
-from titanplans.training.disk import one_line
 from titanplans.training.exit_status import refuse
 from titanplans.training.logs import init_logging
 from titanplans.training.orphans import end_with_parent

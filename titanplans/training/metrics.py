@@ -19,8 +19,8 @@ from torchtitan.components import metrics as titan
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titanplans.disk import naming
 from titanplans.errors import UserError
-from titanplans.training.disk import naming
 from titanplans.training.jsonl import FILE_NAME, JsonlWriter
 
 _A100_PEAK_FLOPS = 312e12

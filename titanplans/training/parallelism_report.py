@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from titanplans.config import by_job_key
+from titanplans.disk import naming
 from titanplans.observe.summary import after_step, at_start
 from titanplans.parallel import DDPConfig, FSDP2Config
 from titanplans.parallel.report import parallelism_report
-from titanplans.training.disk import naming
 
 FILE = "parallelism.json"
 

@@ -5,9 +5,9 @@ import os
 import sys
 import threading
 
+from titanplans import disk
 from titanplans.config import JobConfig
 from titanplans.errors import RunError, UserError
-from titanplans.training import disk
 from titanplans.training.device import prepare_device
 from titanplans.training.exit_status import exit_now, fail, refuse
 from titanplans.training.failures import REPORTS

@@ -25,10 +25,10 @@ from titanplans.modeling.weights.gather import from_first, gather, rank, stored
 from titanplans.modeling.weights.merged import named_adapted
 from titanplans.tensor_parallel.low_rank import LowRank, is_factor, is_transposed, takes_adapter
 from titanplans.tensor_parallel.shards import copy_shard
+from titanplans.text import some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_SHOWN = 3
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -127,7 +127,7 @@ def check_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             if name in there and there[name] != here[name]
         ],
     }
-    wrong = [f"{len(names)} {what} ({_shown(names)})" for what, names in kinds.items() if names]
+    wrong = [f"{len(names)} {what} ({some(names)})" for what, names in kinds.items() if names]
     if wrong:
         raise ModelError(
             f"{path / WEIGHTS} is of other adapters: {'; '.join(wrong)}. lora.target_modules and lora.modules_to_save say "
@@ -237,7 +237,3 @@ def _words(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -1,14 +1,13 @@
 """What rank 0 writes for all: a folder that is whole or not there, and errors that every rank gets alike."""
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titanplans.disk import reason, sync
 from titanplans.errors import ModelError, NotSaved
-from titanplans.modeling.weights.files import sync
 from titanplans.modeling.weights.gather import from_first, rank
 
 
@@ -70,8 +69,7 @@ def on_first_rank(action: Callable[[], None], path: Path, *, then: Callable[[], 
     then()
     said = None if failed is None else (type(failed) is ModelError, str(failed))
     if isinstance(failed, OSError):
-        reason = "no space is left" if failed.errno == errno.ENOSPC else failed.strerror
-        said = False, f"{failed.filename or path} can't be written ({reason})"
+        said = False, f"{failed.filename or path} can't be written ({reason(failed)})"
     if (said := from_first(said)) is not None:
         is_users, words = said
         raise (ModelError if is_users else NotSaved)(words) from failed

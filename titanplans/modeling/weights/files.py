@@ -4,7 +4,6 @@ and the files of a tokenizer.
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -101,12 +100,3 @@ def refuse_full(directory: Path, needed: int) -> None:
         raise NotSaved(
             f"{directory.parent} has {free / 1e9:,.2f} GB free, and the weights take {needed / 1e9:,.2f} GB"
         )
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

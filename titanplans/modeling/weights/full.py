@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from titanplans.errors import ModelError
 from titanplans.modeling.weights.gather import from_first, gather, of_all, rank, stored, whole
 from titanplans.tensor_parallel.shards import copy_shard
+from titanplans.text import some
 from titanplans.torch_private import group_device_types, tree_map_only
-
-_SHOWN = 3
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Described = dict[str, tuple[torch.Size, torch.dtype]]
@@ -177,12 +176,7 @@ def _fault(
             name for name, tensor in targets.items() if tensor.is_meta
         ],
     }
-    return "; ".join(f"{words} {_some(names)}" for words, names in faults.items() if names) or None
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return "; ".join(f"{words} {some(names)}" for words, names in faults.items() if names) or None
 
 
 def _flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -23,10 +23,9 @@ from titanplans.modeling.weights.lazy import LazyTensor
 from titanplans.modeling.weights.names import from_published
 from titanplans.tensor_parallel import nf4
 from titanplans.tensor_parallel.shards import copy_shard, local_shard
+from titanplans.text import some
 
 _logger = logging.getLogger(__name__)
-_SHOWN = 3
-"""Names that an error or a log line shows of each kind."""
 
 
 class Loaded(NamedTuple):
@@ -108,7 +107,7 @@ def load_weights(
         match.unexpected,
     )
     notes = [
-        f"; {_count(names)} {what} ({_shown(names)})"
+        f"; {_count(names)} {what} ({some(names)})"
         for names, what in [
             (loaded.missing, "of the model not in it, which keep their values"),
             (loaded.unexpected, "of it not in the model"),
@@ -167,7 +166,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
     if any(found for _, found in kinds):
         raise ModelError(
             f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: "
-            + "; ".join(f"{_count(found)} {what} ({_shown(found)})" for what, found in kinds if found)
+            + "; ".join(f"{_count(found)} {what} ({some(found)})" for what, found in kinds if found)
             + ". Name its own folder, or take the config.json that belongs to this one"
         )
     return Match(tensors, again, tied, tuple(missing), tuple(unexpected))
@@ -212,8 +211,3 @@ def _kind(tensor: torch.Tensor | LazyTensor) -> str:
 
 def _count(names: Sequence[str]) -> str:
     return f"{len(names):,} tensor{'s' if len(names) > 1 else ''}"
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -15,13 +15,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from titanplans.disk import sync
 from titanplans.errors import ModelError
 from titanplans.modeling.build import build
 from titanplans.modeling.weights.beside import on_first_rank, written_beside
 from titanplans.modeling.weights.files import (
     copy_tokenizer,
     refuse_full,
-    sync,
     write_config,
     write_safetensors,
 )

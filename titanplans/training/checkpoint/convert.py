@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import WriteItem
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from titanplans import modeling
+from titanplans import disk, modeling
 from titanplans.config import LoRA
 from titanplans.errors import ConfigError, NotSaved
 from titanplans.modeling import kernels
@@ -35,7 +35,6 @@ from titanplans.modeling.weights.load import match_folder
 from titanplans.modeling.weights.merged import merged, merges
 from titanplans.modeling.weights.save import lazily, write_folder
 from titanplans.parallel.adapters import add_adapters
-from titanplans.training import disk
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card

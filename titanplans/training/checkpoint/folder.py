@@ -10,12 +10,12 @@ A rename is done or not done, whenever the process is killed. What else lies her
 nor removed. Needs no torch.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from titanplans.disk import sync
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 
@@ -111,15 +111,6 @@ def set_aside(folder: Path, later_than: int) -> Path | None:
         path.rename(aside / path.name)
     sync(folder)
     return aside
-
-
-def sync(folder: Path) -> None:
-    """Bring to the disk which names there are in `folder`."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_ours(checkpoint: Path) -> bool:

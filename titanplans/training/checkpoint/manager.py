@@ -23,11 +23,12 @@ from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 from transformers import PretrainedConfig
 
+from titanplans import disk
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
 from titanplans.modeling.weights.adapters import load_adapter, trained_names
+from titanplans.modeling.weights.gather import of_all
 from titanplans.modeling.weights.load import load_weights
 from titanplans.tensor_parallel.low_rank import adapted
-from titanplans.training import disk
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
@@ -93,7 +94,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         Raises:
             ConfigError: there is none, or a file of it is not as it was written.
         """
-        step = _from_all(self._step_to_load(step) if dist.get_rank() == 0 else None)[0]
+        step = of_all(self._step_to_load(step) if dist.get_rank() == 0 else None)[0]
         loaded = super()._load(step)
         if step == -1 and (adapter := self.config.initial_adapter_path) is not None:
             load_adapter(self._lm, adapter)
@@ -275,7 +276,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         tensors = [value for values in states for value in values if isinstance(value, torch.Tensor)]
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.path.mkdir(parents=True, exist_ok=True)
-        free = _from_all(shutil.disk_usage(self.path).free)[0]
+        free = of_all(shutil.disk_usage(self.path).free)[0]
         if free < needed:
             raise NotSaved(
                 f"{self.path} has {free / 1e9:,.2f} GB free, and a checkpoint takes {needed / 1e9:,.2f} GB; {self.left()}"
@@ -309,11 +310,5 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
 
 def _damage(checkpoint: Path) -> str | None:
     """As `titanplans.training.checkpoint.card.damage`, on all ranks, of which each reads a part."""
-    found = _from_all(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    found = of_all(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
     return next((words for words in found if words is not None), None)
-
-
-def _from_all(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

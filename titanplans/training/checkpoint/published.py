@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
+from titanplans.disk import sync
 from titanplans.modeling.weights.beside import on_first_rank
 from titanplans.modeling.weights.gather import stored
 from titanplans.modeling.weights.merged import handed_on, merged, merges
@@ -47,12 +48,12 @@ def save(
     files: dict[str, tuple[int, str]] = {}
 
     def seal(path: Path) -> None:
-        folder.sync(path)
+        sync(path)
         files[path.name] = path.stat().st_size, file_checksum(path)
 
     def end() -> None:
         write_card(writing, replace(card, files=files))
-        folder.sync(writing)
+        sync(writing)
         folder.commit(checkpoint)
 
     on_first_rank(partial(writing.mkdir, parents=True), writing)

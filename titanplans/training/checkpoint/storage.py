@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titanplans.disk import sync
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, write_card
@@ -53,7 +54,7 @@ class Writer(FileSystemWriter):
         for result in results:
             sums |= cast(_Results, result).sums
         write_card(Path(self.path), replace(self.card, files=sums))
-        folder.sync(Path(self.path))
+        sync(Path(self.path))
         folder.commit(self.checkpoint)
 
 

@@ -1,7 +1,7 @@
 """A disk that takes no more, wherever a run meets it first: one line says which file, why, and what is left.
 
 A checkpoint's own errors come to `titanplans.training.checkpoint.manager` from all ranks together; what is here is for
-what one rank writes by itself: its log, metrics, reports. Needs no torch.
+what one rank writes by itself: its log, metrics, reports, a folder of weights. Needs no torch.
 """
 
 import errno
@@ -22,6 +22,15 @@ def reason(error: OSError) -> str:
 def is_refusal(error: BaseException | None) -> bool:
     """Whether a disk refuses to be written to: it is full, the quota is used up, it fails, or became read-only."""
     return isinstance(error, OSError) and error.errno in _REFUSALS
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
