@@ -1,0 +1,225 @@
+"""What a step costs the host: a model of 24 tiny layers, of which nothing but dispatch counts, unsplit and split.
+
+    python -m benchmarks.host_time [--rounds 20] [--only unsplit "tp 2"] [--profile]
+
+Qwen3 of 64 hidden units, 2 x 16 tokens, float32, eager, one thread: rank 0 of torch's fake process group, whose
+collectives return at once, so neither products nor the network are measured: this is what a fast GPU waits for. Variants
+take turns in one run, step by step. Milliseconds are the thread's processor time (medians), the ratio is to the variant
+without tensor parallelism: "unsplit", and "FSDP2" for those with FSDP2. Forward is the model's, up to whole logits; the loss
+and the optimizer, which are the same for all, are in neither. With --profile each variant is run once more under cProfile,
+which makes Python slower and torch's operators not: a second table shows where a step's time is spent, in shares.
+"""
+
+import argparse
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+
+from titanplans import FSDP2Config, apply_plan, modeling
+from titanplans.modeling.samples import build_real
+from titanplans.parallel.fsdp import shard
+from titanplans.torch_private import fake_store
+
+LAYERS, BATCH, TOKENS = 24, 2, 16
+WORLD = 8
+WARM_UP = 3
+SOURCES = {
+    "parameters": ("titanplans/tensor_parallel/lo", "titanplans/tensor_parallel/nf4"),
+    "borders, hooks": ("titanplans/tensor_parallel/",),
+    "DTensor": ("torch/distributed/tensor/",),
+    "FSDP2": ("torch/distributed/fsdp/", "titanplans/parallel/"),
+    "model": ("transformers/", "torch/nn/"),
+}
+"""Whose time a function's is, by its file; a function of no source works for its callers."""
+REST = "engine"
+"""Autograd's engine, and what it calls that is nobody's: the model's backward in C++."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help=f"timed steps, after {WARM_UP} that are not")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the time is spent, by cProfile, too"
+    )
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=fake_store())
+    models = {name: VARIANTS[name](build()) for name in asked.only}
+    tokens = torch.randint(0, 96, (BATCH, TOKENS))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    gc.disable()
+    gc.freeze()
+    for turn in range(WARM_UP + asked.rounds):
+        gc.collect()
+        for name, model in models.items():
+            measured = step(model, tokens)
+            if turn >= WARM_UP:
+                times[name].append(measured)
+    report(times, sum(1 for _ in next(iter(models.values())).parameters()))
+    if asked.profile:
+        report_profiles(models, tokens, asked.rounds)
+    dist.destroy_process_group()
+
+
+def report(times: dict[str, list[tuple[float, float]]], parameters: int) -> None:
+    print(
+        f"torch {torch.__version__.partition('+')[0]}, one thread, {LAYERS} layers, {parameters} parameters, "
+        f"{BATCH} x {TOKENS} tokens, medians of {len(next(iter(times.values())))}\n"
+    )
+    print("| variant | forward, ms | backward, ms | step, ms | ratio |\n|---|---:|---:|---:|---:|")
+    steps = {name: statistics.median(map(sum, rounds)) for name, rounds in times.items()}
+    for name, rounds in times.items():
+        forward, backward = (statistics.median(phase) for phase in zip(*rounds, strict=True))
+        whole = steps.get("FSDP2" if name.startswith("FSDP2") else "unsplit")
+        ratio = "" if whole is None else f"{steps[name] / whole:.2f}"
+        print(f"| {name} | {1e3 * forward:.1f} | {1e3 * backward:.1f} | {1e3 * steps[name]:.1f} | {ratio} |")
+
+
+def report_profiles(models: dict[str, nn.Module], tokens: torch.Tensor, rounds: int) -> None:
+    columns = (*SOURCES, REST)
+    print("\n| variant | " + " | ".join(f"{name}, %" for name in columns) + " |")
+    print("|---|" + "---:|" * len(columns))
+    for name, model in models.items():
+        found = profile(model, tokens, rounds)
+        shares = " | ".join(f"{100 * found[source] / sum(found.values()):.0f}" for source in columns)
+        print(f"| {name} | {shares} |", flush=True)
+
+
+def profile(model: nn.Module, tokens: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Return the seconds of each source in `rounds` steps under cProfile."""
+    recorder = cProfile.Profile(time.thread_time)
+    for _ in range(rounds):
+        step(model, tokens, recorder)
+    stats: Any = pstats.Stats(recorder)
+    calls = stats.stats  # {function: (…, …, own seconds, …, {caller: (…, …, own seconds, …)})}
+
+    @cache
+    def source(function: tuple[str, int, str]) -> str | None:
+        return next((name for name, at in SOURCES.items() if any(part in function[0] for part in at)), None)
+
+    @cache
+    def shares(function: tuple[str, int, str], depth: int) -> dict[str, float]:
+        """Return for whom `function` works: for its own source, or for its callers by the time it takes for each."""
+        callers = calls[function][4]
+        total = sum(call[2] for call in callers.values())
+        if (own := source(function)) is not None or not total or not depth:
+            return {own or REST: 1.0}
+        found: dict[str, float] = {}
+        for caller, call in callers.items():
+            for name, part in shares(caller, depth - 1).items():
+                found[name] = found.get(name, 0.0) + part * call[2] / total
+        return found
+
+    seconds = dict.fromkeys((*SOURCES, REST), 0.0)
+    for function, (_, _, own, _, _) in calls.items():
+        for name, part in shares(function, 12).items():
+            seconds[name] += own * part
+    return seconds
+
+
+def step(
+    model: nn.Module, tokens: torch.Tensor, recorder: cProfile.Profile | None = None
+) -> tuple[float, float]:
+    """Do a step; return the seconds of its forward and of its backward. A `recorder` records these two alone."""
+    positions = torch.arange(TOKENS).unsqueeze(0)
+
+    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+        if recorder is not None:
+            return 0.0, recorder.runcall(work)
+        before = time.thread_time()
+        result = work()
+        return time.thread_time() - before, result
+
+    forward, output = timed(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False))
+    loss = nn.functional.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
+    del output
+    backward, _ = timed(loss.backward)
+    model.zero_grad()
+    return forward, backward
+
+
+def build() -> nn.Module:
+    config = modeling.load_config(
+        "qwen3", "debug", hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=8, vocab_size=96, tie_word_embeddings=False,
+    )  # fmt: skip
+    return build_real(config, dtype=torch.float32)
+
+
+def split(degree: int, sequence_parallel: bool) -> Callable[[nn.Module], nn.Module]:
+    def by_plan(model: nn.Module) -> nn.Module:
+        mesh = DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("tp",))
+        apply_plan(model, mesh, loss_parallel=False, sequence_parallel=sequence_parallel)
+        return model
+
+    return by_plan
+
+
+def sharded(sequence_parallel: bool | None) -> Callable[[nn.Module], nn.Module]:
+    """Return what shards a model by FSDP2, of which tensor parallel 2 splits it before, if at all."""
+
+    def by_fsdp(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("fsdp", "tp"))
+        if sequence_parallel is not None:
+            apply_plan(model, mesh["tp"], loss_parallel=False, sequence_parallel=sequence_parallel)
+        shard(model, mesh["fsdp"], FSDP2Config(mixed_precision_param=None))
+        return model
+
+    return by_fsdp
+
+
+def split_by_torch(model: Any) -> nn.Module:
+    """The usual plan of torch's own styles; the residual stream is sharded by tokens, and on plain tensors."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    norm, rowwise = tp.SequenceParallel(use_local_output=True), tp.RowwiseParallel(output_layouts=Shard(1))
+    attention = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}
+    attention |= {"desired_input_kwarg_layouts": {"hidden_states": Replicate()}}
+    block = dict.fromkeys([f"self_attn.{x}_proj" for x in "qkv"], tp.ColwiseParallel()) | {
+        "input_layernorm": norm,
+        "self_attn": tp.PrepareModuleInput(**attention),
+        "self_attn.q_norm": tp.SequenceParallel(sequence_dim=2, use_local_output=True),
+        "self_attn.k_norm": tp.SequenceParallel(sequence_dim=2, use_local_output=True),
+        "self_attn.o_proj": rowwise,
+        "post_attention_layernorm": norm,
+        "mlp": tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": tp.ColwiseParallel(),
+        "mlp.up_proj": tp.ColwiseParallel(),
+        "mlp.down_proj": rowwise,
+    }
+    for layer in model.model.layers:
+        tp.parallelize_module(layer, mesh, block)
+    ends = {
+        "model.embed_tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": norm,
+        "lm_head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return tp.parallelize_module(model, mesh, ends)
+
+
+VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "unsplit": lambda model: model,
+    "tp 2, sequence parallel": split(2, True),
+    "tp 2": split(2, False),
+    "tp 8, sequence parallel": split(8, True),
+    "tp 8": split(8, False),
+    "torch's styles, tp 2, sequence parallel": split_by_torch,
+    "FSDP2": sharded(None),
+    "FSDP2, tp 2, sequence parallel": sharded(True),
+    "FSDP2, tp 2": sharded(False),
+}
+
+if __name__ == "__main__":
+    main()
