@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from titanplans import torch_private as private
 from titanplans.parallel import process_group
@@ -197,6 +197,47 @@ def check_trees():
 
 
 # DTensor, LocalTensor and meshes
+
+
+@needs(
+    "DTensorSpec",
+    "spec_as",
+    "spec_of",
+    "with_spec",
+    without="each parameter of a split model costs three times the host's time in a step",
+)
+def check_specs():
+    tensor = distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (1,)), [Replicate()])
+    spec = private.spec_as(private.spec_of(tensor), Partial())
+    assert isinstance(spec, private.DTensorSpec)
+    made = private.with_spec(local := torch.ones(2), spec)
+    assert made.placements == (Partial(),)
+    assert made.shape == (2,)
+    assert private.local_tensor(made) is local
+    assert not made.requires_grad
+
+
+@needs(
+    "users",
+    without="two parameters whose gradient autograd has once share its memory, and clipping scales it twice",
+)
+def check_users():
+    seen = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(private.users(grad))
+            return grad.clone()
+
+    one, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    (Watch.apply(one) * 2).sum().backward()
+    ((Watch.apply(one) + Watch.apply(other)) * 2).sum().backward()
+    assert seen == [1, 2, 1]
 
 
 @needs(

@@ -43,6 +43,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg as threaded_groups
@@ -52,6 +54,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 __all__ = [
     "DDP",
     "ActivationWrapper",
+    "DTensorSpec",
     "DefaultAllGather",
     "FakeTensor",
     "LocalIntNode",
@@ -91,6 +94,11 @@ def clear_sharding_cache() -> None:
 def version(tensor: torch.Tensor) -> int:
     """Return how often `tensor` has been written to in place."""
     return tensor._version
+
+
+def users(tensor: torch.Tensor) -> int:
+    """Return how many hold `tensor`, autograd's engine among them."""
+    return tensor._use_count()  # pyrefly: ignore[missing-attribute]
 
 
 def schema(operator: Any) -> Any:
@@ -144,6 +152,21 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """Return the local tensor itself: `to_local` would make a view, which records a gradient."""
     return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Return the spec of `tensor`: its mesh, placements, shape, strides and dtype."""
+    return tensor._spec
+
+
+def spec_as(spec: DTensorSpec, placement: Placement) -> DTensorSpec:
+    """Return `spec`, of a 1-D mesh, with another placement."""
+    return DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
+
+
+def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor of `local` and `spec` as they are: `from_local` makes and hashes a spec each time."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanplans.tensor_parallel.collectives import Group, exchange, group_of
+from titanplans.tensor_parallel.handover import Handover, read
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_weight import as_weight
 from titanplans.tensor_parallel.shards import take_shards
-from titanplans.torch_private import local_tensor
 
 
 class ParameterMemo(dict[int, nn.Parameter]):
@@ -66,7 +66,11 @@ def localize(
         group = group_of(mesh)
         readings = {
             name: _Reading(
-                layout, _uneven(module._parameters[name], layout, mesh), mesh.get_local_rank(), group
+                layout,
+                _uneven(module._parameters[name], layout, mesh),
+                mesh.get_local_rank(),
+                group,
+                Handover(),
             )
             for name, layout in layouts.items()
         }
@@ -83,6 +87,7 @@ class _Reading(NamedTuple):
     uneven: bool
     rank: int
     group: Group
+    handover: "Handover"
 
 
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -92,10 +97,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         return param
     reading: _Reading = module.__dict__["_tp_readings"][name]
     layout, sharded = reading.layout, cast("DTensor", param)
-    if reading.uneven:
-        local = cast("torch.Tensor", _ReadUneven.apply(sharded))
-    else:
-        local = sharded.to_local(grad_placements=(layout.gradient,))
+    local = read(sharded, layout.gradient, reading.uneven, reading.handover)
     if layout.addends > 1:
         local = local / layout.addends
     if layout.rows is not None:
@@ -122,27 +124,6 @@ def _selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> t
         return rows(rank)
     came = exchange(torch.stack([rows(other) for other in range(group[1])]), group)
     return torch.cat(came.unbind(), layout.placement.dim)
-
-
-class _ReadUneven(torch.autograd.Function):
-    """`to_local` for a shard that is not as large as the others.
-
-    DTensor's own backward takes this rank's share for everyone's, and gives the gradient a stride
-    that belongs to no tensor of the parameter's shape.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, param):
-        ctx.mesh, ctx.placements = param.device_mesh, param.placements
-        ctx.shape, ctx.stride = param.shape, param.stride()
-        local = local_tensor(param)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return DTensor.from_local(
-            grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
-        )
 
 
 def _uneven(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> bool:
