@@ -4,7 +4,7 @@ import gc
 import importlib
 import warnings
 
-from titanplans.training.device import prepare_device
+from titanplans.training.device import no_trainer, prepare_device
 
 MODULES = [
     "fla.models",
@@ -19,10 +19,12 @@ MODULES = [
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gemma3", "llama", "mistral", "qwen2", "qwen3")
     ),
-    *(f"titanplans.{name}" for name in ("modeling", "observe", "parallel", "proof", "training.trainer")),
+    *(f"titanplans.{name}" for name in ("modeling", "observe", "parallel", "proof")),
 ]
 
-prepare_device()  # before torchtitan is imported
+if no_trainer() is None:
+    prepare_device()  # before torchtitan is imported
+    MODULES.append("titanplans.training.trainer")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # once for each worker, on a screen that belongs to pytest
     for name in MODULES:

@@ -544,6 +544,7 @@ def check_default_all_gather():
     "dynamo_config",
     "functorch_config",
     "inductor_config",
+    "opaque_objects_weigh_nothing",
     "ASYNC_TP_SETTING",
     without="torch runs eagerly what it can't compile, or async tensor parallelism is not switched on",
 )
@@ -566,8 +567,8 @@ def check_settings():
         activation_memory_budget=0.5,
         enable_autograd_cache=False,
         memory_budget_pareto_dir="",
-        unsafe_treat_script_objects_as_zero_size=True,
         visualize_memory_budget_pareto=False,
+        **private.opaque_objects_weigh_nothing(),
     ):
         pass
     with inductor.patch({private.ASYNC_TP_SETTING: True, "fx_graph_cache": False}):
@@ -626,16 +627,27 @@ def check_compilations():
 
 
 @needs(
-    "graph_pass", "graph_passes", without="the collectives of compiled graphs are not seen, and none is fused"
+    *("graph_pass", "last_passes", "set_last_passes"),
+    without="the collectives of compiled graphs are not seen, and none is fused",
 )
-def check_graph_passes():
+def check_last_passes():
     class Pass(private.graph_pass()):
-        def __call__(self, graph): ...
+        def __call__(self, graph):
+            seen.append(self)
+
         def uuid(self): ...
 
-    one = Pass()
-    assert private.graph_passes(None) == ()
-    assert private.graph_passes(one) == private.graph_passes([one]) == (one,)
+    one, two, seen = Pass(), Pass(), []
+    for passes in ((), (one,), (one, two)):
+        private.set_last_passes(passes)
+        try:
+            assert private.last_passes() == passes
+            torch.compiler.reset()
+            seen.clear()
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(len(passes) + 2))
+        finally:
+            private.set_last_passes(())
+        assert seen == list(passes)
 
 
 @needs("inductor_stages", without="async-tp can't decide without a GPU")

@@ -6,6 +6,9 @@ that a subclass of torch's overrides stay with the subclass, and operators (`tor
 qualified names, which graphs and exported programs hold.
 
 torch's compiler takes two seconds to import, so its names are functions that import it when called.
+
+Everything but the Trainer runs on torch 2.11, too (docs/torch-2.11.md). Where it differs is told here, by what is there and
+not by a version.
 """
 
 import os
@@ -233,11 +236,20 @@ def groups_of_threads() -> Iterator[None]:
     excepthook = sys.excepthook  # torch puts its own before it with each process group
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    threaded_groups._install_threaded_pg()
+    threads = torch._C._is_multithreading_enabled()
+    # A build for CUDA, on a machine without a GPU, leaves the device guard of the first thread that makes fake tensors
+    # to all others, also after that thread has ended. This one outlives the ranks.
+    torch._C._ensureCUDADeviceGuardSet()
+    world = threaded_groups._install_threaded_pg()
+    if not hasattr(
+        world, "comms"
+    ):  # torch 2.11, which then can't take a group down: nothing is ever in the list
+        world.comms = []
     try:
         yield
     finally:
         threaded_groups._uninstall_threaded_pg()
+        torch.autograd.set_multithreading_enabled(threads)  # torch 2.11 leaves it off
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         sys.excepthook = excepthook
         if barrier is not None:
@@ -443,11 +455,39 @@ def graph_pass() -> Any:
     return CustomGraphPass
 
 
-def graph_passes(setting: Any) -> tuple[Any, ...]:
-    """Return the passes in a setting of inductor's, which may hold one, several or None."""
-    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+def last_passes() -> tuple[Any, ...]:
+    """Return the passes of one's own that inductor runs last over each graph."""
+    setting = inductor_config().post_grad_custom_post_pass
+    setting = getattr(setting, "one_after_the_other", setting)
+    if setting is None:
+        return ()
+    return tuple(setting) if isinstance(setting, list | tuple) else (setting,)
 
-    return get_custom_graph_passes(setting)
+
+def set_last_passes(passes: Sequence[Any]) -> None:
+    """Let inductor run `passes`, one after the other, last over each graph."""
+    from torch._inductor import custom_graph_pass
+
+    class One(custom_graph_pass.CustomGraphPass):
+        one_after_the_other = tuple(passes)
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for each in passes:
+                each(graph)
+
+        def uuid(self) -> Any:
+            return None  # inductor caches no graph
+
+    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 takes one
+    inductor_config().post_grad_custom_post_pass = (
+        (list(passes) if takes_several else One()) if passes else None
+    )
+
+
+def opaque_objects_weigh_nothing() -> dict[str, bool]:
+    """Return the settings of AOTAutograd under which a device mesh in a graph counts as no saved memory."""
+    name = "unsafe_treat_script_objects_as_zero_size"
+    return {name: True} if hasattr(functorch_config(), name) else {}  # torch 2.11 has none in its graphs
 
 
 def inductor_stages() -> SimpleNamespace:

@@ -23,8 +23,8 @@ from titanplans.torch_private import (
     OpOverload,
     compile_id,
     graph_pass,
-    graph_passes,
-    inductor_config,
+    last_passes,
+    set_last_passes,
 )
 
 
@@ -92,7 +92,7 @@ def install_record() -> GraphRecord:
 
 def installed_record() -> GraphRecord | None:
     """Return the record that is installed in this process."""
-    return next((p for p in _hooks() if isinstance(p, GraphRecord)), None)
+    return next((p for p in last_passes() if isinstance(p, GraphRecord)), None)
 
 
 @contextmanager
@@ -105,21 +105,17 @@ def recording_graphs() -> Iterator[GraphRecord]:
     record = _append(GraphRecord())
     try:
         yield record
-        if record not in _hooks():
+        if record not in last_passes():
             raise ParallelError(
                 "torch._inductor.config.post_grad_custom_post_pass was replaced while graphs were recorded, and some went "
                 "unseen: append to what is there, or set it before"
             )
     finally:
-        inductor_config().post_grad_custom_post_pass = [p for p in _hooks() if p is not record] or None
-
-
-def _hooks() -> tuple[Any, ...]:
-    return graph_passes(inductor_config().post_grad_custom_post_pass)
+        set_last_passes([p for p in last_passes() if p is not record])
 
 
 def _append(record: GraphRecord) -> GraphRecord:
-    inductor_config().post_grad_custom_post_pass = [*_hooks(), record]
+    set_last_passes([*last_passes(), record])
     return record
 
 

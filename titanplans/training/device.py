@@ -7,6 +7,7 @@ CPU it sets `HostDevice`, which adds to `torch.cpu` what torchtitan calls on `to
 All that adapts torchtitan to a CPU lives here. The models' CPU kernels are in `titanplans.modeling.kernels`.
 """
 
+import importlib.util
 import math
 import os
 import platform
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from titanplans.errors import ConfigError
 from titanplans.parallel.process_group import available_cores, default_device_type
 from titanplans.torch_private import set_group_timeout
 
@@ -31,8 +33,11 @@ def prepare_device() -> str:
     Call it before the first import of torchtitan, once per process; a second call answers the same.
 
     Raises:
+        ConfigError: torchtitan's Trainer does not run here.
         RuntimeError: torchtitan was imported before, and has chosen another device by then.
     """
+    if (why := no_trainer()) is not None:
+        raise ConfigError(why)
     device_type = default_device_type()
     if not hasattr(torch.distributed, "set_timeout"):
         # torchtitan 0.3.0 lowers the timeouts after the first step by the name that torch gives this
@@ -42,6 +47,18 @@ def prepare_device() -> str:
         _use_host_device()
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return device_type
+
+
+def no_trainer() -> str | None:
+    """Return why torchtitan's Trainer does not run here, or None. What needs no Trainer runs on torch 2.11, too."""
+    own = "or train by a loop of your own with titanplans.parallel, which needs neither"
+    if torch.__version__ < (2, 13):
+        return f"the Trainer, torchtitan's, needs torch 2.13, and this is torch {torch.__version__}: install that one, {own}"
+    if importlib.util.find_spec("torchtitan") is None:
+        return (
+            f"the Trainer is torchtitan's, which is not installed: pip install 'torchtitan>=0.3,<0.4', {own}"
+        )
+    return None
 
 
 class HostDevice:

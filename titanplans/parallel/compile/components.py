@@ -30,6 +30,7 @@ from titanplans.torch_private import (
     dynamo_config,
     functorch_config,
     inductor_option_names,
+    opaque_objects_weigh_nothing,
     plain_call,
     set_compiled_call,
 )
@@ -209,7 +210,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _budgeted(backend: Any, budget: dict[str, Any]) -> Callable[..., Any]:
     """Return `backend` as it compiles under AOTAutograd's settings in `budget`: they hold while it works, and no longer."""
     # What can't be weighed in a graph of ours is a device mesh, which has no activations.
-    settings = budget | {"unsafe_treat_script_objects_as_zero_size": True}
+    settings = budget | opaque_objects_weigh_nothing()
 
     def compile_within(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         with functorch_config().patch(settings):
