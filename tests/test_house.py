@@ -85,6 +85,46 @@ def test_the_folders_of_plans_and_models_are_not_packages_of_their_own():
         assert f"this folder is imported as titanplans.{folder}, not as {folder}" in done.stderr
 
 
+def test_only_the_trainer_uses_what_torch_2_11_lacks():
+    """What a release has can't be told from another one: tests/torch_2_11_lacks.txt lists the difference."""
+    lacks = set((ROOT / "tests" / "torch_2_11_lacks.txt").read_text().splitlines())
+    files = [file for folder in ("titanplans", "plans", "models") for file in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{file.relative_to(ROOT)}: {used}"
+        for file in files
+        if "training" not in file.parts and file.name != "torch_private.py"
+        for used in sorted(lacks & torch_names(ast.parse(file.read_text())))
+    ]
+    assert not found
+
+
+def torch_names(tree: ast.AST) -> set[str]:
+    """Return the names of modules, of members and of arguments in a file, but members that it asks for by a string."""
+    found: set[str] = set()
+    asked = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found |= {ast.unparse(node)} | ({f".{node.attr}"} if node.attr not in asked else set())
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            found |= {f"{name}({keyword.arg})" for keyword in node.keywords}
+    return found
+
+
+def test_the_search_for_what_torch_2_11_lacks_finds_it():
+    lines = ["from torch.distributed.fsdp import DataParallelMeshDims", "model.reset_iter_state()"]
+    lines += ["torch.compile(f, recompile_limit=2)", "hasattr(group, 'barrier') and group.barrier()"]
+    used = torch_names(ast.parse("\n".join(lines)))
+    assert used >= {
+        "torch.distributed.fsdp.DataParallelMeshDims",
+        ".reset_iter_state",
+        "compile(recompile_limit)",
+    }
+    assert ".barrier" not in used
+
+
 IMPORTS = """
 import sys
 

@@ -472,6 +472,7 @@ def check_fsdp_state():
 @needs(
     "left_in_forward",
     "forget_forwards",
+    "reset_forward",
     without="a forward that failed in an evaluation spoils the next step",
 )
 def check_left_in_forward():
@@ -486,6 +487,10 @@ def check_left_in_forward():
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 3))
     assert private.left_in_forward(model)
+    private.reset_forward(model)
+    assert not private.left_in_forward(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @needs("drop_waiting_gradients", without="a step that was given up is added to the next one")
@@ -678,6 +683,33 @@ def check_is_compiled_whole():
     assert private.is_compiled_whole(torch.compile(linear, backend="eager"))
     linear.compile(backend="eager")
     assert private.is_compiled_whole(linear)
+
+
+@needs(
+    "compile_at_most",
+    without="a kind of block is compiled again and again, or runs eagerly from some time on",
+)
+def check_compile_at_most():
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    before, private.dynamo_config().fail_on_recompile_limit_hit = (
+        private.dynamo_config().fail_on_recompile_limit_hit,
+        True,
+    )
+    try:
+        compiled = private.compile_at_most(lambda x: x + 1, 2, backend=backend, dynamic=False)
+        for length in (2, 3, 2):
+            compiled(torch.ones(length))
+        with pytest.raises(private.dynamo_errors().FailOnRecompileLimitHit):
+            compiled(torch.ones(4))
+    finally:
+        private.dynamo_config().fail_on_recompile_limit_hit = before
+    assert len(graphs) == 2
 
 
 @needs("backend_function", without="a memory budget can't be set around a backend that is given by name")

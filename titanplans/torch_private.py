@@ -11,6 +11,8 @@ Everything but the Trainer runs on torch 2.11, too (docs/torch-2.11.md). Where i
 not by a version.
 """
 
+import functools
+import inspect
 import os
 import sys
 import threading
@@ -347,6 +349,23 @@ def left_in_forward(root: FSDPModule) -> bool:
     return root._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
+def reset_forward(root: FSDPModule) -> None:
+    """Let a forward of `root` that was left by an exception be as if it had not begun."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()  # torch 2.11
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = type(each._training_state).IDLE
+        if (group := each._fsdp_param_group) is not None:
+            group.wait_for_unshard()  # of a gather that nobody has waited for
+            group._training_state = type(group._training_state).IDLE
+            group.reshard()
+    state._comm_ctx.all_gather_state = None
+    state._state_ctx.iter_forward_root = None
+
+
 def forget_forwards(group: Any) -> None:
     """Drop the forwards that `group` has recorded: the next backward would gather one unit for them."""
     group.comm_ctx.post_forward_order.clear()
@@ -413,6 +432,21 @@ def inductor_config() -> Any:
 
 ASYNC_TP_SETTING = "_micro_pipeline_tp"
 """Inductor's setting that switches async tensor parallelism on."""
+
+
+def compile_at_most(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
+    """Return what `torch.compile(function, **options)` returns, which then compiles `limit` times at most."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        arguments: Any = {**options, "recompile_limit": limit}  # which torch's overloads leave out
+        return torch.compile(function, **arguments)
+    compiled = torch.compile(function, **options)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch 2.11 knows a limit of the process only
+        with dynamo_config().patch(recompile_limit=limit):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def compiler_counters() -> Any:

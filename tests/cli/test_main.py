@@ -49,7 +49,7 @@ def run(*argv: str) -> tuple[int, str, str]:
         ("train configs/gla_debug.toml --training.stepz=3", 2, "did you mean training.steps?"),
         ("train configs/gla_debug.toml --lr_scheduler.total_steps=3", 2, "ends before training.steps"),
         ("verify gla --lyers 2", 2, "error: unrecognized arguments: --lyers 2"),
-        ("async-tp gla --tp 1", 2, "is not a list of degrees above 1"),
+        ("async-tp gla --tp 1", 2, "--tp 1 splits nothing"),
         ("sweep configs/experiments/none.toml", 2, "no such sweep file"),
         ("sweep configs/experiments/tp_variants.toml --only tp9", 2, "error: --only tp9"),
     ],

@@ -313,8 +313,8 @@ REFUSED = {
         ("verify", f"{OURS}:Unregistered", "--model", "qwen3", "--plan", "qwen3"),
         f"{OURS}:Unregistered is a plan already",
     ),
-    "degree 0": (("verify", "gla", "--tp", "0"), "'0' is not a list of degrees above 1"),
-    "degree x": (("verify", "gla", "--tp", "2,x"), "'2,x' is not a list of degrees above 1"),
+    "degree 0": (("verify", "gla", "--tp", "0"), "'0' is not a list of degrees above 0"),
+    "degree x": (("verify", "gla", "--tp", "2,x"), "'2,x' is not a list of degrees above 0"),
     "degree and heads": (
         ("verify", "gla", "--tp", "2,3"),
         "tensor_parallel_degree = 3 does not divide num_heads = 8",

@@ -64,7 +64,7 @@ def verify(
             device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
         degrees: which to prove; None for those of 2, 4 and 8 that the model allows, or over a
-            process group its size.
+            process group its size, which may be 1: then the split model's code and kernels run, and nothing is split.
         loss_parallel: True or False; None for both.
         sequence_parallel: likewise.
         sequence_dim: the dimension of the hidden states that is the sequence.
@@ -102,7 +102,7 @@ def verify(
     if ranks == "process_group":
         degrees = [group_degree(degrees)]
     degrees = DEGREES if degrees is None else tuple(degrees)
-    if not degrees or min(degrees) < 2:
+    if not degrees or min(degrees) < (1 if ranks == "process_group" else 2):
         raise PlanError(
             f"degrees = {list(degrees)}: nothing is split, so nothing can be proved: name degrees of 2 or more"
         )

@@ -19,6 +19,7 @@ SUBJECT is
 
 over a process group, which GPU kernels need:
   torchrun --nproc-per-node 2 -m titanplans verify gla --process-group
+  torchrun --nproc-per-node 1 -m titanplans verify gla --process-group --tp 1   one GPU: its kernels, nothing split
 
 exit status: 0 proved, 1 wrong, 2 not possible as asked (one line says why)"""
 
@@ -78,6 +79,11 @@ def parse(argv: list[str]) -> Namespace:
     request.words = shlex.join(argv)
     if request.command == "list":
         return request
+    if 1 in (request.degrees or ()) and not (request.degrees == (1,) and request.ranks == "process_group"):
+        raise VerifyError(
+            "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
+            "--tp 1, which runs the split model's whole path"
+        )
     if (request.subject is None) != request.all:
         raise VerifyError(
             f"{request.command} takes either a SUBJECT or --all; see titanplans {request.command} --help"
@@ -161,8 +167,8 @@ def _positive(text: str) -> int:
 
 def _degrees(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) > 1 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of degrees above 1, such as 2 or 2,4,8")
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of degrees above 0, such as 2 or 2,4,8")
     return tuple(dict.fromkeys(map(int, words)))
 
 

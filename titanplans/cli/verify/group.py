@@ -35,9 +35,9 @@ def check_launch(request: Namespace) -> None:
             "--process-group needs the processes that torchrun starts: "
             f"torchrun --nproc-per-node {degree} -m titanplans {request.words}"
         )
-    if grouped and size == 1:
+    if grouped and size == 1 and request.degrees != (1,):
         raise VerifyError(
-            "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2"
+            "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2, or say --tp 1"
         )
     if grouped and request.degrees not in (None, (size,)):
         raise VerifyError(

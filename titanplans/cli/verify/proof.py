@@ -131,9 +131,11 @@ def prove(
         progress=progress,
     )
     notes, counts = prepared.notes, []
+    if degrees == (1,):
+        notes += ("one rank: its code and kernels are those of a split model, and nothing is split",)
     if lacking is not None:
         notes += (f"torchtitan's loss is not compared: {lacking.partition(':')[0]}",)
-    if not request.quick:
+    if not request.quick and degrees != (1,):
         progress("communication")
         plain = prepared.inputs(prepared.batch_size, prepared.seq_len, 0)
         inputs = moved(plain, device, prepared.dtype)

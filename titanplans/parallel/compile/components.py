@@ -26,6 +26,7 @@ from titanplans.torch_private import (
     backend_function,
     check_inductor_options,
     checkpointed,
+    compile_at_most,
     compiled_call,
     dynamo_config,
     functorch_config,
@@ -157,9 +158,7 @@ def _compile_module(module: nn.Module, what: str, limit: int, **options: Any) ->
 
 
 def _compile(fn: F, what: str, limit: int, **options: Any) -> F:
-    arguments: Any = {**options, "recompile_limit": limit}  # which torch's overloads leave out
-    compiled = torch.compile(fn, **arguments)
-    return limited(compiled, what, limit)  # pyrefly: ignore[bad-return]
+    return limited(compile_at_most(fn, limit, **options), what, limit)  # pyrefly: ignore[bad-return]
 
 
 def compile_options(compile_config: Compile) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def limited(compiled: F, what: str, limit: int) -> F:
     Args:
         compiled: to be called.
         what: its name, for the error.
-        limit: that was given to torch.compile as `recompile_limit`.
+        limit: that was given to `compile_at_most`.
     """
     # The setting is the process's: without it torch runs a function eagerly from the limit on.
     dynamo_config().fail_on_recompile_limit_hit = True

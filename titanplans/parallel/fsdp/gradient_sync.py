@@ -19,6 +19,7 @@ from titanplans.torch_private import (
     forget_forwards,
     fsdp_group,
     left_in_forward,
+    reset_forward,
     settle_fsdp_root,
 )
 
@@ -120,7 +121,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         if left_in_forward(root):
-            root.reset_iter_state()  # a forward was left in the middle
+            reset_forward(root)  # a forward was left in the middle
         for unit, info in zip(units, before, strict=True):
             unit.reshard()
             fsdp_group(unit).post_forward_mesh_info = info

@@ -76,8 +76,20 @@ def check_unsharded(model: nn.Module) -> None:
             )
 
 
+_TORCH_2_13 = (
+    ("fsdp_towers", "root", "set_reduce_scatter_unused_params"),
+    ("enable_fsdp_symm_mem", True, "set_symm_mem_for_comm"),
+)
+"""Options, values, and the method of FSDP2's that they need and torch 2.11 lacks."""
+
+
 def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
-    """Raise OptionError if `mesh` can't do what `config` says."""
+    """Raise OptionError if `mesh`, or this torch's FSDP2, can't do what `config` says."""
+    for option, value, method in _TORCH_2_13:
+        if getattr(config, option) == value and not hasattr(FSDPModule, method):
+            raise config.error(
+                option, f"it needs torch 2.13, and this is torch {torch.__version__}: leave it out"
+            )
     size, ranks = shard_size(mesh), config.fsdp_reshard_after_forward
     if isinstance(ranks, int):
         divisors = [n for n in range(1, size + 1) if size % n == 0]
