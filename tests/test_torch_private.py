@@ -333,6 +333,23 @@ def check_resolve_process_group():
 
 
 @needs(
+    "group_all_gather",
+    "group_reduce_scatter",
+    without="each border of a split model costs the host twice as much",
+)
+def check_group_collectives():
+    # What they do over several ranks is in tensor_parallel/test_collectives.py.
+    x, group = torch.arange(4.0), dist.group.WORLD
+    for call, options in (
+        (private.group_all_gather, dist.distributed_c10d.AllgatherOptions()),
+        (private.group_reduce_scatter, dist.ReduceScatterOptions()),
+    ):
+        came = torch.empty(4)
+        call(group, came, x, options).wait()
+        assert torch.equal(came, x), call
+
+
+@needs(
     "threaded_groups",
     "groups_of_threads",
     "know_by_thread",

@@ -197,6 +197,16 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 # Process groups
 
 
+def group_all_gather(group: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, options: Any) -> Any:
+    """Fill `whole` with the ranks' `x`, and return the work: the method, which had another name before torch 2.13."""
+    return (getattr(group, "all_gather_single", None) or group._allgather_base)(whole, x, options)
+
+
+def group_reduce_scatter(group: dist.ProcessGroup, mine: torch.Tensor, x: torch.Tensor, options: Any) -> Any:
+    """Fill `mine` with this rank's part of the sum of the ranks' `x`, and return the work: as `group_all_gather`."""
+    return (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(mine, x, options)
+
+
 def group_device_types() -> list[str]:
     """Return the types of device that the default process group has a backend for."""
     return [device.type for device in dist.distributed_c10d._get_default_group()._device_types]

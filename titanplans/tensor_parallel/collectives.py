@@ -16,15 +16,36 @@ again. A sequence that the number of ranks does not divide is filled up with zer
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-Group = tuple[str, int]
-"""A process group's name and size: a compiled graph can hold these, but not a mesh."""
+from titanplans.tensor_parallel.raw_collectives import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group_of,
+    own_shard,
+    reduce_scatter,
+    shard_size,
+)
 
-
-def group_of(mesh: DeviceMesh) -> Group:
-    """Return the group of a 1-D `mesh`."""
-    return mesh.get_group().group_name, mesh.size()
+__all__ = [
+    "Group",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "collect",
+    "exchange",
+    "gather",
+    "group_of",
+    "own_shard",
+    "reduce_scatter",
+    "scatter_sum",
+    "shard_size",
+    "sum_gradients",
+    "sum_in_region",
+    "sum_ranks",
+    "take_shard",
+]
 
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
@@ -76,8 +97,9 @@ def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _apply(function: Any, without_gradient: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    # A backward runs without gradients, unless it is to be differentiated again.
-    return function.apply(x, *args) if torch.is_grad_enabled() else without_gradient(x, *args)
+    # A backward runs without gradients, unless it is to be differentiated again; what is frozen has none.
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return function.apply(x, *args) if needs_gradient else without_gradient(x, *args)
 
 
 class _Gather(torch.autograd.Function):
@@ -155,53 +177,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         return exchange(grad, ctx.group), None
-
-
-# Without gradients. The operators themselves rather than their Python wrappers, whose names change between releases
-# of torch; waiting at once, since a Triton kernel can't read a pending wrapper.
-_c10d = torch.ops._c10d_functional
-
-
-def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
-    """Concatenate the ranks' `x` along `dim`, cut it to `length`, and wait; no gradient."""
-    name, ranks = group
-    stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, name))
-    whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
-    return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
-
-
-def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """Sum the ranks' `x`, give each its shard of `dim`, filled up with zeros, and wait; no gradient."""
-    name, ranks = group
-    x = _padded(x, dim, shard_size(x.shape[dim], ranks) * ranks)
-    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", ranks, name))
-
-
-def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
-    """Reduce `x` over the ranks of `group`, and wait; no gradient."""
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), operation, group[0]))
-
-
-def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Send `x[i]` to rank i of `group`, whose ranks' shapes are equal, and wait; no gradient."""
-    name, ranks = group
-    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), [1] * ranks, [1] * ranks, name))
-
-
-def own_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:
-    """Return the shard of `dim` of `x` that belongs to `rank`, filled up with zeros; no gradient."""
-    size = shard_size(x.shape[dim], group[1])
-    return _padded(x, dim, size * group[1]).narrow(dim, rank * size, size).contiguous()
-
-
-def shard_size(length: int, ranks: int) -> int:
-    """Return how much of `length` a rank holds, the last ones perhaps less: as `torch.chunk` and DTensor."""
-    return -(length // -ranks)
-
-
-def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    missing = length - x.shape[dim]
-    if not missing:
-        return x
-    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
