@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titanplans.tensor_parallel.collectives import Group, exchange, group_of
+from titanplans.tensor_parallel.collectives import Group, group_of
 from titanplans.tensor_parallel.handover import Handover, read
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_weight import as_weight
+from titanplans.tensor_parallel.selection import selected
 from titanplans.tensor_parallel.shards import take_shards
 
 
@@ -101,7 +102,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     if layout.addends > 1:
         local = local / layout.addends
     if layout.rows is not None:
-        local = _selected(local, layout, reading.rank, reading.group)
+        local = selected(local, layout, reading.rank, reading.group)
     return as_weight(local, sharded)
 
 
@@ -109,21 +110,6 @@ def hidden_bias(module: nn.Module) -> torch.Tensor | None:
     """Return the bias of `module` that its own forward does not see; None if there is none, or it does."""
     reading = module.__dict__.get("_tp_readings", {}).get("bias")
     return local_parameter(module, "bias") if reading is not None and reading.layout.hidden else None
-
-
-def _selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> torch.Tensor:
-    """Return the rows of this rank: of its own copy, or of the shards of another dimension that the ranks hold."""
-    assert layout.rows is not None
-    dim, runs = layout.rows
-
-    def rows(of: int) -> torch.Tensor:
-        parts = [local.narrow(dim, run.at(of), run.size) for run in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    if not isinstance(layout.placement, Shard):
-        return rows(rank)
-    came = exchange(torch.stack([rows(other) for other in range(group[1])]), group)
-    return torch.cat(came.unbind(), layout.placement.dim)
 
 
 def _uneven(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> bool:

@@ -1,0 +1,101 @@
+"""Which operators of a step would launch a kernel on a GPU, and from which of our functions: counted as they run on a CPU.
+
+On a CPU, flash-linear-attention's kernels are several operators each, in the whole model as in the split one.
+"""
+
+import functools
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import titanplans
+from titanplans.proof.training import call, logits_of
+from titanplans.tensor_parallel.loss import added_loss, cross_entropy
+from titanplans.torch_private import in_backward, number_of_node, running_node, schema, sequence_number
+
+ROOT = str(Path(titanplans.__file__).parent) + "/"
+FREE = {
+    *(
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+    ),  # memory alone
+    *("detach", "alias", "lift_fresh", "_unsafe_view", "split", "split_with_sizes", "unbind", "wait_tensor"),
+    "scalar_tensor",  # of `torch.where(mask, x, 0)`: on the host
+}
+COLLECTIVES = ("_c10d_functional::", "c10d::")
+STAND_IN = "a stand-in"
+"""Place of what a stand-in for a kernel does. A kernel reads a tensor as it lies, so a stand-in's copies don't count."""
+
+
+@functools.cache
+def launches(func) -> bool:
+    """Whether the operator would launch a kernel: no view, no size or dtype, no memory alone."""
+    returns, name = schema(func).returns, schema(func).name.partition("::")[2]
+    if name in ("_assert_async", "_local_scalar_dense"):
+        return True
+    views = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    tensors = any("Tensor" in str(value.type) for value in returns)
+    return tensors and not views and name not in FREE
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by (operator, place): the innermost of our functions, as "file.py function", or None.
+
+    In the backward of torch's own operators it is the one in whose forward they ran.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[tuple[str, str | None]] = Counter()
+        self.nodes: dict[int, str | None] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # what DTensor runs on its local tensors comes here again
+        place = innermost()
+        if not in_backward():
+            self.nodes[sequence_number() - 1] = place
+        elif place is None and (node := running_node()) is not None:
+            place = self.nodes.get(number_of_node(node))
+        if launches(func) and not (place == STAND_IN and func is torch.ops.aten.clone.default):
+            self.counts[schema(func).name, place] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def innermost() -> str | None:
+    """Return the innermost of our functions that runs, or `STAND_IN`."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT + "tensor_parallel/"):
+            return f"{file.rpartition('/')[2]} {frame.f_code.co_qualname}"
+        if file.startswith(ROOT + "modeling/kernels/"):
+            return STAND_IN
+        frame = frame.f_back
+    return None
+
+
+def step(model, inputs) -> None:
+    output = call(model, inputs)
+    logits = logits_of(output)
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.long)
+    loss = cross_entropy(logits, labels, labels.numel())
+    if (added := added_loss(model, output)) is not None:
+        loss = loss + added
+    loss.backward()
+
+
+def count(model, inputs) -> Counter[tuple[str, str | None]]:
+    """Return the launches of the second step: the first one makes what is made once."""
+    step(model, inputs)
+    model.zero_grad()
+    with Launches() as seen:
+        step(model, inputs)
+    return seen.counts
