@@ -63,6 +63,12 @@ def _called(name: str) -> dist.ProcessGroup:
     return resolve_process_group(name)  # pyrefly: ignore[bad-argument-type]
 
 
+def _finish(work: dist.Work | None) -> None:
+    """Wait for `work`. NCCL returns none: what follows on the stream is ordered already."""
+    if work is not None:
+        work.wait()
+
+
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
     """Concatenate the ranks' `x` along `dim` and cut it to `length`; no gradient."""
     name, ranks = group
@@ -74,10 +80,10 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Te
     if shape[:dim].numel() == 1:  # the shards lie one behind the other already
         whole = x.new_empty((*shape[:dim], ranks * size, *shape[dim + 1 :]))
         stacked = whole.view(ranks * shape[0], *shape[1:]) if dim else whole
-        group_all_gather(_called(name), stacked, x.contiguous(), _ALL_GATHER).wait()
+        _finish(group_all_gather(_called(name), stacked, x.contiguous(), _ALL_GATHER))
         return whole if ranks * size == length else whole.narrow(dim, 0, length)
     stacked = x.new_empty((ranks * shape[0], *shape[1:]))
-    group_all_gather(_called(name), stacked, x.contiguous(), _ALL_GATHER).wait()
+    _finish(group_all_gather(_called(name), stacked, x.contiguous(), _ALL_GATHER))
     shards = list(stacked.chunk(ranks))
     if ranks * size != length:
         full, rest = divmod(length, size)
@@ -99,7 +105,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         # The ranks' shards, one behind the other; a view where they lie so already.
         x = x.view(*before, ranks, size, *behind).movedim(dim, 0).reshape(ranks * shape[0], *shape[1:])
     mine = x.new_empty(shape)
-    group_reduce_scatter(_called(name), mine, x.contiguous(), _REDUCE_SCATTER).wait()
+    _finish(group_reduce_scatter(_called(name), mine, x.contiguous(), _REDUCE_SCATTER))
     return mine
 
 
@@ -108,7 +114,7 @@ def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.T
     if _by_operators(x):
         return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), operation, group[0]))
     reduced = x.detach().clone(memory_format=torch.contiguous_format)
-    _called(group[0]).allreduce([reduced], _ALL_REDUCE[operation]).wait()
+    _finish(_called(group[0]).allreduce([reduced], _ALL_REDUCE[operation]))
     return reduced
 
 
@@ -118,7 +124,7 @@ def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
     if _by_operators(x):
         return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), [1] * ranks, [1] * ranks, name))
     came = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _called(name).alltoall_base(came, x.contiguous(), [], [], _ALL_TO_ALL).wait()
+    _finish(_called(name).alltoall_base(came, x.contiguous(), [], [], _ALL_TO_ALL))
     return came
 
 
