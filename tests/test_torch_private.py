@@ -599,6 +599,16 @@ def check_settings():
 
 
 @needs(
+    "break_graphs_in_calls", without="a block of FLA is a graph for each module, and nothing in it is fused"
+)
+def check_break_graphs_in_calls():
+    dynamo = private.dynamo_config()
+    with dynamo.patch(nested_graph_breaks=False):
+        private.break_graphs_in_calls()
+        assert dynamo.nested_graph_breaks == (torch.__version__ >= (2, 13))
+
+
+@needs(
     "compiler_counters",
     "dynamo_errors",
     without="a block that runs eagerly in spite of torch.compile goes unnoticed",

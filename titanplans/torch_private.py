@@ -7,8 +7,8 @@ qualified names, which graphs and exported programs hold.
 
 torch's compiler takes two seconds to import, so its names are functions that import it when called.
 
-Everything but the Trainer runs on torch 2.11, too (docs/torch-2.11.md). Where it differs is told here, by what is there and
-not by a version.
+Everything but the Trainer runs on torch 2.11, too (docs/torch-2.11.md). What differs is told here, by what there is where
+that can be seen.
 """
 
 import functools
@@ -424,6 +424,12 @@ def dynamo_config() -> Any:
     import torch._dynamo.config
 
     return torch._dynamo.config
+
+
+def break_graphs_in_calls() -> None:
+    """Let a graph that ends within a call go on there, which torch 2.11 does with the names of another module."""
+    if torch.__version__ >= (2, 13):
+        dynamo_config().nested_graph_breaks = True
 
 
 def functorch_config() -> Any:

@@ -59,13 +59,15 @@ def total_norm(
         local = members.setdefault(_sharding_groups(param if param.grad is None else param.grad), [])
         if param.grad is not None:
             local.append(_local(param.grad))
-    powers = torch.stack(
-        [_zero(device), *(local_power(local, norm_type, device) for local in members.values())]
-    )
+    powers = [_zero(device), *(local_power(local, norm_type, device) for local in members.values())]
     for group in dict.fromkeys(group for groups in members for group in groups):
         rows = [row for row, groups in enumerate(members, start=1) if group in groups]
-        powers[rows] = _reduced(powers[rows], norm_type, group)
-    power = powers.amax() if math.isinf(norm_type) else powers.sum()
+        # Not powers[rows] of one tensor: rows would be copied to the device, which waits for it.
+        reduced = _reduced(torch.stack([powers[row] for row in rows]), norm_type, group)
+        for row, power in zip(rows, reduced.unbind(), strict=True):
+            powers[row] = power
+    all_powers = torch.stack(powers)
+    power = all_powers.amax() if math.isinf(norm_type) else all_powers.sum()
     if pp_group is not None:
         power = _reduced(power, norm_type, pp_group)
     double = any(grad.dtype == torch.float64 for local in members.values() for grad in local)

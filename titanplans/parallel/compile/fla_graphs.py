@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.torch_private import dynamo_config, is_disabled
+from titanplans.torch_private import break_graphs_in_calls, is_disabled
 
 
 def holds_fla(module: nn.Module) -> bool:
@@ -43,13 +43,14 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
 
     The rest of the block then is one graph from kernel to kernel, whatever modules lie between: a collective at
     a region's border stands in one graph with the product that reads it. That needs torch's setting
-    `nested_graph_breaks`, which is the process's and read when a block first runs.
+    `nested_graph_breaks`, which is the process's and read when a block first runs. On torch 2.11, where that setting is
+    broken, each module is a graph of its own.
     """
     for module in block.modules():
         cls = type(module)
         if _of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
             module.__class__ = _out_of_graphs(cls)
-    dynamo_config().nested_graph_breaks = True
+    break_graphs_in_calls()
 
 
 def _of_fla(cls: type) -> bool:

@@ -1,0 +1,111 @@
+"""A split step on an accelerator that does not exist: what is on the wrong device, or waits for the device, raises.
+
+Fake tensors on a device of torch's "PrivateUse1" kind stand for those on a GPU, torch's fake process group for NCCL. So a
+tensor that is made on the CPU in a step meets one that is not, and a number that is asked of a tensor has no answer. FLA's
+kernels are the CPU's stand-ins, since Triton's need a GPU: what those do is not seen here, nor is any value.
+"""
+
+import contextlib
+import importlib
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+import zoo
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import backend_registration
+
+from titanplans import apply_plan
+from titanplans.parallel import clip_gradients, cross_entropy
+from titanplans.torch_private import fake_store
+
+NUMBER, COPY = "aten._local_scalar_dense", "aten::empty_strided"
+"""What the error names: a number of a tensor's, and a tensor of a Python list, which is copied to the device."""
+OWN = {
+    "cat": ("modeling_cat.py", NUMBER),
+    "falcon": ("modeling_falcon.py", COPY),
+    "gemma3": ("modeling_gemma3.py", NUMBER),
+    "moba": ("attention_parts.py", NUMBER),
+    "mom": ("mom.py", NUMBER),
+}
+"""Models whose own code (of moba's the CPU's stand-in) waits for the device in each step, where, and for what."""
+NAMES = (*zoo.ARCHITECTURES, *zoo.FAMILIES)
+
+
+def steps(rank: int) -> dict[str, str]:
+    """Return what a step of each architecture raises, and where; "" for nothing."""
+    # This process is the test's own: what is replaced stays so.
+    backend_registration._setup_privateuseone_for_python_backend("gpu", backend_module=Accelerator())
+    torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[misc]  which FLA's functions enter
+    install = importlib.import_module("titanplans.modeling.kernels.install")
+    install._first_is_on_cpu = lambda *_, **__: True
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:fake,gpu:fake", rank=0, world_size=2, store=fake_store())
+    mesh = init_device_mesh("gpu", (2,), mesh_dim_names=("tp",))
+    found = {}
+    for name in NAMES:
+        try:
+            step(name, mesh)
+            found[name] = ""
+        except Exception as error:  # noqa: BLE001  each is asserted
+            places = [
+                frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(error.__traceback__)
+            ]
+            found[name] = f"{error} in {' '.join(dict.fromkeys(places))}"
+    return found
+
+
+class Accelerator(backend_registration._DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+def step(name: str, mesh) -> None:
+    model: Any = zoo.build(name, dtype=torch.bfloat16).train()
+    with FakeTensorMode():
+        move(model)
+        apply_plan(model, mesh, loss_parallel=True)
+        inputs = {key: like(value) for key, value in zoo.inputs(name).items()}
+        logits = model(**inputs, use_cache=False).logits
+        labels = like(torch.zeros(logits.shape[:-1], dtype=torch.long))
+        cross_entropy(logits, labels, labels.numel()).backward()
+        assert clip_gradients(model.parameters(), 1.0).device.type == "gpu"
+        torch.optim.AdamW(model.parameters(), foreach=True).step()
+
+
+def move(model: nn.Module) -> None:
+    """Give `model` parameters and buffers on the accelerator; tied ones stay so."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None:
+                    if value not in moved:
+                        new = like(value)
+                        is_parameter = isinstance(value, nn.Parameter)
+                        moved[value] = nn.Parameter(new, value.requires_grad) if is_parameter else new
+                    table[name] = moved[value]
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="gpu")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return worlds.run(steps, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_stays_on_its_device_and_waits_for_nothing(found, name):
+    if name in OWN:
+        file, operator = OWN[name]
+        assert operator in found[name]
+        assert file in found[name]
+    else:
+        assert found[name] == ""
