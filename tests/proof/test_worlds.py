@@ -289,8 +289,8 @@ def test_what_one_rank_raises_ends_the_others(where):
         try:
             if world.mesh.get_local_rank() == failing:
                 raise LookupError(f"rank {failing}")
-            world.gather(torch.ones(1))
-            world.gather(torch.ones(1))
+            world.gather([torch.ones(1)])
+            world.gather([torch.ones(1)])
         except BaseException as error:
             left.append(type(error).__name__)
             raise
@@ -329,7 +329,7 @@ def test_ranks_that_lose_each_other_are_told_so(depth):
         dist.all_reduce(torch.zeros(1 + world.mesh.get_local_rank()), group=world.mesh.get_group())
 
     def other_collectives(world):
-        return world.gather(torch.zeros(1)) if world.mesh.get_local_rank() else world.gather_objects(1)
+        return world.gather([torch.zeros(1)]) if world.mesh.get_local_rank() else world.gather_objects(1)
 
     def nothing_more(world):
         return world.gather_objects(1) if world.mesh.get_local_rank() else None

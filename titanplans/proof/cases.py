@@ -142,9 +142,10 @@ class Proof:
             return prove_case(reference, self.plan, options, scenario, world)
 
         result = self.worlds.run(options.degree, prove)
-        if result.beyond_tolerance and not reference.bound.exact and reference.draws < MORE_DRAWS:
+        draws = DRAWS if reference.bound.exact else MORE_DRAWS
+        if result.beyond_tolerance and reference.draws < draws:
             self.progress("more perturbed runs of the whole model")
-            reference.draw(MORE_DRAWS)
+            reference.draw(draws)
             result = self.worlds.run(options.degree, prove)
         # Who asked for a rank's number in the world may do another thing there.
         if result.passed and result.notes:

@@ -131,8 +131,8 @@ class _Search:
                     if at not in self.reference.expected:
                         continue
                     sharded = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
-                    held = None if sharded else self.world.gather(gradient)
-                    values = wholes(aligned[name], self.world)
+                    held = None if sharded else next(self.world.gather([gradient]))
+                    (values,) = wholes([aligned[name]], self.world)
                     if self.world.first:
                         expected, unit = self.reference.expected[at], self.reference.units[at]
                         error = max(self._apart(value, expected) for value in values) / unit
@@ -147,7 +147,7 @@ class _Search:
         at = (point, "outputs", key)
         if (point, key) not in self.common or at not in self.reference.expected:
             return None
-        held = wholes(self.training.records[point].tensors[key], self.world)
+        (held,) = wholes([self.training.records[point].tensors[key]], self.world)
         if not self.world.first:
             return None
         expected, unit = self.reference.expected[at], self.reference.units[at]

@@ -1,7 +1,7 @@
 """Where ranks that are threads wait for each other, take turns, and are found out if they do different things."""
 
-import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +27,9 @@ class Meeting:
         """The ranks' numbers in the world."""
         self.asked: dict[str, None] = {}
         """Python modules, but torch's and ours, that asked for a rank's number in the world."""
-        self._turns = [threading.Semaphore(0) for _ in range(ranks)]
-        self._turns[0].release()
+        # An item is a rank's turn. Semaphores would do, but those of threading are written in Python.
+        self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(ranks)]
+        self._turns[0].put(None)
         self._brought: dict[int, tuple[Any, Any, Callable]] = {}
         self._depths = [0] * ranks
         self._failure: BaseException | None = None
@@ -67,19 +68,19 @@ class Meeting:
 
     def wait(self, rank: int) -> None:
         """Wait for this rank's turn."""
-        self._turns[rank].acquire()
+        self._turns[rank].get()
         if self._stopped:
             raise Left
 
     def hand_over(self, rank: int) -> None:
         """Let the next rank run."""
-        self._turns[(rank + 1) % self.ranks].release()
+        self._turns[(rank + 1) % self.ranks].put(None)
 
     def stop(self) -> None:
         """End every rank's work at its next collective."""
         self._stopped = True
         for turn in self._turns:
-            turn.release()
+            turn.put(None)
 
     def _end(self, rank: int, depth: int) -> BaseException | None:
         """Wait until every rank has ended its work; return the failure of any."""
@@ -121,4 +122,9 @@ class Meeting:
 
 
 def _words(what: tuple) -> str:
-    return _END if what[0] == _END else ", ".join(what)
+    name, *rest = what
+    if name == _END:
+        return name
+    # Settings by name, and tensors' shapes and dtypes.
+    pairs = (f"{one} = {two}" if isinstance(one, str) else f"{tuple(one)} {two}" for one, two in rest)
+    return ", ".join((name, *pairs))

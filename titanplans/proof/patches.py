@@ -21,12 +21,14 @@ def unpatched(model: nn.Module) -> Iterator[None]:
     """
     before = _code(model)
     yield
-    after = _code(model)
-    for holder, names in after.items():
+    for holder, names in _code(model).items():
+        known = before.get(holder, names)
         for name, value in names.items():
-            known = before.get(holder, names)
+            # Most are what they were, also those that are no code.
+            if (was := known.get(name)) is value or not _is_code(value):
+                continue
             # A new name of a module is nobody's yet; one of a class hides that of its base.
-            if known.get(name, None if isinstance(holder, type) else value) is not value:
+            if isinstance(holder, type) or _is_code(was):
                 where = f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder
                 raise VerifyError(
                     f"the plan replaced {where}.{name} for every model of this process, also for the whole one that a "
@@ -36,13 +38,14 @@ def unpatched(model: nn.Module) -> Iterator[None]:
 
 
 def _code(model: nn.Module) -> dict[type | str, dict[str, Any]]:
-    """Return methods by class, and functions and classes by the name of their module."""
+    """Return what classes hold, methods among it, by class, and functions and classes by the name of their module."""
     classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
     modules = dict.fromkeys([*(cls.__module__ for cls in classes), "torch.nn.functional"])
     holders = {cls: vars(cls) for cls in classes} | {
         n: vars(sys.modules[n]) for n in modules if n in sys.modules
     }
-    return {
-        holder: {name: value for name, value in names.items() if callable(value) or isinstance(value, _CODE)}
-        for holder, names in holders.items()
-    }
+    return {holder: dict(names) for holder, names in holders.items()}
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, _CODE)

@@ -6,7 +6,7 @@ no number. Both are refused.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -54,8 +54,9 @@ class Simulated:
                 copies = {rank: local_tensor(param).detach().clone() for rank in range(self.mesh.size())}
                 set_local_tensor(param, LocalTensor(copies))
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return each_rank(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self.mesh.size())
+    def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        for tensor in tensors:
+            yield each_rank(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self.mesh.size())
 
     def gather_objects(self, value: T) -> list[T]:
         return [value]

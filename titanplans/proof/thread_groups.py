@@ -33,9 +33,8 @@ class ThreadGroup(threaded.ProcessLocalGroup):
         name = type(collective).__name__
         if self.in_world != self.meeting.in_world and (self.in_world or not _goes_over_all(collective)):
             self._refuse(name)
-        shapes = [f"{tuple(t.shape)} {t.dtype}" for t in threaded.flatten_list(tensors)]
-        settings = [f"{key} = {setting}" for key, setting in vars(collective).items()]
-        self.meeting(self._rank % self.meeting.ranks, (name, *settings, *shapes), value, collective.work)
+        what = (name, *vars(collective).items(), *((t.shape, t.dtype) for t in tensors))
+        self.meeting(self._rank % self.meeting.ranks, what, value, collective.work)
         return threaded.ret_work(value)
 
     def _refuse(self, name: str) -> NoReturn:

@@ -11,7 +11,7 @@ the mesh's (titanplans/proof/thread_groups.py).
 """
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
@@ -45,9 +45,14 @@ class Thread:
     def settle(self, model: nn.Module) -> None:
         """Nothing to do: each thread has a model of its own."""
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return self._meeting(self._rank, ("gather",), local.detach(), lambda values: values)
+    def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        parts = [
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors
+        ]
+        what = ("gather", ("tensors", len(parts)))
+        return map(
+            list, self._meeting(self._rank, what, parts, lambda values: list(zip(*values, strict=True)))
+        )
 
     def gather_objects(self, value: T) -> list[T]:
         return self._meeting(self._rank, ("gather_objects",), value, lambda values: values)

@@ -35,6 +35,10 @@ from titanplans.tensor_parallel.decoder import find_decoder
 DRAWS = 3
 """Perturbed runs of the whole model; the unit is the largest change in any of them."""
 
+FIRST_DRAWS = 1
+"""As many in float64, until a case looks wrong. A unit of fewer draws is no larger, and right plans stay far below what is
+allowed in float64 by either."""
+
 MORE_DRAWS = 32
 """As many, in fewer bits than float64, before a case is called wrong. A right plan is one more draw, so that it changes a
 quantity more than all of them do once in 33 times, however changes are distributed: also where most draws change nothing

@@ -10,7 +10,7 @@ ranks spend their time on dispatch, and they are real: a plan may ask which rank
 whole model, though, which simulated ranks share, and there the arithmetic of large ones costs the same.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -58,8 +58,8 @@ class World(Protocol):
         """Prepare a model that was just split."""
         ...
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the local tensor of every rank, in rank order, as plain tensors to be read."""
+    def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Yield of each of `tensors` the local one of every rank, in rank order, as plain tensors to be read."""
         ...
 
     def gather_objects(self, value: T) -> list[T]:
@@ -90,15 +90,16 @@ class Group:
     def settle(self, model: nn.Module) -> None:
         """Nothing to do: each process has its own memory."""
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
-        shapes = self.gather_objects(local.shape)
-        # Ranks may hold shards of different sizes; the collective wants one.
-        flat = local.new_zeros(max(shape.numel() for shape in shapes))
-        flat[: local.numel()] = local.flatten()
-        gathered = [torch.empty_like(flat) for _ in shapes]
-        dist.all_gather(gathered, flat)
-        return [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
+    def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        for tensor in tensors:  # one after the other, since all of them may not fit into memory
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
+            shapes = self.gather_objects(local.shape)
+            # Ranks may hold shards of different sizes; the collective wants one.
+            flat = local.new_zeros(max(shape.numel() for shape in shapes))
+            flat[: local.numel()] = local.flatten()
+            gathered = [torch.empty_like(flat) for _ in shapes]
+            dist.all_gather(gathered, flat)
+            yield [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
 
     def gather_objects(self, value: T) -> list[T]:
         values = [value] * self.mesh.size()
@@ -162,13 +163,17 @@ def from_first(world: World, value: T) -> T:
     return world.gather_objects(value)[0]
 
 
-def wholes(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """Return `tensor` whole, as plain tensors to be read: each rank's replica, or the one that its shards make."""
-    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
-    if isinstance(tensor, DTensor) and placement is not None and placement.is_partial():
-        tensor = tensor.full_tensor()
-    held = world.gather(tensor)
-    return [torch.cat(held, placement.dim)] if isinstance(placement, Shard) else held
+def wholes(tensors: Sequence[torch.Tensor], world: World) -> Iterator[list[torch.Tensor]]:
+    """Yield each of `tensors` whole, as plain tensors to be read: every rank's replica, or the one that its shards make.
+
+    Every rank has to ask, and the first one gets them; the others get what they need not read.
+    """
+    summed = [
+        t.full_tensor() if isinstance(t, DTensor) and t.placements[0].is_partial() else t for t in tensors
+    ]
+    for tensor, held in zip(tensors, world.gather(summed), strict=True):
+        placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+        yield [torch.cat(held, placement.dim)] if isinstance(placement, Shard) and world.first else held
 
 
 def choose(ranks: str | None, degree: int, model: nn.Module) -> str:

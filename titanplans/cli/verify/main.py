@@ -33,7 +33,7 @@ def main(argv: list[str], *, alone: bool = False) -> int:
         argv: without the program's name.
         alone: this process does nothing else before or after, so that it may fork others.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank, threshold = int(os.environ.get("RANK", "0")), gc.get_threshold()
     try:
         with stop_on_signals():
             request = parse(argv)
@@ -56,6 +56,7 @@ def main(argv: list[str], *, alone: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     finally:
+        gc.set_threshold(*threshold)
         gc.enable()  # which a listing, or a subject that is refused, leaves off
 
 
@@ -95,7 +96,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
                     own = subject.config is None or kernels.calls_fla(subject.config)
                     if own or "fla" in sys.modules:  # which takes a second to import
                         kernels.install(device.type)
-                    gc.enable()
+                    _collect_what_is_new()
                     outcome = prove(subject, request, device, show, fork=forks and not request.all)
                 found.append((at, outcome.to_dict()))
                 if rank == 0 and not request.json:
@@ -111,3 +112,10 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
     elif rank == 0 and request.all:
         print(summary(found, time.perf_counter() - start))
     return 0 if all(one["verdict"] == "proved" for one in found) else 1
+
+
+def _collect_what_is_new() -> None:
+    """Let garbage be collected again, not among what was imported, and seldom: a training leaves little."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
