@@ -97,6 +97,31 @@ def test_float32_is_widened_by_name_and_as_the_default():
         assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float64
 
 
+def test_experts_in_float64_multiply_their_own_rows():
+    """torch has no kernel for that. The second expert gets no row, and one row no expert."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weights, gradient = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 4), (3, 4, 5), (6, 5))
+    )
+    ends, expert = torch.tensor([2, 2, 5], dtype=torch.int32), [0, 0, 2, 2, 2, None]
+
+    def grouped(rows, weights):
+        with Widen(torch.float64):
+            return torch._grouped_mm(rows, weights, offs=ends)
+
+    def one_by_one(rows, weights):
+        zeros = rows.new_zeros(5)
+        return torch.stack([zeros if e is None else rows[at] @ weights[e] for at, e in enumerate(expert)])
+
+    found = []
+    for multiply in (grouped, one_by_one):
+        leaves = [rows.clone().requires_grad_(), weights.clone().requires_grad_()]
+        product = multiply(*leaves)
+        found.append([product, *torch.autograd.grad(product, leaves, gradient)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other)
+
+
 def test_the_table():
     def case(degree, error, finding=None):
         checks = (Check("loss", 0.5, 700.0), Check("gradients", error, 700.0, "layers.0.norm"))

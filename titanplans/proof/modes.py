@@ -92,11 +92,16 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """Multiply each expert's rows [rows, in] by its weight [experts, in, out]; `offs` [experts] are where its rows end.
 
-    In float64 torch has no kernel for it. No shape here depends on how many rows an expert gets.
+    In float64 torch has no kernel for it.
     """
-    expert = torch.bucketize(torch.arange(len(rows), device=rows.device), offs, right=True)
-    products = (torch.where((expert == e)[:, None], rows, 0) @ weight for e, weight in enumerate(weights))
-    return torch.stack(list(products)).sum(0)
+    if any(isinstance(tensor, LocalTensor) for tensor in (rows, weights, offs)):
+        # No shape may depend on how many rows an expert gets: on each simulated rank it may be another number.
+        expert = torch.bucketize(torch.arange(len(rows), device=rows.device), offs, right=True)
+        products = (torch.where((expert == e)[:, None], rows, 0) @ weight for e, weight in enumerate(weights))
+        return torch.stack(list(products)).sum(0)
+    *parts, rest = rows.tensor_split(offs.tolist())
+    products = [part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[-1])])
 
 
 @contextmanager
