@@ -56,6 +56,9 @@ def main() -> None:
     )
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(
+        True
+    )  # what FSDP2 "gathers" is whatever memory held, which could be slow to compute with
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=fake_store())
     models = {name: VARIANTS[name](build()) for name in asked.only}
     tokens = torch.randint(0, 96, (BATCH, TOKENS))

@@ -165,8 +165,13 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def spec_as(spec: DTensorSpec, placement: Placement) -> DTensorSpec:
-    """Return `spec`, of a 1-D mesh, with another placement."""
-    return DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
+    """Return the spec of a contiguous tensor that is otherwise as `spec`, of a 1-D mesh, with another placement."""
+    stride, size = [], 1
+    for length in reversed(spec.shape):
+        stride.append(size)
+        size *= max(length, 1)
+    meta = spec.tensor_meta._replace(stride=tuple(reversed(stride)))  # type: ignore[union-attr]
+    return DTensorSpec(spec.mesh, (placement,), tensor_meta=meta)
 
 
 def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

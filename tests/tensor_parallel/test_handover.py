@@ -202,3 +202,74 @@ def test_copies_other_dtypes_and_other_parameters():
         assert module._parameters["w"].grad.shape == (12, 2)
 
     on_ranks(work)
+
+
+def nodes_of_readings(loss):
+    """The autograd nodes that read parameters."""
+    seen, waiting = {}, [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and id(node) not in seen:
+            seen[id(node)] = node  # kept: an id may be given twice
+            waiting += [following for following, _ in node.next_functions]
+    return [node for node in seen.values() if node.name() == "_ReadBackward"]
+
+
+def known(model):
+    return [module.__dict__["_tp_known"] for module in model.modules() if module.__dict__.get("_tp_known")]
+
+
+def test_a_block_reads_its_parameters_by_one_node():
+    def work(world):
+        model = split(world)
+        norm = model.layers[0].mlp_norm
+        norm.weight.requires_grad = False
+        loss = loss_of(model)
+        assert sorted(len(node.next_functions) for node in nodes_of_readings(loss)) == [1, 1, 1, 13, 14]
+        loss.backward()
+        assert norm.weight.grad is None
+        assert all((p.grad is None) == (p is norm._parameters["weight"]) for p in model.parameters())
+        twice = loss_of(model) + loss_of(model, TOKENS.flip(0))
+        assert len(nodes_of_readings(twice)) == 10
+        twice.backward()
+        assert not known(model)
+        with torch.no_grad():
+            loss_of(model)
+
+    on_ranks(work)
+
+
+def test_what_a_block_has_read_ends_with_its_forward():
+    def work(world):
+        model = split(world)
+        mlp, seen = model.layers[0].mlp, []
+        mlp.register_forward_pre_hook(lambda module, args: seen.append(len(known(model))))
+        model(TOKENS)
+        assert seen.pop() > 0
+        assert not known(model)
+        handle = mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(TOKENS)
+        handle.remove()
+        assert not known(model)
+        for layer in model.layers:  # stops in the middle of what it computes again
+            layer.forward = lambda x, forward=layer.forward: checkpoint(forward, x, use_reentrant=False)
+            layer.mlp.forward = lambda x, forward=layer.mlp.forward: checkpoint(
+                forward, x, use_reentrant=False
+            )
+        loss_of(model).backward()
+        assert not known(model)
+
+    on_ranks(work)
+
+
+def test_a_part_that_does_not_run_has_no_gradient():
+    def work(world):
+        model = split(world)
+        block = model.layers[0]
+        block.forward = lambda x: x + block.mlp(block.mlp_norm(x))
+        loss_of(model).backward()
+        unused = {name for name, param in block.named_parameters() if param.grad is None}
+        assert unused == {name for name, _ in block.named_parameters() if name.startswith("attn")}
+
+    on_ranks(work)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
+from titanplans.tensor_parallel.block_parameters import read_together
 from titanplans.tensor_parallel.checks import Checked, check
 from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import Decoder, join
@@ -126,6 +127,7 @@ def apply_plan(
 
     for name, attributes in checked.attributes.items():
         set_attributes(model.get_submodule(name), attributes)
+    read_together(model.get_submodule(name) for names in checked.decoder.block_lists for name in names)
     border = Border(tp_mesh, source.stream)
     _guard(model, border, checked, loss_parallel)
     keep_border(model, border)

@@ -1,10 +1,12 @@
-"""From a parameter, a DTensor, to this rank's local tensor, and from that one's gradient back to the parameter's: a DTensor.
+"""From parameters, DTensors, to this rank's local tensors, and from their gradients back to the parameters': DTensors.
 
-`to_local` does the same. Its backward makes a spec for each gradient, which then is hashed to detach the gradient as it is
-accumulated: three quarters of what a parameter costs in a step. Here the spec is made once.
+`to_local` does the same for one. Its backward makes a spec for each gradient, which is hashed when the gradient is detached
+to be accumulated: three quarters of what a parameter costs the host in a step. Here a spec is made once, and several
+parameters may be read by one autograd node.
 """
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,46 +37,65 @@ class Handover:
 
 
 def read(param: DTensor, gradient: Placement, uneven: bool, handover: Handover) -> torch.Tensor:
-    """Return the local tensor of `param`, whose gradient goes back with the placement `gradient`.
+    """Return the local tensor of `param`, on a 1-D mesh, whose gradient goes back with the placement `gradient`.
 
     Args:
-        param: on a 1-D mesh.
-        uneven: the shards are not equally large, so that DTensor can't tell the whole shape by this rank's.
+        uneven: the shards are not equally large, so that `to_local` can't tell the whole shape by this rank's.
         handover: the one of this parameter.
     """
     local = local_tensor(param)
-    plain = type(local) is torch.Tensor and local.is_contiguous() and not torch.compiler.is_compiling()
-    if not (uneven or (plain and param.is_contiguous())):
-        return param.to_local(grad_placements=(gradient,))
-    return cast("torch.Tensor", _Read.apply(param, handover.spec(param, gradient)))
+    plain = is_plain(local)
+    if plain and not needs_gradient(param):
+        return local.view_as(local)
+    if plain or uneven:
+        return read_all([param], [handover.spec(param, gradient)])[0]
+    return param.to_local(grad_placements=(gradient,))
+
+
+def is_plain(local: torch.Tensor) -> bool:
+    """Whether `local` is an eager tensor and no other subclass: simulated ranks, fake tensors, float8."""
+    return type(local) is torch.Tensor and not torch.compiler.is_compiling()
+
+
+def needs_gradient(param: torch.Tensor) -> bool:
+    """Whether what is read of `param` now is to be differentiated."""
+    return param.requires_grad and torch.is_grad_enabled()
+
+
+def read_all(params: Sequence[DTensor], specs: Sequence[DTensorSpec]) -> Sequence[torch.Tensor]:
+    """Return the local tensors of `params`, whose gradients will have `specs`, by one autograd node."""
+    return _Read.apply(specs, *params)  # type: ignore[return-value]
 
 
 class _Read(torch.autograd.Function):
-    """`to_local` with the spec of the gradient.
+    """`to_local` with the specs of the gradients.
 
     The backward of DTensor's own also takes the size of this rank's shard for everyone's, and lets two parameters share one
     gradient, where autograd has one tensor for both (of the parts of a sum).
     """
 
     @staticmethod
-    def forward(ctx: Any, param, spec):
+    def forward(ctx: Any, specs, *params):
         ctx.set_materialize_grads(False)
-        ctx.spec = spec
-        local = local_tensor(param)
-        return local.view_as(local)  # the local tensor itself would keep the gradient's history
+        ctx.specs = specs
+        # The local tensors themselves would keep the history of their gradients.
+        return tuple(local.view_as(local) for local in map(local_tensor, params))
 
     @staticmethod
-    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        if grad is None:
-            return None, None
-        spec = ctx.spec
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(grad) is not torch.Tensor:
-            whole = DTensor.from_local(
-                grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-            )
-            return whole, None
-        if not grad.is_contiguous():
-            grad = grad.contiguous()
-        elif users(grad) > 1:
-            grad = grad.clone()
-        return with_spec(grad, spec), None
+    def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
+        return None, *[_handed(grad, spec) for grad, spec in zip(grads, ctx.specs, strict=True)]
+
+
+def _handed(grad: torch.Tensor | None, spec: DTensorSpec) -> DTensor | None:
+    if grad is None:
+        return None
+    if not is_plain(grad) or torch.is_grad_enabled():  # as one is to be differentiated again
+        grad = grad.contiguous() if is_plain(grad) else grad
+        return DTensor.from_local(
+            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+    if not grad.is_contiguous():
+        grad = grad.contiguous()
+    elif users(grad) > 1:
+        grad = grad.clone()
+    return with_spec(grad, spec)

@@ -66,7 +66,7 @@ def localize(
     if layouts:
         group = group_of(mesh)
         readings = {
-            name: _Reading(
+            name: Reading(
                 layout,
                 _uneven(module._parameters[name], layout, mesh),
                 mesh.get_local_rank(),
@@ -75,13 +75,14 @@ def localize(
             )
             for name, layout in layouts.items()
         }
-        module.__dict__["_tp_readings"] = module.__dict__.get("_tp_readings", {}) | readings
+        module.__dict__["_tp_readings"] = readings_of(module) | readings
+        module.__dict__["_tp_known"] = {}
         for names, kind in _kinds(layouts).items():
             module.__class__ = kind(type(module), names)
         module.register_load_state_dict_pre_hook(take_shards)
 
 
-class _Reading(NamedTuple):
+class Reading(NamedTuple):
     """What reading a parameter takes, beside the parameter."""
 
     layout: Layout
@@ -91,24 +92,36 @@ class _Reading(NamedTuple):
     handover: "Handover"
 
 
+def readings_of(module: nn.Module) -> dict[str, Reading]:
+    """Return how the parameters of `module` are read, by name; of one that is not split, none."""
+    return module.__dict__.get("_tp_readings", {})
+
+
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the local tensor of a parameter, also of a hidden one: what this rank's part of the work needs."""
     param = module._parameters[name]
-    if not _on_tp_mesh(param):
+    if not on_tp_mesh(param):
         return param
-    reading: _Reading = module.__dict__["_tp_readings"][name]
-    layout, sharded = reading.layout, cast("DTensor", param)
-    local = read(sharded, layout.gradient, reading.uneven, reading.handover)
+    if not torch.compiler.is_compiling() and (known := module.__dict__["_tp_known"].get(name)) is not None:
+        return known  # the block has read it
+    reading: Reading = module.__dict__["_tp_readings"][name]
+    sharded = cast("DTensor", param)
+    return finish(read(sharded, reading.layout.gradient, reading.uneven, reading.handover), sharded, reading)
+
+
+def finish(local: torch.Tensor, param: DTensor, reading: Reading) -> torch.Tensor:
+    """Return what a rank uses of `local`, its tensor of `param`."""
+    layout = reading.layout
     if layout.addends > 1:
         local = local / layout.addends
     if layout.rows is not None:
         local = selected(local, layout, reading.rank, reading.group)
-    return as_weight(local, sharded)
+    return as_weight(local, param)
 
 
 def hidden_bias(module: nn.Module) -> torch.Tensor | None:
     """Return the bias of `module` that its own forward does not see; None if there is none, or it does."""
-    reading = module.__dict__.get("_tp_readings", {}).get("bias")
+    reading = readings_of(module).get("bias")
     return local_parameter(module, "bias") if reading is not None and reading.layout.hidden else None
 
 
@@ -117,7 +130,8 @@ def _uneven(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> boo
     return isinstance(layout.placement, Shard) and param.shape[layout.placement.dim] % mesh.size() != 0
 
 
-def _on_tp_mesh(param: torch.Tensor | None) -> bool:
+def on_tp_mesh(param: torch.Tensor | None) -> bool:
+    """Whether `param` is split, and gathered."""
     # On more than the TP mesh it is FSDP's shard, between forwards: FSDP itself reads it then.
     return isinstance(param, DTensor) and param.device_mesh.ndim == 1
 
@@ -164,7 +178,7 @@ def _not_read(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """Subclass `cls` with parameters that are read as None."""
 
     def reader(name: str) -> property:
-        return property(lambda self: None if _on_tp_mesh(self._parameters[name]) else self._parameters[name])
+        return property(lambda self: None if on_tp_mesh(self._parameters[name]) else self._parameters[name])
 
     return subclass(cls, {name: reader(name) for name in names})
 

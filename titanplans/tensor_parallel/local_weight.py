@@ -91,14 +91,13 @@ class LocalWeight(LocalPart):
 
 
 def as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `local`, this rank's part of `parameter`, as its `LocalWeight`.
+    """Return `local`, this rank's part of `parameter`, as its `LocalWeight`; it is not the tensor inside of the DTensor.
 
     What a compiler traces stays as it is, and so does another subclass of Tensor (simulated ranks, fake tensors, float8).
     """
     if type(local) is not torch.Tensor or torch.compiler.is_compiling():
         return local
-    # Read without gradients, it is the tensor inside of the DTensor.
-    weight: Any = local if torch.is_grad_enabled() else local.view_as(local)
+    weight: Any = local
     weight.__class__ = LocalWeight  # no operation: it records no gradient of its own
     weight.parameter = parameter
     return weight
