@@ -527,6 +527,31 @@ def check_drop_waiting_gradients():
     )
 
 
+@needs("before_reducing", without="FSDP2 sums the Partial gradients of a unit one by one")
+def check_before_reducing():
+    torch.manual_seed(0)
+    model, seen = sharded(), []
+
+    def doubled(grads):
+        seen.append(len(grads))
+        return [2 * grad for grad in grads]
+
+    group = private.fsdp_group(model[0])
+    private.before_reducing(group, doubled)
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        model(torch.ones(1, 2)).sum().backward()
+        assert bool(seen) == sync
+    assert {count for count in seen if count} == {len(group.fsdp_params)}
+    changed = [parameter.grad.to_local() for parameter in model[0].parameters()]
+    torch.manual_seed(0)
+    plain = sharded()
+    for _ in range(2):
+        plain(torch.ones(1, 2)).sum().backward()
+    for ours, theirs in zip(changed, plain[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, 2 * theirs.grad.to_local())
+
+
 @needs("reshard_to", without="resharding to some ranks makes two process groups for each unit")
 def check_reshard_to():
     model = sharded()

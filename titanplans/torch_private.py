@@ -397,6 +397,28 @@ def drop_waiting_gradients(group: Any) -> None:
             whole.grad = None
 
 
+def before_reducing(group: Any, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+    """Let `change` replace the unsharded gradients of `group`, all together, each time before FSDP2 reduces them."""
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            held = []
+            for param in group.fsdp_params:
+                param.accumulate_unsharded_grad_if_needed()
+                whole = getattr(param, "_unsharded_param", None)  # there after the first gather
+                if param.unsharded_accumulated_grad is not None:
+                    held.append((param, "unsharded_accumulated_grad"))
+                elif whole is not None and whole.grad is not None:
+                    held.append((whole, "grad"))
+            changed = change([getattr(owner, name) for owner, name in held])
+            for (owner, name), grad in zip(held, changed, strict=True):
+                setattr(owner, name, grad)
+        reduce(*unused)
+
+    group.post_backward = post_backward
+
+
 def reshard_to(group: Any, mesh_info: Any) -> None:
     """Let the parameters of `group` reshard after the forward to a mesh that another group has made."""
     for holder in (group, *group.fsdp_params):

@@ -19,8 +19,9 @@ the region the width of the sum; and the rows of a packed weight, which is store
 What a foreign style sends nobody knows: a mixer and an MLP have one region all the same. A region is entered once, however
 many styles inside of it gather.
 
-Gradients of replicated parameters that are sums over the ranks are no part of this: FSDP or the
-optimizer reduces them, once a step. Nor are the scales of float8, a number a tensor or a row.
+Gradients of replicated parameters that are sums over the ranks are no part of this: they are summed together, once a
+step, by FSDP's units or before the optimizer's step (`partial_gradients`). Nor are the scales of float8, a number a
+tensor or a row.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -17,8 +17,9 @@ from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
 from titanplans.tensor_parallel.apply import AppliedPlan
 from titanplans.tensor_parallel.decoder import Decoder
+from titanplans.tensor_parallel.partial_gradients import number_of_sums
 from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.text import columns, in_bytes
+from titanplans.text import columns, counted, in_bytes
 
 _DIRECTIONS = ("forward", "backward")
 
@@ -35,6 +36,9 @@ class Communication:
 
     gradients: Mapping[str, int]
     """Bytes of each replicated parameter whose gradient is reduced once a step, by name."""
+
+    gradient_sums: tuple[int, int]
+    """In how many all-reduces: all of a step together, and by FSDP's units, which are the blocks and the ends."""
 
     decoder: Decoder
 
@@ -100,6 +104,7 @@ class Communication:
                 for label, parts in self._alike()
             ],
             "gradients": dict(self.gradients),
+            "gradient_sums": dict(zip(("together", "by_unit"), self.gradient_sums, strict=True)),
         }
 
     def _alike(self) -> Iterator[tuple[str, list[str]]]:
@@ -115,9 +120,10 @@ class Communication:
     def _gradient_line(self) -> list[str]:
         if not self.gradients:
             return []
-        size = in_bytes(sum(self.gradients.values()))
+        size, (together, by_unit) = in_bytes(sum(self.gradients.values())), self.gradient_sums
         return [
-            f"once a step the gradients of {len(self.gradients)} replicated parameters are summed: {size}"
+            f"once a step the gradients of {len(self.gradients)} replicated parameters are summed: {size}, "
+            f"in {counted(together, 'all-reduce')}; with FSDP in {by_unit}, one as each unit's backward ends"
         ]
 
 
@@ -151,17 +157,27 @@ def count_communication(
             "communication without activation checkpointing, which adds its forward's collectives to every plan alike"
         )
     bounds = bound(model, applied, options, calls)
-    return Communication(tuple(record.collectives), bounds, summed_gradients(model, applied), applied.decoder)
+    partial = summed_gradients(model, applied)
+    units: dict[str, list[nn.Parameter]] = {}
+    for name, param in partial.items():
+        units.setdefault(part_of(name, applied.decoder), []).append(param)
+    return Communication(
+        tuple(record.collectives),
+        bounds,
+        {name: param.numel() * param.element_size() for name, param in partial.items()},
+        (number_of_sums(partial.values()), sum(map(number_of_sums, units.values()))),
+        applied.decoder,
+    )
 
 
-def summed_gradients(model: nn.Module, applied: AppliedPlan) -> dict[str, int]:
-    """Return the replicated parameters of a split model whose gradient is a sum over the ranks: name and bytes.
+def summed_gradients(model: nn.Module, applied: AppliedPlan) -> dict[str, nn.Parameter]:
+    """Return the replicated parameters of a split model whose gradient is a sum over the ranks, by name.
 
-    Whoever reduces the gradients, FSDP or the optimizer, sums them once a step, outside of the backward.
+    Whoever reduces the gradients, FSDP or the optimizer, sums them once a step: see `partial_gradients`.
     """
     partial = {name for name, layout in applied.layouts.items() if layout.gradient.is_partial()}
     return {
-        name: param.numel() * param.element_size()
+        name: param
         for name, param in model.named_parameters()  # tied ones once
         if name in partial and param.requires_grad
     }

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.errors import ParallelError
+from titanplans.tensor_parallel.partial_gradients import summed
 from titanplans.text import some
 from titanplans.torch_private import foreach_mul_, foreach_norm
 
@@ -120,16 +121,16 @@ def align_gradients(parameters: Parameters) -> None:
     tensor-parallel region still has one partial sum a rank after the backward. A gradient on another
     mesh than its parameter's stays there, and is reduced. Collective.
     """
-    for param in _listed(parameters):
-        grad = param.grad
-        if not isinstance(grad, DTensor):
-            continue
+    held = [param for param in _listed(parameters) if isinstance(param.grad, DTensor)]
+    for param, grad in zip(held, summed([param.grad for param in held]), strict=True):
         if isinstance(param, DTensor) and param.device_mesh == grad.device_mesh:
             placements = tuple(param.placements)
         else:
             placements = tuple(Replicate() if p.is_partial() else p for p in grad.placements)
         if placements != tuple(grad.placements):
-            param.grad = grad.redistribute(placements=placements)
+            grad = grad.redistribute(placements=placements)
+        if grad is not param.grad:
+            param.grad = grad
 
 
 def skip_nonfinite(norm: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> bool:

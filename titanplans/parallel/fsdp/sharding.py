@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError, either
@@ -27,7 +28,8 @@ from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module, split_dtypes
 from titanplans.parallel.record import record_of
-from titanplans.torch_private import fsdp_group, reshard_to
+from titanplans.tensor_parallel.partial_gradients import summed
+from titanplans.torch_private import before_reducing, fsdp_group, reshard_to
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]:
@@ -136,6 +138,7 @@ def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, confi
         pin = config.pin_cpu_memory
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available() if pin is None else pin)
     shared: Any = None
+    split = any(isinstance(param, DTensor) for param in model.parameters())
     with independent_of_world():
         for unit in sorted(units, key=_depth, reverse=True):
             for part in (*unit.inner, unit):
@@ -150,7 +153,11 @@ def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, confi
                     reshard_after_forward=True if to_some and shared else reshard,
                 )
                 group = fsdp_group(fsdp_module(model, part.names[0]))
-                if to_some and group is not None:
+                if group is None:
+                    continue
+                if split:
+                    before_reducing(group, summed)  # FSDP2 sums Partial gradients one by one
+                if to_some:
                     # One smaller mesh for all units: FSDP2 would make two process groups for each.
                     shared = shared or group.post_forward_mesh_info
                     reshard_to(group, shared)

@@ -1,0 +1,57 @@
+"""Partial gradients of replicated parameters, summed over their ranks together.
+
+Each rank has followed its own share of the paths to the loss (see `styles`), so the gradients of a block's norms, biases and
+adapters are sums over the ranks: many small ones. They are summed in one all-reduce for each mesh, dtype and device: by FSDP
+those of a unit as its backward ends, without FSDP all of them before the optimizer's step (`gradients.align_gradients`).
+Until then they are Partial, whoever reads them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanplans.tensor_parallel.raw_collectives import all_reduce, group_of
+from titanplans.torch_private import local_tensor, spec_as, spec_of, with_spec
+
+LARGE = 2**20
+"""Bytes from which a gradient is summed by itself: a copy of it would cost more than a collective's start."""
+
+
+@torch.no_grad()
+def summed(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `grads`, with each that is Partial on a 1-D mesh summed over its ranks: a DTensor that is Replicate.
+
+    Collective: every rank calls it with gradients of the same parameters in the same order.
+    """
+    found, alike = list(grads), dict[tuple[DeviceMesh, torch.dtype, torch.device], list[int]]()
+    for at, grad in enumerate(grads):
+        if (
+            not isinstance(grad, DTensor)
+            or grad.device_mesh.ndim != 1
+            or not grad.placements[0].is_partial("sum")
+        ):
+            continue
+        local = local_tensor(grad)
+        if local.is_contiguous() and not _is_large(local):
+            alike.setdefault((grad.device_mesh, local.dtype, local.device), []).append(at)
+        else:
+            found[at] = grad.redistribute(placements=(Replicate(),))
+    for (mesh, _, _), places in alike.items():
+        locals_ = [local_tensor(found[at]) for at in places]
+        flat = all_reduce(torch.cat([local.view(-1) for local in locals_]), group_of(mesh))
+        parts = flat.split([local.numel() for local in locals_])
+        for at, part, local in zip(places, parts, locals_, strict=True):
+            found[at] = with_spec(part.view(local.shape), spec_as(spec_of(found[at]), Replicate()))
+    return found
+
+
+def number_of_sums(grads: Iterable[torch.Tensor]) -> int:
+    """Return how many all-reduces `summed` takes for `grads`, contiguous and of one mesh, or for their parameters."""
+    grads = list(grads)
+    return sum(map(_is_large, grads)) + len({grad.dtype for grad in grads if not _is_large(grad)})
+
+
+def _is_large(grad: torch.Tensor) -> bool:
+    return grad.numel() * grad.element_size() >= LARGE
