@@ -50,40 +50,34 @@ __all__ = [
 
 def gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Tensor:
     """Concatenate the ranks' shards `x` along `dim`, `length` long; what follows is each rank's share of the work."""
-    return _apply(_Gather, all_gather, x, dim, length, group)
+    return _Gather.apply(x, dim, length, group) if _has_gradient(x) else all_gather(x, dim, length, group)
 
 
 def collect(x: torch.Tensor, dim: int, length: int, rank: int, group: Group) -> torch.Tensor:
     """Concatenate the ranks' shards `x` along `dim`, `length` long; what follows is the same on every rank."""
-    return _apply(
-        _Collect,
-        lambda x, dim, length, _, group: all_gather(x, dim, length, group),
-        x,
-        dim,
-        length,
-        rank,
-        group,
+    return (
+        _Collect.apply(x, dim, length, rank, group) if _has_gradient(x) else all_gather(x, dim, length, group)
     )
 
 
 def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Sum the ranks' `x` and give each its shard of `dim`."""
-    return _apply(_ScatterSum, reduce_scatter, x, dim, group)
+    return _ScatterSum.apply(x, dim, group) if _has_gradient(x) else reduce_scatter(x, dim, group)
 
 
 def take_shard(x: torch.Tensor, dim: int, rank: int, group: Group) -> torch.Tensor:
     """Take this rank's shard of `dim` of `x`, which is whole on every rank."""
-    return _apply(_TakeShard, own_shard, x, dim, rank, group)
+    return _TakeShard.apply(x, dim, rank, group) if _has_gradient(x) else own_shard(x, dim, rank, group)
 
 
 def sum_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum the ranks' `x`; what follows is the same on every rank."""
-    return _apply(_Sum, all_reduce, x, group)
+    return _Sum.apply(x, group) if _has_gradient(x) else all_reduce(x, group)
 
 
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return `x`, which is whole on every rank; what follows is each rank's share of the work."""
-    return _apply(_SumGradients, lambda x, group: x, x, group)
+    return _SumGradients.apply(x, group) if _has_gradient(x) else x
 
 
 def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -93,13 +87,12 @@ def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Send `x[i]` to rank i; return the same shape, of which `[i]` has come from rank i."""
-    return _apply(_Exchange, all_to_all, x, group)
+    return _Exchange.apply(x, group) if _has_gradient(x) else all_to_all(x, group)
 
 
-def _apply(function: Any, without_gradient: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    # A backward runs without gradients, unless it is to be differentiated again; what is frozen has none.
-    needs_gradient = x.requires_grad and torch.is_grad_enabled()
-    return function.apply(x, *args) if needs_gradient else without_gradient(x, *args)
+def _has_gradient(x: torch.Tensor) -> bool:
+    """Whether the collective on `x` is part of the graph: not in a backward, unless that is to be differentiated again."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 class _Gather(torch.autograd.Function):

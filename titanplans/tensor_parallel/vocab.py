@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanplans.tensor_parallel.collectives import shard_size
+from titanplans.tensor_parallel.collectives import collect, shard_size
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import read_inside, subclass
 from titanplans.tensor_parallel.sent import Call, Sent, entered, even
@@ -115,8 +115,9 @@ class VocabHead(Style):
         module.register_forward_hook(partial(self._logits, border, vocabulary))
 
     def _logits(self, border: Border, vocabulary, module, args, output: torch.Tensor) -> torch.Tensor:
-        combine = _shards_of if self.loss_parallel and not self.stream.whole_logits else _gather_shards
-        return combine(output, border.mesh, output.ndim - 1, vocabulary)
+        if self.loss_parallel and not self.stream.whole_logits:
+            return _shards_of(output, border.mesh, output.ndim - 1, vocabulary)
+        return _gather_shards(output, border, output.ndim - 1, vocabulary)
 
 
 def _enter(border: Border, module, args):
@@ -132,15 +133,19 @@ def _shards_of(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTenso
     return DTensor.from_local(x, mesh, (Shard(dim),), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _gather_shards(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> torch.Tensor:
+def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torch.Tensor:
     """Gather the shards `x` of something `size` long in `dim`.
 
     What follows is the same on every rank, so its gradient is whole there.
     """
-    return _GatherShards.apply(x, mesh, dim, size)
+    if size % border.group[1] == 0:
+        return collect(x, dim, size, border.rank, border.group)
+    return _GatherShards.apply(x, border.mesh, dim, size)
 
 
 class _GatherShards(torch.autograd.Function):
+    """Shards that are not equally large: DTensor fills them up, and takes a fifth of a millisecond for it."""
+
     @staticmethod
     def forward(ctx: Any, x, mesh, dim, size):
         ctx.mesh, ctx.dim = mesh, dim
