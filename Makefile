@@ -4,6 +4,7 @@
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types
 # make bench   every benchmark, each printing a table
+# make gpu     on a machine with CUDA: tests, proofs and benchmarks, written to docs/gpu; PARTS="verify float8", MODELS="gla"
 #
 # CONFIG=configs/x.toml trains another job; PYTHON=python3.12 takes another Python. On Linux, pip's torch brings
 # CUDA's libraries (several GB): PIP_EXTRA_INDEX_URL, which pip reads itself, can name an index of CPU builds.
@@ -16,7 +17,7 @@ BIN    := $(VENV)/bin
 # A file's tests share worlds of ranks, so a worker takes whole files, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all survive check bench clean
+.PHONY: train test test-all survive check bench gpu clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -38,7 +39,10 @@ check: $(VENV)/installed-dev
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 bench: $(VENV)/installed
-	for name in cpu_kernels tp_step parallelize compile float8 checkpoints; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in cpu_kernels tp_step parallelize step checkpoints; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+gpu: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.gpu_day $(if $(PARTS),--parts $(PARTS)) $(if $(MODELS),--models $(MODELS)) $(ARGS)
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from titanplans import modeling
 from titanplans.modeling import kernels
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelManager, parallelize
+from titanplans.tensor_parallel import registered_plans
 
 TP = 8
 WORLDS = (8, 512, 4096)
@@ -131,6 +132,7 @@ def cost(way: Callable[..., None], which: Model, world: int) -> Cost:
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     model = modeling.build(modeling.load_config(which.name, which.flavor))
     parameters = sum(param.numel() for param in model.parameters())
+    registered_plans()  # which imports them
     imported = set(sys.modules)
     above = peak_memory()
     wall, seconds = time.perf_counter(), time.process_time()

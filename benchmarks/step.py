@@ -12,6 +12,7 @@ is the peak of the later steps: what torch allocated on a GPU, else the resident
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -39,6 +40,9 @@ class Variant(NamedTuple):
     recipe: str | None
     """Of float8; None: in bfloat16 on a GPU, float32 on a CPU."""
 
+    async_tp: bool = False
+    """Overlap the collectives of tensor parallelism with matrix products."""
+
 
 VARIANTS = {
     "eager": Variant(False, None),
@@ -47,7 +51,9 @@ VARIANTS = {
     "float8+compile": Variant(True, "tensorwise"),
     "rowwise+compile": Variant(True, "rowwise"),
     "rowwise_with_gw_hp+compile": Variant(True, "rowwise_with_gw_hp"),
+    "async+compile": Variant(True, None, async_tp=True),
 }
+USUAL = [name for name, variant in VARIANTS.items() if not variant.async_tp]
 WARM_UP = 2
 
 
@@ -56,7 +62,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS[device], default=list(MODELS[device]))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=USUAL)
     parser.add_argument("--tp", type=int, default=1, help="processes, and devices, that share each layer")
     parser.add_argument("--rounds", type=int, default=10, help=f"timed steps, after {WARM_UP} that are not")
     parser.add_argument(
@@ -64,6 +70,8 @@ def main() -> None:
     )
     parser.add_argument("--cached", action="store_true", help="use inductor's cache of earlier runs")
     asked = parser.parse_args()
+    if "async+compile" in asked.variants and (device == "cpu" or asked.tp == 1):
+        parser.error("async+compile needs CUDA, and --tp 2 or more")
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
     batch, length = SHAPE[device]
     print(f"torch {torch.__version__}, {name}, {batch} x {length} tokens, tp = {asked.tp}\n")
@@ -99,6 +107,12 @@ def report(title: str, found: dict[str, Any], tokens: int) -> None:
             f"{memory} | {figures['first']:.1f} | {figures['loss']:.4f} |",
             flush=True,
         )
+    for name, figures in found.items():
+        if figures["fused"] is not None:
+            fused, total = figures["fused"]
+            print(
+                f"\n{name}: {fused} of {total} gathers and scatters in compiled graphs are fused with products"
+            )
 
 
 def work(
@@ -125,7 +139,7 @@ def work(
     torch.distributed.init_process_group(
         backend, rank=rank, world_size=asked.tp, init_method=f"file://{folder}/store-{turn}"
     )
-    run, flops = prepare(device, name, variants[variant], asked.tp)
+    run, flops, fused = prepare(device, name, variants[variant], asked.tp)
     times: list[float] = []
     loss = 0.0
     for number in range(WARM_UP + asked.rounds):
@@ -146,21 +160,20 @@ def work(
         "memory": peak_memory(device),
         "mfu": None if peak is None else flops * batch * length / step / (peak * asked.tp),
         "loss": loss,
+        "fused": fused(),
     }
     if rank == 0:
         (Path(folder) / variant).write_text(json.dumps(figures))
     torch.distributed.destroy_process_group()
 
 
-def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int]:
-    """Return what runs a step and gives its loss, and FLOPs per token."""
-    # Only now: torchtitan picks its device when it is imported, inductor its folder.
-    from titanplans.training.device import prepare_device
-
-    prepare_device()
+def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int, Any]:
+    """Return what runs a step and gives its loss, FLOPs per token, and what says how many collectives are fused."""
+    # Only now: inductor picks its folder when it is imported.
     from titanplans import modeling
     from titanplans.modeling import kernels
     from titanplans.parallel import Compile, Degrees, Float8, FSDP2Config, ParallelManager
+    from titanplans.parallel.compile.async_tp import check_fused
 
     kernels.install(device)
     options: dict[str, Any] = {}
@@ -168,6 +181,8 @@ def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int
         options["compile"] = Compile(enable=True)
     if variant.recipe is not None:
         options["float8"] = Float8(recipe_name=variant.recipe, emulate=device == "cpu")
+    if variant.async_tp:
+        options |= {"enable_async_tensor_parallel": True, "async_tensor_parallel_unfused": "warn"}
     if device == "cuda":
         options |= {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"}
     model: Any = modeling.build(modeling.load_config(name, MODELS[device][name]))
@@ -191,11 +206,13 @@ def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int
         optimizer.zero_grad()
         return value.item()  # waits for the device
 
-    return run, flops
+    return run, flops, lambda: check_fused(manager.mesh, "warn") if variant.async_tp else None
 
 
 def peak_flops() -> float | None:
     """The device's dense bfloat16 peak in FLOP/s, or None where torchtitan has no entry: its answer then is the A100's."""
+    if importlib.util.find_spec("torchtitan") is None:
+        return None
     from torchtitan.tools.utils import get_peak_flops
 
     name = torch.cuda.get_device_name()

@@ -459,6 +459,11 @@ def break_graphs_in_calls() -> None:
         dynamo_config().nested_graph_breaks = True
 
 
+def compiles_checkpoints() -> bool:
+    """Whether dynamo takes a checkpoint around collectives that have a gradient into a graph; torch 2.11 fails at it."""
+    return torch.__version__ >= (2, 13)
+
+
 def functorch_config() -> Any:
     """Return AOTAutograd's settings, which are the process's."""
     import torch._functorch.config

@@ -28,6 +28,7 @@ from titanplans.torch_private import (
     checkpointed,
     compile_at_most,
     compiled_call,
+    compiles_checkpoints,
     dynamo_config,
     functorch_config,
     inductor_option_names,
@@ -91,6 +92,16 @@ def apply_compile(
     border = border_of_model(model)
     for name, block in blocks:
         one_graph = not (recorded or calls_kernels(block)) if fullgraph is None else fullgraph
+        if (
+            one_graph
+            and isinstance(block, ActivationWrapper)
+            and border is not None
+            and not compiles_checkpoints()
+        ):
+            raise ParallelError(
+                f"activation checkpointing in a compiled block that tensor parallelism splits ({name}) needs torch 2.13, "
+                f"and this is torch {torch.__version__}: switch one of the two off"
+            )
         # A checkpoint is compiled as one graph or not at all: where there are several, it stays outside.
         inside = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
         if not one_graph and calls_kernels(block):

@@ -1,0 +1,349 @@
+"""Everything that only a GPU can show, in one command: tests, proofs and figures, written to docs/gpu/<device>.md.
+
+    make gpu                                                    # all parts
+    make gpu PARTS="tests verify" MODELS="gla qwen3"            # some, of some models
+    python -m benchmarks.gpu_day --parts step async_tp --quick
+    python -m benchmarks.gpu_day --device cpu                   # a dry run: the same parts in tiny sizes on a CPU
+
+Each run is a process of its own, or those of torchrun, with a time limit. One that fails, or takes too long, is written down
+with its last lines, and the next one begins; so is what is skipped, and why: more ranks than GPUs, the Trainer's parts on a
+torch without it. The page is written anew after each run. Exit status: 0, 1 if a run failed, 2 without CUDA.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = (
+    "torch",
+    "triton",
+    "flash-linear-attention",
+    "transformers",
+    "torchao",
+    "torchtitan",
+    "flash-attn",
+)
+DEGREES = (2, 4, 8)
+
+
+class Machine(NamedTuple):
+    """What there is, and how much of it is asked for."""
+
+    device: str
+    """cuda or cpu."""
+    name: str
+    count: int
+    """GPUs; in a dry run the processes that stand for them."""
+    no_trainer: str | None
+    """Why torchtitan's Trainer does not run here."""
+    models: tuple[str, ...]
+    """Which are proved."""
+    quick: bool
+
+    def sized(self, *small: str) -> tuple[str, ...]:
+        """Return `small`, a benchmark's options, in a dry run."""
+        return small if self.device == "cpu" else ()
+
+
+class Run(NamedTuple):
+    """One process, or the ranks that torchrun starts."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    """Python's arguments."""
+    minutes: float = 10
+    skipped: str | None = None
+    """Why it does not run here."""
+
+
+Part = Callable[[Machine], Iterator[Run]]
+
+
+def tests(m: Machine) -> Iterator[Run]:
+    """The tests that are marked for CUDA: kernels under plans, NCCL worlds, float8, no waiting for the device."""
+    files = ("tests/cuda", "tests/parallel/test_process_group.py")
+    missing = None if importlib.util.find_spec("pytest") else "pytest is not installed"
+    yield Run("pytest -m cuda", ("-m", "pytest", "-m", "cuda", "-q", "-rs", *files), 30, missing)
+
+
+def step(m: Machine) -> Iterator[Run]:
+    """A training step eager and compiled, tokens/s, memory, MFU."""
+    yield from _steps(m, "eager", "compile")
+
+
+def float8(m: Machine) -> Iterator[Run]:
+    """A compiled step in float8 by each recipe, beside bfloat16's."""
+    yield from _steps(m, "compile", "float8+compile", "rowwise+compile", "rowwise_with_gw_hp+compile")
+
+
+def async_tp(m: Machine) -> Iterator[Run]:
+    """A compiled step with and without async tensor parallelism, and how many collectives were fused."""
+    needs = "needs CUDA and NCCL" if m.device == "cpu" else None
+    for tp in DEGREES:
+        few = _too_few(m, tp)
+        command = ("-m", "benchmarks.step", "--models", "qwen3", "--tp", str(tp))
+        yield Run(f"step, tp {tp}", (*command, "--variants", "compile", "async+compile"), 20, needs or few)
+
+
+def host_time(m: Machine) -> Iterator[Run]:
+    """What a step costs this machine's processor, on one thread: what the GPU waits for."""
+    yield _benchmark("host_time", *m.sized("--rounds", "2", "--only", "unsplit", "tp 2"))
+
+
+def loss(m: Machine) -> Iterator[Run]:
+    """The loss: memory and time of the fused, the sharded and torchtitan's chunked one."""
+    yield _benchmark("loss", *m.sized("--rounds", "1"))
+
+
+def tp_step(m: Machine) -> Iterator[Run]:
+    """A step over two processes of this machine's processor, by gloo."""
+    yield _benchmark("tp_step", *m.sized("--rounds", "1"))._replace(skipped=m.no_trainer)
+
+
+def parallelize(m: Machine) -> Iterator[Run]:
+    """Parallelising a model on meta, on this machine's processor."""
+    yield _benchmark(
+        "parallelize", *m.sized("--models", "gla-7B", "--worlds", "8", "--repeats", "1", "--only", "cost")
+    )
+
+
+def weights(m: Machine) -> Iterator[Run]:
+    """Hugging Face folders in and out, from this machine's disk."""
+    for part in ("start", "bandwidth"):
+        yield _benchmark("weights", part, *m.sized("--gigabytes", "0.02", "--rounds", "1"))
+
+
+def optimizers(m: Machine) -> Iterator[Run]:
+    """Muon's step beside AdamW's, on this machine's processor."""
+    yield _benchmark("optimizers", *m.sized("--rounds", "1", "--hidden", "128", "--layers", "1"))
+
+
+def checkpoints(m: Machine) -> Iterator[Run]:
+    """Checkpoints with checksums, on this machine's disk; the job that is watched needs the Trainer."""
+    small = ("--gigabytes", "0.02", "--rounds", "1", "--steps", "12")
+    yield _benchmark("checkpoints", *m.sized(*small))._replace(skipped=m.no_trainer)
+
+
+def verify(m: Machine) -> Iterator[Run]:
+    """The proof of each plan over a process group: on GPUs by NCCL, with FLA's Triton kernels in float32."""
+    for tp in (1, *DEGREES) if m.count == 1 else DEGREES:
+        few = _too_few(m, tp)
+        for model in m.models:
+            options = (model, "--process-group", "--tp", str(tp), *(("--quick",) if m.quick else ()))
+            ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp))
+            if few is None:
+                yield Run(f"{model}, tp {tp}", (*ranks, "-m", "titanplans", "verify", *options), 15)
+        if few is not None:
+            yield Run(f"every plan, tp {tp}", skipped=few)
+
+
+PARTS: dict[str, Part] = {
+    part.__name__: part
+    for part in (tests, step, float8, async_tp, host_time, loss, tp_step, parallelize, weights, optimizers)
+} | {"checkpoints": checkpoints, "verify": verify}
+"""In the order in which they run: the longest is last."""
+
+
+def _benchmark(name: str, *options: str) -> Run:
+    missing = None if (ROOT / "benchmarks" / f"{name}.py").exists() else f"there is no benchmarks/{name}.py"
+    return Run(" ".join((name, *options)), ("-m", f"benchmarks.{name}", *options), 20, missing)
+
+
+def _steps(m: Machine, *variants: str) -> Iterator[Run]:
+    for tp in (1, *DEGREES):
+        command = ("-m", "benchmarks.step", "--variants", *variants, "--tp", str(tp))
+        small = m.sized("--models", "qwen3", "--rounds", "2")
+        yield Run(f"step, tp {tp}", (*command, *small), 45, _too_few(m, tp))
+
+
+def _too_few(m: Machine, ranks: int) -> str | None:
+    there = (
+        f"{m.count} GPU{'s' * (m.count > 1)}" if m.device == "cuda" else f"a dry run of {m.count} processes"
+    )
+    return None if ranks <= m.count else f"needs {ranks} GPUs, and there is {there}"
+
+
+class Result(NamedTuple):
+    """What became of a run."""
+
+    part: str
+    run: Run
+    outcome: str
+    """done, refused, failed, took too long, or skipped."""
+    seconds: float
+    text: str
+    """What it printed: its tables, its verdict, or its last lines."""
+
+
+def carry_out(part: str, run: Run, environment: dict[str, str]) -> Result:
+    """Do `run` in processes of its own, which are ended when their time is up."""
+    if run.skipped is not None:
+        return Result(part, run, "skipped", 0.0, run.skipped)
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            (sys.executable, *run.command),
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(run.minutes * 60)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:  # too long, or this process was told to end: its ranks, too
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().strip())
+    seconds = time.perf_counter() - begin
+    printed, said = texts
+    if status == 0:
+        return Result(part, run, "done", seconds, printed)
+    said = said.partition("failed (exitcode")[0]  # what torchrun adds
+    # titanplans' own refusals are one line.
+    refusal = re.search(r"^(?:\[rank0\]:)?error: .*", said, re.M)
+    if status is not None and refusal:
+        return Result(part, run, "refused", seconds, refusal[0])
+    last = "\n".join([*printed.splitlines()[-20:], *said.splitlines()[-20:]])
+    ended = f"took longer than {run.minutes:g} minutes" if status is None else f"failed, exit status {status}"
+    return Result(part, run, ended, seconds, last)
+
+
+def page(machine: Machine, results: list[Result]) -> str:
+    """Return what was found, as Markdown: the machine, one row a run, and what each printed."""
+    dry = machine.device == "cpu"
+    what = f"a dry run of `make gpu` on a CPU: {machine.name}" if dry else machine.name
+    lines = [
+        f"# {what}",
+        "",
+        f"`make gpu`, {date.today()}, {_commit()}; {', '.join(_versions(machine))}.",
+        "",
+    ]
+    if dry:
+        lines += [
+            "**Nothing here was run on a GPU.** Sizes are tiny; what is shown is that the parts run.",
+            "",
+        ]
+    lines += ["| part | run | outcome | minutes |", "|---|---|---|---:|"]
+    for one in results:
+        outcome = f"skipped: {one.text}" if one.outcome == "skipped" else one.outcome
+        lines.append(f"| {one.part} | {one.run.name} | {outcome} | {one.seconds / 60:.1f} |")
+    for part in dict.fromkeys(one.part for one in results):
+        ran = [one for one in results if one.part == part and one.outcome != "skipped"]
+        if not ran:
+            continue
+        lines += ["", f"## {part}", "", (PARTS[part].__doc__ or "").strip()]
+        for one in ran:
+            text = one.text
+            if part == "verify" and one.outcome == "done":
+                text = "\n".join(text.splitlines()[-1:])  # the verdict: the tables of 70 plans are pages
+            lines += ["", f"{one.run.name}: {one.outcome}", "", "```text", *text.splitlines(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _versions(machine: Machine) -> Iterator[str]:
+    import torch
+
+    for name in LIBRARIES:
+        try:
+            yield f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield f"no {name}"
+    if machine.device == "cuda":
+        yield f"CUDA {torch.version.cuda}"
+        yield f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[arg-type]
+        yield f"driver {_printed('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader', '-i', '0')}"
+    if machine.no_trainer is not None:
+        yield machine.no_trainer.partition(":")[0]
+
+
+def _commit() -> str:
+    return f"commit {_printed('git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD')}"
+
+
+def _printed(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return "unknown"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def machine_of(device: str, models: list[str] | None, quick: bool) -> Machine | None:
+    """Return this machine; None where `device` is cuda and there is none."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return None
+    from titanplans.cli.verify.subject import every_model
+    from titanplans.training.device import HostDevice, no_trainer
+
+    count = torch.cuda.device_count() if device == "cuda" else 2
+    name = torch.cuda.get_device_name() if device == "cuda" else HostDevice().get_device_name()
+    name += f", {count} GPUs" if device == "cuda" and count > 1 else ""
+    return Machine(device, name, count, no_trainer(), tuple(models or every_model()), quick)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts that the command line names; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS)
+    )
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="named models to prove; default: all")
+    parser.add_argument("--quick", action="store_true", help="prove each condition once")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run in tiny sizes"
+    )
+    parser.add_argument(
+        "--page", type=Path, help="default: docs/gpu/<device>.md, of a dry run outputs/gpu-day.md"
+    )
+    asked = parser.parse_args(argv)
+    machine = machine_of(asked.device, asked.models, asked.quick)
+    if machine is None:
+        print(
+            "error: torch sees no CUDA device here; --device cpu is a dry run of the same parts",
+            file=sys.stderr,
+        )
+        return 2
+    slug = re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-")
+    target = asked.page or ROOT / (
+        f"docs/gpu/{slug}.md" if machine.device == "cuda" else "outputs/gpu-day.md"
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if machine.device == "cpu" else {})
+    results: list[Result] = []
+    for part in asked.parts:
+        for run in PARTS[part](machine):
+            print(f"{part}: {run.name} ...", end=" ", flush=True)
+            results.append(carry_out(part, run, environment))
+            print(f"{results[-1].outcome}, {results[-1].seconds:.0f} s", flush=True)
+            target.write_text(page(machine, results))
+    print(f"written to {target}")
+    return int(any(one.outcome not in ("done", "refused", "skipped") for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
