@@ -99,11 +99,11 @@ def readings_of(module: nn.Module) -> dict[str, Reading]:
 
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the local tensor of a parameter, also of a hidden one: what this rank's part of the work needs."""
+    if not torch.compiler.is_compiling() and name in module.__dict__.get("_tp_known", ()):
+        return module.__dict__["_tp_known"][name]  # the block has read it
     param = module._parameters[name]
     if not on_tp_mesh(param):
         return param
-    if not torch.compiler.is_compiling() and (known := module.__dict__["_tp_known"].get(name)) is not None:
-        return known  # the block has read it
     reading: Reading = module.__dict__["_tp_readings"][name]
     sharded = cast("DTensor", param)
     return finish(read(sharded, reading.layout.gradient, reading.uneven, reading.handover), sharded, reading)
