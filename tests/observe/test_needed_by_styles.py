@@ -70,7 +70,9 @@ def test_styles_send_all_that_they_say_and_no_more(name):
         for part in communication.parts:
             for direction in ("forward", "backward"):
                 issued, needed = communication.of(part, direction), communication.needed(part, direction)
-                assert len(issued) == len(needed), (options, part, direction, communication.lines())
+                # Of the loss's, one stands for all three: other losses may send less in each.
+                expected = min(len(needed), 1) if part == "loss" else len(needed)
+                assert len(issued) == expected, (options, part, direction, communication.lines())
 
 
 @pytest.mark.exhaustive

@@ -4,15 +4,15 @@
     region      all-gather, reduce-scatter; the same             all-reduce; the same
     embedding   reduce-scatter or all-reduce; all-gather         all-reduce; none
     head        all-gather; reduce-scatter                       none; all-reduce
-    loss        three all-reduces; none                          the same
+    loss        all-gather, or three all-reduces; none           the same
 
 A block has one region for its mixer and one for its MLP, where it has them, and a plan may give it more. Regions and ends
-send batch x sequence x hidden, the loss batch x sequence (maximum, sum of exponentials, target's logit). With sequence
-parallelism: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2;
-without: Shoeybi et al. 2019, "Megatron-LM", section 3, which also has the loss. An embedding's sum may stay whole on every
-rank, an all-reduce of twice the bytes, for a model that draws conclusions from it: then the stream begins at the first
-block's entry, where the gradient is gathered, so that entry counts with the embedding. Without loss parallelism the head
-may gather the logits, once.
+send batch x sequence x hidden, the loss batch x sequence (maximum, sum of exponentials, target's logit), or in one gather
+twice that from each rank (logarithm of the sum, target's logit). With sequence parallelism: Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2; without: Shoeybi et al. 2019, "Megatron-LM",
+section 3, which also has the loss. An embedding's sum may stay whole on every rank, an all-reduce of twice the bytes, for a
+model that draws conclusions from it: then the stream begins at the first block's entry, where the gradient is gathered, so
+that entry counts with the embedding. Without loss parallelism the head may gather the logits, once.
 
 To these come what styles inside a region send (`Style.sends`): a norm over a split width one number a token, a sum inside
 the region the width of the sum; and the rows of a packed weight, which is stored by another dimension (`Layout.rows`).
@@ -160,7 +160,9 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
     for call in calls.get(decoder.head or "", ()):
         vocabulary = model.get_submodule(decoder.head or "")._parameters["weight"].shape[0]  # type: ignore[union-attr]
         if options.loss_parallel:
-            for _ in range(3):
+            # Two numbers a token and rank in one, as ours; or three of a number, as torch's and torchtitan's.
+            add("loss", Sent(("all_gather", "all_reduce"), (), 2 * degree * call.tokens))
+            for _ in range(2):
                 add("loss", Sent(("all_reduce",), (), call.tokens))
         else:
             add("head", Sent(("all_gather",), (), call.tokens * even(vocabulary, degree)))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanplans.tensor_parallel.collectives import collect, shard_size
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import read_inside, subclass
+from titanplans.tensor_parallel.loss.stand_in import StandIn
 from titanplans.tensor_parallel.sent import Call, Sent, entered, even
 from titanplans.tensor_parallel.stream import Border, Stream
 from titanplans.tensor_parallel.styles import Style, border_of, held
@@ -115,6 +116,8 @@ class VocabHead(Style):
         module.register_forward_hook(partial(self._logits, border, vocabulary))
 
     def _logits(self, border: Border, vocabulary, module, args, output: torch.Tensor) -> torch.Tensor:
+        if isinstance(output, StandIn):
+            return output
         if self.loss_parallel and not self.stream.whole_logits:
             return _shards_of(output, border.mesh, output.ndim - 1, vocabulary)
         return _gather_shards(output, border, output.ndim - 1, vocabulary)

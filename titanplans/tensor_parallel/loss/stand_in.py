@@ -1,0 +1,183 @@
+"""What a head returns where it has computed the loss: a tensor of the logits' shape without their numbers.
+
+It carries the loss, and takes its gradient back to the head, through whatever hooks (FSDP2's, DDP's) hang on what modules
+return. What the model's code does to its logits it can't do to them any more: the head has done it before, and here it is
+compared. Whatever else reads the logits is refused.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from titanplans.errors import ParallelError
+from titanplans.tensor_parallel.loss.shares import Objective
+from titanplans.torch_private import without_torch_function
+
+PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
+"""Logits on which two functions are the same if they are."""
+
+_ELEMENTWISE = frozenset(
+    (
+        "mul",
+        "div",
+        "true_divide",
+        "tanh",
+        "clamp",
+        "add",
+        "sub",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__add__",
+        "__sub__",
+    )
+)
+_CASTS = frozenset(("to", "float", "double", "bfloat16", "half", "contiguous", "type"))
+_ASKS = frozenset(
+    ("size", "dim", "numel", "stride", "is_floating_point", "register_hook", "is_contiguous", "__len__")
+)
+_FIELDS = frozenset(
+    (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "ndim",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "_base",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+    )
+)
+
+
+REMEDY = "switch the fused loss off (loss.fused = false)"
+
+
+class NotFused(ParallelError):
+    """A model, or what is done with its logits, for which the head can't compute the loss."""
+
+
+class Computed(NamedTuple):
+    """What a head has computed the loss of."""
+
+    labels: torch.Tensor
+    objective: Objective
+    after_head: Callable[[torch.Tensor], torch.Tensor] | None
+    """What the head has done to its logits on the model's behalf."""
+    probe: torch.Tensor = PROBE
+    """What the model's code has made of these logits since."""
+
+
+class StandIn(torch.Tensor):
+    """Stands in for logits [..., vocabulary]: `cross_entropy` of it and of the head's labels is the loss."""
+
+    of: "Computed"
+
+    def loss(self, labels: torch.Tensor, objective: Objective) -> torch.Tensor:
+        """Return the summed loss, a scalar.
+
+        Raises:
+            NotFused: see `check`.
+            ParallelError: the head was given other labels, or another objective.
+        """
+        self.check()
+        if labels is not self.of.labels and not _same(labels, self.of.labels):
+            raise ParallelError(
+                "labels other than those that the head was given, which has computed the loss: give cross_entropy the same"
+            )
+        if objective != self.of.objective:
+            raise ParallelError(
+                f"{objective} for cross_entropy, and the head computed the loss by {self.of.objective}: give both the same"
+            )
+        return self._collect()
+
+    def check(self) -> None:
+        """Check that the model's code has done to its logits what the head did on its behalf.
+
+        Raises:
+            NotFused: it has not.
+        """
+        after, probe = self.of.after_head, self.of.probe
+        expected = PROBE if after is None else after(PROBE)
+        if not torch.allclose(probe, expected, rtol=1e-6, atol=0):
+            at = int((probe - expected).abs().argmax())
+            raise NotFused(
+                f"behind its head the model makes {probe[at].item():.6g} of a logit of {PROBE[at].item():.6g}, and the "
+                f"head, which computes the loss, {expected[at].item():.6g}: its config says nothing of that; {REMEDY}"
+            )
+
+    def _collect(self) -> torch.Tensor:
+        with without_torch_function():
+            return cast(torch.Tensor, _Collect.apply(self))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        first = args[0] if args else None
+        with without_torch_function():
+            if name in _ASKS or name in _FIELDS:
+                return func(*args, **kwargs)
+            rest = (*args[1:], *kwargs.values())
+            if isinstance(first, StandIn) and not any(isinstance(x, torch.Tensor) for x in rest):
+                if name in _CASTS:
+                    return first
+                if name in _ELEMENTWISE:
+                    probe = func(first.of.probe, *args[1:], **kwargs)
+                    return stand_in(_Collect.apply(first), first.shape, first.of._replace(probe=probe))
+        raise NotFused(
+            f"{name} of logits that don't exist, since the head computes the loss chunk by chunk: leave them to "
+            f"cross_entropy, or {REMEDY}"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StandIn(for logits of shape {tuple(self.shape)})"
+
+    __str__ = __repr__
+    __format__ = cast(Any, lambda self, spec: repr(self))
+
+
+def stand_in(loss: torch.Tensor, shape: tuple[int, ...], computed: Computed) -> StandIn:
+    """Return what stands in for logits of `shape`, whose summed loss is the scalar `loss`."""
+    made = cast(StandIn, _Spread.apply(loss, shape))
+    made.of = computed
+    return made
+
+
+def _same(labels: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether these are the same labels, also in another view, without reading them."""
+    return labels.data_ptr() == others.data_ptr() and labels.numel() == others.numel()
+
+
+class _Spread(torch.autograd.Function):
+    """A scalar as a tensor of a shape, in no more memory, and no view, of which FSDP2 warns; its gradient comes repeated."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty_strided(shape, (0,) * len(shape), dtype=loss.dtype, device=loss.device)
+        made.as_strided((), ()).copy_(loss)
+        made.__class__ = StandIn  # as_subclass would make a view
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        return grad[(0,) * grad.ndim], None
+
+
+class _Collect(torch.autograd.Function):
+    """The scalar that was spread; the backward repeats its gradient, in no more memory."""
+
+    @staticmethod
+    def forward(ctx: Any, spread: torch.Tensor) -> torch.Tensor:
+        ctx.shape = spread.shape
+        return spread[(0,) * spread.ndim].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        return grad.expand(ctx.shape)
