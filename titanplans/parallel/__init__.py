@@ -31,7 +31,7 @@ from titanplans.parallel.optimizers import build_optimizers, group_parameters
 from titanplans.parallel.parallelize import parallelize
 from titanplans.parallel.process_group import Process, process_group
 from titanplans.tensor_parallel.gradients import align_gradients, clip_gradients, skip_nonfinite, total_norm
-from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
+from titanplans.tensor_parallel.loss import FusedLoss, count_tokens, cross_entropy
 
 __all__ = [
     "ActivationCheckpoint",
@@ -42,6 +42,7 @@ __all__ = [
     "Degrees",
     "FSDP2Config",
     "Float8",
+    "FusedLoss",
     "LoRA",
     "MegatronFSDPConfig",
     "Mesh",

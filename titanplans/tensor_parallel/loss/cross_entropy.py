@@ -65,10 +65,9 @@ def cross_entropy(
             share = share_of(logits.shape[-1], mesh, labels.device)
         logits = logits.to_local()
     flat, ids = logits.flatten(0, -2), labels.reshape(-1)
-    wide = torch.promote_types(flat.dtype, torch.float32)
     if share is not None:
-        return cast(torch.Tensor, _Sharded.apply(flat, ids, share, objective, wide)) / tokens
-    flat = flat.to(wide)
+        return cast(torch.Tensor, _Sharded.apply(flat, ids, share, objective)) / tokens
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     total = torch.nn.functional.cross_entropy(
         flat, ids, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
     )
@@ -90,41 +89,25 @@ def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     return count
 
 
-def refuse_second_derivative() -> None:
-    """Refuse to be differentiated again, in a backward.
-
-    Raises:
-        ParallelError: the backward is recorded.
-    """
-    if torch.is_grad_enabled():
-        raise ParallelError(
-            "the gradient of a cross entropy over logits that are sharded over the vocabulary can't be differentiated "
-            "again (create_graph = True): split the model with loss_parallel = False"
-        )
-
-
 class _Sharded(torch.autograd.Function):
-    """The sum of cross entropies of logits [tokens, share of the vocabulary], computed in the dtype `wide`."""
+    """The sum of cross entropies of logits [tokens, share of the vocabulary]."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        share: Share,
-        objective: Objective,
-        wide: torch.dtype,
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, share: Share, objective: Objective
     ) -> torch.Tensor:
         wanted = ctx.needs_input_grad[0]
-        own = logits.to(wide, copy=True)
-        loss, gradient = entropy_and_gradient(own, labels, share, objective, wanted)
-        ctx.dtype = logits.dtype
+        loss, gradient = entropy_and_gradient(logits.clone(), labels, share, objective, wanted)
         if wanted:
             ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            raise ParallelError(
+                "the gradient of a cross entropy over logits that are sharded over the vocabulary can't be differentiated "
+                "again (create_graph = True): split the model with loss_parallel = False"
+            )
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad).to(ctx.dtype), None, None, None, None
+        return (gradient * grad).to(gradient.dtype), None, None, None

@@ -131,22 +131,21 @@ class _Sums:
         """Add the loss of `rows` of the hidden states and its gradients."""
         hidden, settings = self.hidden[rows], self.settings
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        # In place of the logits, if these are as wide, but not where the gradient of what follows them reads them.
         given, after = logits, settings.after_head
         if after is not None:
             with torch.enable_grad():
                 given = logits.requires_grad_()
                 logits = after(given)
-        own = logits.detach().to(self.wide, copy=after is not None)
+        # They are overwritten, but not where the gradient of what follows the head reads them.
+        own = logits if after is None else logits.detach().clone()
         wanted = self.of_hidden or self.of_weight or self.of_bias
         loss, gradient = settings.compute(own, labels, settings.share, settings.objective, wanted)
         self.loss += loss
         if not wanted:
             return
         if after is not None:
-            (gradient,) = torch.autograd.grad(logits, given, gradient.to(logits.dtype))
+            (gradient,) = torch.autograd.grad(logits, given, gradient)
         del logits, given, own
-        gradient = gradient.to(hidden.dtype)
         if self.hidden_gradient is not None:
             torch.mm(gradient, self.weight, out=self.hidden_gradient[rows])
         if self.of_weight:

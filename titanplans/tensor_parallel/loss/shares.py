@@ -61,16 +61,17 @@ def share_of(vocabulary: int, mesh: DeviceMesh, device: torch.device) -> Share:
 def entropy_and_gradient(
     logits: torch.Tensor, labels: torch.Tensor, share: Share | None, objective: Objective, wanted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of some tokens, and its gradient with respect to `logits`, in their place.
+    """Return the summed loss of some tokens, float32 or wider, and its gradient with respect to `logits`, of their dtype.
 
     Args:
-        logits: [tokens, share of the vocabulary], float32 or wider; overwritten.
+        logits: [tokens, share of the vocabulary]; overwritten where they are float32 or wider.
         labels: [tokens], token ids; -100 where a token does not count.
         share: which part of the vocabulary; None for all of it.
         objective: what is added.
         wanted: the gradient is; else what is returned in its place means nothing.
     """
-    width = logits.shape[-1]
+    dtype, width = logits.dtype, logits.shape[-1]
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
     vocabulary = width if share is None else share.vocabulary
     counts = labels != IGNORED
     valid = ~counts | ((labels >= 0) & (labels < vocabulary))
@@ -102,7 +103,7 @@ def entropy_and_gradient(
             exponentials.scatter_add_(-1, index, (mine.to(logits.dtype) * (smooth - 1))[:, None])
         if smooth:
             exponentials.sub_((counts.to(logits.dtype) * (smooth / vocabulary))[:, None])
-    return loss, exponentials
+    return loss, exponentials.to(dtype) if wanted else exponentials
 
 
 def _over_ranks(

@@ -1,0 +1,196 @@
+"""The head and the loss of two tensor-parallel ranks over gloo: peak memory and processor time, forward and backward.
+
+    python benchmarks/loss.py [--rounds 3] [--tokens 2048] [--vocabulary 262144] [--hidden 640] [--dtype float32]
+
+Gemma 3's vocabulary and the width of its 270M. Variants take turns; each turn is two fresh processes that take two steps,
+of which the second is timed. Memory is the peak of a rank's resident pages, less what it had before the first step (weight
+and hidden states among that). Freed memory goes back to the system (`MALLOC_MMAP_THRESHOLD_`), so that a peak is one.
+The logits' gradient and the head's are compared with the first variant's, by their sums.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of hidden states and labels: the loss."""
+RANKS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=262144)
+    parser.add_argument("--hidden", type=int, default=640)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    args = parser.parse_args()
+    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    for _ in range(args.rounds):
+        for name in VARIANTS:
+            with tempfile.TemporaryDirectory() as folder:
+                mp.start_processes(_work, args=(name, args, folder), nprocs=RANKS, start_method="spawn")
+                found[name].append(torch.load(Path(folder) / "found.pt"))
+    _report(args, found)
+
+
+def _report(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -> None:
+    print(
+        f"\n{args.tokens} tokens, vocabulary {args.vocabulary}, hidden {args.hidden}, {args.dtype}, {RANKS} ranks, "
+        f"torch {torch.__version__}\n"
+    )
+    print(f"{'':40}{'peak, MB':>10}{'ratio':>8}{'time, s':>10}{'ratio':>8}{'loss':>12}{'gradients':>12}")
+    first: dict[str, float] = {}
+    for name, rounds in found.items():
+        middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        first = first or middle
+        print(
+            f"{name:40}{middle['memory'] / 1e6:10.0f}{middle['memory'] / first['memory']:8.2f}{middle['time']:10.2f}"
+            f"{middle['time'] / first['time']:8.2f}{middle['loss']:12.6f}{middle['gradients']:12.5f}"
+        )
+
+
+def _work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{folder}/store")
+    from titanplans.training.device import prepare_device
+
+    prepare_device()
+    torch.set_num_threads(1)
+    dtype = getattr(torch, args.dtype)
+    with torch.device("meta"):
+        model = Ends(args.hidden, args.vocabulary).to(dtype)
+    mesh = DeviceMesh("cpu", list(range(RANKS)), mesh_dim_names=("tp",))
+    step = VARIANTS[name](model, mesh)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    share = torch.randn(args.vocabulary // RANKS, args.hidden, generator=generator).mul_(0.02)
+    model.lm_head._parameters["weight"].data.to_local().copy_(share)  # type: ignore[union-attr]
+    del share
+    hidden = torch.randn(1, args.tokens, args.hidden, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(args.vocabulary, (1, args.tokens), generator=generator)
+    before, taken, loss = _peak(), 0.0, torch.zeros(())
+    for _ in range(2):
+        model.zero_grad()
+        hidden.grad = None
+        dist.barrier()
+        start = time.process_time()
+        loss = step(hidden, labels)
+        loss.backward()
+        taken = time.process_time() - start
+    gradient: Any = model.lm_head._parameters["weight"].grad  # type: ignore[union-attr]
+    assert hidden.grad is not None
+    size = gradient.to_local().abs().sum(dtype=torch.float64) + hidden.grad.abs().sum(dtype=torch.float64)
+    found = {"memory": _peak() - before, "time": taken, "loss": loss.item(), "gradients": size.item()}
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Ends(nn.Module):
+    """A model of nothing but its head: hidden states in, logits out."""
+
+    def __init__(self, hidden: int, vocabulary: int):
+        super().__init__()
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)
+
+
+def split(model: Ends, mesh: DeviceMesh) -> None:
+    """Shard the head as a plan does."""
+    from titanplans.tensor_parallel.local_parameters import ParameterMemo
+    from titanplans.tensor_parallel.stream import Border, Stream, keep_border
+    from titanplans.tensor_parallel.vocab import VocabHead
+
+    stream = Stream(False, 0)
+    style = VocabHead(stream=stream, loss_parallel=True)
+    layouts = {"weight": style.layout("weight", model.lm_head.weight)}
+    style.apply(model.lm_head, mesh, layouts, ParameterMemo())  # type: ignore[arg-type]
+    keep_border(model, Border(mesh, stream))
+
+
+def sharded(model: Ends, mesh: DeviceMesh) -> Step:
+    """Ours of sharded logits."""
+    from titanplans.parallel import cross_entropy
+
+    split(model, mesh)
+    return lambda hidden, labels: cross_entropy(model(hidden), labels, labels.numel())
+
+
+def fused(chunk: int, model: Ends, mesh: DeviceMesh) -> Step:
+    """Ours, fused with the head."""
+    from titanplans.parallel import FusedLoss, cross_entropy
+
+    split(model, mesh)
+    loss = FusedLoss(model, chunk_tokens=chunk)
+
+    def step(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with loss(labels):
+            logits = model(hidden)
+        return cross_entropy(logits, labels, labels.numel())
+
+    return step
+
+
+def torchtitans(model: Ends, mesh: DeviceMesh) -> Step:
+    """torchtitan's of sharded logits, by torch's style."""
+    from torchtitan.components.loss import cross_entropy_loss
+
+    _by_torch(model, mesh)
+    return lambda hidden, labels: cross_entropy_loss(model(hidden), labels) / labels.numel()
+
+
+def torchtitans_chunked(chunks: int, model: Ends, mesh: DeviceMesh) -> Step:
+    """torchtitan's, that calls the head and goes backward chunk by chunk."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    _by_torch(model, mesh)
+    loss = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=chunks))
+    loss.set_lm_head(model.lm_head)
+    return lambda hidden, labels: loss(hidden, labels, torch.tensor(labels.numel()))[0]
+
+
+def _by_torch(model: Ends, mesh: DeviceMesh) -> None:
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("partial_dtensor")
+    head = tp.ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+    tp.parallelize_module(model, mesh, {"lm_head": head})
+
+
+VARIANTS: dict[str, Callable[[Ends, DeviceMesh], Step]] = {
+    "sharded logits": sharded,
+    "sharded logits, torchtitan's": torchtitans,
+    "8 chunks, torchtitan's": partial(torchtitans_chunked, 8),
+    "fused, chunks of 1024": partial(fused, 1024),
+    "fused, chunks of 512": partial(fused, 512),
+    "fused, chunks of 256": partial(fused, 256),
+    "fused, chunks of 128": partial(fused, 128),
+}
+
+
+if __name__ == "__main__":
+    main()
