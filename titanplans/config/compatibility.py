@@ -89,6 +89,10 @@ def _compile(c: Any) -> Refusals:
         yield "options", "compile.mode and compile.options exclude each other: leave one of the two out"
 
 
+def _loss(c: Any) -> Refusals:
+    yield from _needs(c, "fused", (True, None), "chunk_tokens")
+
+
 OF_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
 OF_ADAM = ("beta1", "beta2", "eps")
 """Keys of [optimizer] and of its groups that one kind of optimizer reads."""
@@ -436,6 +440,7 @@ def _job_files(job: Any) -> Refusals:
 REFUSALS: dict[str, Callable[[Any], Refusals]] = {
     "ActivationCheckpoint": _activation_checkpoint,
     "Compile": _compile,
+    "Loss": _loss,
     "Optimizer": _optimizer,
     "OptimizerGroup": _optimizer_group,
     "Float8": _float8,

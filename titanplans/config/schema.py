@@ -11,6 +11,7 @@ import tomli_w
 from titanplans.config.options import Options, options_of, without_none
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.lora import LoRA
+from titanplans.config.sections.loss import Loss
 from titanplans.config.sections.model import Model, Training, Validation
 from titanplans.config.sections.optimization import LRScheduler, Optimizer
 from titanplans.config.sections.parallelism import DDP, ActivationCheckpoint, Compile, Parallelism
@@ -33,6 +34,7 @@ class JobConfig(Options):
     lora: LoRA = LoRA()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    loss: Loss = Loss()
     parallelism: Parallelism = Parallelism()
     ddp: DDP = DDP()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint(mode="selective")

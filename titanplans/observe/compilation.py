@@ -8,7 +8,7 @@ ran, and at each later frame whether what was made was found.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,7 +193,17 @@ def check_compiled(
             )
 
 
-def check_outside_blocks(record: CompileRecord, components: Sequence[str]) -> None:
+def outside_blocks(record: CompileRecord, blocks: Collection[str]) -> Compilation:
+    """Return what the compiler did outside of the model, and in it outside of `blocks`: the head may compute the loss."""
+    outside = Compilation()
+    for name, entry in record.by_module.items():
+        if name is None or not any(name == block or name.startswith(f"{block}.") for block in blocks):
+            outside.graphs += entry.graphs
+            outside.found += entry.found
+    return outside
+
+
+def check_outside_blocks(record: CompileRecord, components: Sequence[str], blocks: Collection[str]) -> None:
     """Refuse that the loss, or the optimizer's step, was to be compiled and ran eagerly, where that is certain.
 
     Which of the two a graph is of is not known; each is one graph at least.
@@ -201,11 +211,12 @@ def check_outside_blocks(record: CompileRecord, components: Sequence[str]) -> No
     Args:
         record: of the step.
         components: those of the two that were to be compiled.
+        blocks: the names of the model's.
 
     Raises:
         ParallelError: fewer graphs ran than there are such components.
     """
-    outside = record.by_module.get(None, Compilation())
+    outside = outside_blocks(record, blocks)
     if outside.graphs + outside.found < len(components):
         raise ParallelError(
             f"compile.components has {' and '.join(components)}, but outside the blocks {outside.graphs} graphs were made: "

@@ -25,6 +25,7 @@ from titanplans.observe.compilation import (
     check_compiled,
     check_outside_blocks,
     check_still_compiled,
+    outside_blocks,
     record_compilation,
 )
 from titanplans.observe.guard import Guard, reason
@@ -118,7 +119,8 @@ class ParallelismReport:
         if failure is None:
             if self._to_compile("model"):
                 check_compiled(self.blocks, self._towers, places, compilation)
-            check_outside_blocks(compilation, [n for n in ("loss", "optimizer") if self._to_compile(n)])
+            components = [n for n in ("loss", "optimizer") if self._to_compile(n)]
+            check_outside_blocks(compilation, components, self.blocks)
         self._fill(("graphs",), lambda: {"graphs": self._graphs(places, compilation)}, failure)
 
     def _to_compile(self, component: str) -> bool:
@@ -215,8 +217,7 @@ class ParallelismReport:
                     "left_eager": sorted({why for entry in made for why in entry.failures}),
                 }
             )
-        outside = record.by_module.get(None)
-        return {"blocks": tables, "outside_blocks": 0 if outside is None else outside.graphs}
+        return {"blocks": tables, "outside_blocks": outside_blocks(record, self.blocks).graphs}
 
     def _class(self, block: str) -> str:
         module = self.model.get_submodule(block)

@@ -63,7 +63,7 @@ def prove_case(
             applied = split(model, plan, options, world)
             if scenario.recomputed:
                 recompute(applied.decoder)
-            training = reference.training(model, ranked=world.ranked)
+            training = reference.training(model, ranked=world.ranked, fused=scenario.fused and world.ranked)
             comparison.run(training)
         except (PlanError, VerifyError):
             raise

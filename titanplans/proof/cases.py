@@ -10,7 +10,7 @@ from titanplans.proof.blame import Blame
 from titanplans.proof.case import prove_case
 from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
 from titanplans.proof.reference import Reference
-from titanplans.proof.refused import leave_out_what_is_refused
+from titanplans.proof.refused import leave_out_what_is_refused, not_fused
 from titanplans.proof.report import CaseResult, case_name
 from titanplans.proof.sample import Sampler, longest_block
 from titanplans.proof.tolerance import DRAWS, MORE_DRAWS
@@ -65,6 +65,8 @@ class Proof:
         if not blocks:
             self.unreached.append("recomputed blocks: no list of blocks was found")
         self.unreached += leave_out_what_is_refused(self.model, self.sampler)
+        if (unfused := not_fused(self.model, self.sampler)) is not None:
+            self.unreached.append(f"a loss that the head computes: {unfused}")
         if self.sampler.fixed:
             trained = (replace(plain, steps=(plain.steps[0] * 2,) * STEPS, evaluated=True),)
         else:
@@ -75,7 +77,7 @@ class Proof:
             )
             trained, dtypes = trained[:1], dtypes[:1]
         self.unreached += self._text_alone(trained)
-        return cover(accepted, trained, dtypes, recompute=blocks, quick=quick), trained
+        return cover(accepted, trained, dtypes, recompute=blocks, fuse=unfused is None, quick=quick), trained
 
     def _text_alone(self, trained: Sequence[Scenario]) -> Iterator[str]:
         return self.sampler.text_alone([batch for one in trained for step in one.steps for batch in step])
@@ -124,6 +126,8 @@ class Proof:
                 )
         if any(one.ranks == "simulated" and one.scenario.differing for one in results.values()):
             unreached.append("values that differ before the split: simulated ranks share the whole model")
+        if any(one.ranks == "simulated" and one.scenario.fused for one in results.values()):
+            unreached.append("a loss that the head computes: simulated ranks have no tensors of their own")
         # Of the plain scenario and the newest: what explained one failing case is tried on the next.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, beside=True))
         blame = Blame(

@@ -59,12 +59,15 @@ class Scenario:
     differing: bool = False
     """Before the split each rank but the first holds values of its own."""
 
+    fused: bool = False
+    """In the last step the head of the split model computes the loss, chunk by chunk; the whole model's is of its logits."""
+
     dtype: str = "float64"
 
     @property
     def whole(self) -> "Scenario":
         """What of it the whole model sees: scenarios that are equal here have one reference."""
-        return replace(self, recomputed=False, differing=False)
+        return replace(self, recomputed=False, differing=False, fused=False)
 
 
 PLAIN = Scenario()
@@ -121,6 +124,7 @@ def cover(
     dtypes: Sequence[str],
     *,
     recompute: bool = True,
+    fuse: bool = True,
     quick: bool = False,
 ) -> list[tuple[TPOptions, Scenario]]:
     """Return cases in which every choice of options of `grid` is proved, and every pair of conditions.
@@ -135,6 +139,7 @@ def cover(
         trained: trainings, as `trainings` makes them.
         dtypes: of weights and activations; the first is that of the proof.
         recompute: the model has blocks.
+        fuse: its head can compute the loss, which then every second case has it do: so no case is added for that.
         quick: every condition once, not every pair, and the smallest degree alone.
     """
     blocks = (False, True) if recompute else (False,)
@@ -159,8 +164,18 @@ def cover(
     while wanted - covered:
         chosen.append(pick(every))
     return [
-        (options, replace(trained[t], frozen=frozen, recomputed=again, differing=differing, dtype=dtype))
-        for options, dtype, t, frozen, again, differing in chosen
+        (
+            options,
+            replace(
+                trained[t],
+                frozen=frozen,
+                recomputed=again,
+                differing=differing,
+                fused=fuse and number % 2 == 0,
+                dtype=dtype,
+            ),
+        )
+        for number, (options, dtype, t, frozen, again, differing) in enumerate(chosen)
     ]
 
 
@@ -233,6 +248,7 @@ def words(scenario: Scenario, plain: Scenario) -> tuple[str, ...]:
             ("frozen", "frozen parameters"),
             ("recomputed", "recomputed blocks"),
             ("differing", "values that differ between the ranks before the split"),
+            ("fused", "a loss that the head computes"),
         )
         if getattr(scenario, name)
     ]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from titanplans.tensor_parallel.float8 import is_cast
+from titanplans.tensor_parallel.loss import StandIn
 
 
 class Recorder:
@@ -61,7 +62,7 @@ class Recorder:
     def _finished(self, name: str, output: Any) -> None:
         self.running.pop()
         tensor = _first_tensor(output)
-        if not name or tensor is None or not tensor.is_floating_point():
+        if not name or tensor is None or isinstance(tensor, StandIn) or not tensor.is_floating_point():
             return
         self._times[name] += 1
         key = name if self._times[name] == 1 else f"{name} (run {self._times[name]})"

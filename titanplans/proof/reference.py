@@ -121,14 +121,16 @@ class Reference:
         self.hidden = len(self.shown) < len({point for point, *_ in self.expected})
         self.noise = frozenset(key for key in self.expected if key[0] in self.shown and self._is_hidden(key))
 
-    def training(self, model: nn.Module, *, ranked: bool = True) -> Training:
+    def training(self, model: nn.Module, *, ranked: bool = True, fused: bool = False) -> Training:
         """Return the training of `model`, this one or a split one, that has not begun.
 
         Args:
             model: as `pristine`, or split.
             ranked: its code may ask which rank it is, as further losses do, to find which shard is theirs.
+            fused: its head computes the loss in the last step.
         """
-        return Training(model, self.script, self.losses if ranked else None, recording=self.recording)
+        losses = self.losses if ranked else None
+        return Training(model, self.script, losses, recording=self.recording, fused=fused)
 
     def _training(self, draw: int | None = None) -> Training:
         model = copy.deepcopy(self.pristine)

@@ -18,6 +18,7 @@ from titanplans.proof.raised import does_not_run, first_line, is_ours, raised_at
 from titanplans.proof.sample import Sampler, moved
 from titanplans.proof.script import one_more
 from titanplans.proof.training import FAILURES, call, evaluate, logits_of
+from titanplans.tensor_parallel.loss import FusedLoss, NotFused, cross_entropy
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """What code raises that does not take something. Anything else is a mistake, of the model's or of ours."""
@@ -52,6 +53,21 @@ def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
         left_out += [f"{words[padding]}: {reason}" for padding, reason in reasons.items()]
     sampler.caches = tuple(padding for padding in sampler.caches if padding not in reasons)
     return left_out
+
+
+def not_fused(model: nn.Module, sampler: Sampler) -> str | None:
+    """Return why the head of `model` can't compute its loss; None if it can."""
+    model = copy.deepcopy(model).train()
+    given = _moved(model, sampler.tokens(Batch(2, 4), 0))
+    try:
+        with torch.no_grad():
+            labels = torch.zeros(logits_of(call(model, given)).shape[:-1], dtype=torch.int64)
+            with FusedLoss(model)(labels):
+                logits = logits_of(call(model, given))
+        cross_entropy(logits, labels, 1)
+    except NotFused as error:
+        return str(error)
+    return None
 
 
 def _refusal(

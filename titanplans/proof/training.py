@@ -8,7 +8,7 @@ In the last step all forwards run before one backward of all losses, and what wa
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from titanplans.proof.sample import Sample
 from titanplans.proof.script import Script
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.gradients import align_gradients, total_norm
-from titanplans.tensor_parallel.loss import IGNORED, added_loss, cross_entropy
+from titanplans.tensor_parallel.loss import IGNORED, FusedLoss, StandIn, added_loss, cross_entropy
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What a model raises that does not run here, or is split wrongly: no driver, shapes that don't match, a parameter
@@ -45,6 +45,7 @@ class Training:
         script: what it is given.
         losses: further ones, compared where they leave the model, at its logits.
         recording: keep what each module gives.
+        fused: in the last step the head computes the loss.
 
     Attributes:
         records: of each micro batch and each forward, by the name of its point, if they are recorded.
@@ -59,7 +60,9 @@ class Training:
         losses: Mapping[str, Loss] | None = None,
         *,
         recording: bool = False,
+        fused: bool = False,
     ):
+        self._fused = FusedLoss(model) if fused else None
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
         self._point = "the first step"
         self.records: dict[str, Recorder] = {}
@@ -117,7 +120,8 @@ class Training:
         """Yield loss and logits of micro batches, by the names of their points, after one backward of all of them."""
         logits, losses = {}, {}
         for name, sample in batches.items():
-            with self._recorded(name):  # forwards alone: a block that is recomputed runs again
+            with self._recorded(name), self._fusing(name, sample.labels):
+                # Forwards alone are recorded: a block that is recomputed runs again.
                 output = call(self.model, sample.inputs)
             logits[name] = logits_of(output)
             losses[name] = loss_of(logits[name], sample.labels, tokens)
@@ -125,13 +129,24 @@ class Training:
                 losses[name] = losses[name] + added * ((sample.labels != IGNORED).sum() / tokens)
         torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():
+            found: dict[Key, torch.Tensor] = {("loss", ""): losses[name].detach()}
+            if isinstance(logits[name], StandIn):
+                yield name, found
+                continue
             left = logits[name].detach()
-            found: dict[Key, torch.Tensor] = {("loss", ""): losses[name].detach(), ("logits", ""): left}
+            found["logits", ""] = left
             # In the first step alone: they see nothing of the model.
             for other, function in self.losses.items() if name.startswith("step 1,") else ():
                 value, gradient = at_logits(left, sample.labels, tokens, function)
                 found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
             yield name, found
+
+    def _fusing(self, name: str, labels: torch.Tensor) -> AbstractContextManager[None]:
+        """Return the context in which the head computes the loss, in three chunks, at the point `name` if it is to."""
+        if self._fused is None or not name.startswith(f"step {len(self.script.steps)},"):
+            return nullcontext()
+        self._fused.chunk_tokens = max(1, -(labels.numel() // -3))
+        return self._fused(labels)
 
     def _evaluation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield the logits of a forward without a backward, in evaluation mode."""

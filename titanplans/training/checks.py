@@ -30,6 +30,7 @@ from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.optimizers import group_parameters
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
+from titanplans.tensor_parallel.loss import FusedLoss
 from titanplans.tensor_parallel.user_code import import_module
 from titanplans.torchrun import restarted
 from titanplans.training import documents, resolve
@@ -87,6 +88,8 @@ def check_job(job: JobConfig, world_size: int) -> None:
         )
     documents.check_documents(job, config)
     check_parallelism(job, model)
+    if job.loss.fused:
+        FusedLoss(model)
     group_parameters(model, job.optimizer)  # with its adapters
     check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:

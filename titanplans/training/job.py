@@ -80,7 +80,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         debug=DebugConfig(
             **vars(job.debug), print_config=job.job.print_config, save_config_file=job.job.save_config_file
         ),
-        loss=CrossEntropyLoss.Config(),
+        loss=CrossEntropyLoss.Config(**vars(job.loss)),
     )
 
 

@@ -109,14 +109,19 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> Part:
 
 
 def _logits(job: JobConfig, model: PreTrainedModel) -> Part:
-    """The logits of a batch, in the type that the layers compute in; loss parallel leaves them split."""
+    """The logits of a batch, or of a chunk, in the type that the layers compute in; loss parallel leaves them split."""
     p, t = job.parallelism, job.training
+    fused, most = job.loss.fused is not False, job.loss.chunk_tokens
     vocab_size = model.config.get_text_config().vocab_size
-    split = 1 if p.disable_loss_parallel else p.tensor_parallel_degree
+    split = 1 if p.disable_loss_parallel and not fused else p.tensor_parallel_degree
     size = 2 if "bfloat16" in (t.mixed_precision_param, t.dtype) else 4
     section, data = max(_data(job), key=lambda item: item[1].local_batch_size * item[1].seq_len)
+    tokens = data.local_batch_size * data.seq_len
+    if fused and tokens > most:
+        keys, what = f"loss.chunk_tokens = {most}", "the logits of a chunk"
+        return Part(most * vocab_size * size // split, keys, f"{what} over {vocab_size:,} tokens", "lower it")
     return Part(
-        data.local_batch_size * data.seq_len * vocab_size * size // split,
+        tokens * vocab_size * size // split,
         f"{section}.local_batch_size = {data.local_batch_size}, seq_len = {data.seq_len}",
         f"the logits of a batch over {vocab_size:,} tokens",
         "lower one of the two (gradient_accumulation_steps keeps the sequences of a step)",

@@ -23,7 +23,7 @@ from titanplans.errors import ModelError
 from titanplans.parallel import add_adapters, freeze, parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
-from titanplans.tensor_parallel.loss import added_loss
+from titanplans.tensor_parallel.loss import REMEDY, FusedLoss, NotFused, Objective, StandIn, added_loss
 from titanplans.training import documents
 
 
@@ -71,6 +71,14 @@ class LanguageModel(BaseModel):
     lm: PreTrainedModel
     added: torch.Tensor | None = None
     """What the newest forward adds to the loss: the balance of routers."""
+    fused: FusedLoss | None = None
+    """What computes the loss in the head, chunk by chunk; None: the forward gives logits."""
+    objective: Objective = Objective()
+    """What the fused loss adds to the cross entropy of a token in training."""
+    labels: torch.Tensor | None = None
+    """Of the next forward, for the fused loss: the trainer's and the validator's say them. Of others there are none."""
+    leave_logits: Callable[[NotFused], None] | None = None
+    """Told why the loss can't be fused after all; it may raise."""
     finish: Callable[[], None] | None = None
     """Called once the weights have values: applies DDP."""
 
@@ -89,12 +97,17 @@ class LanguageModel(BaseModel):
         `positions`, which count from the beginning of each document packed into a sequence, are dropped unless the model is
         to keep the documents apart: else attention and recurrent states run across their borders, and a token's position
         is its place in the sequence. By `cu_seqlens` the logits are `[1, B * L, V]`, in the same order.
+
+        Where the loss is fused and the labels are known, what stands in for the logits, which nothing but the loss reads.
         """
         inputs: dict[str, torch.Tensor] = {"input_ids": tokens_BL}
         if self._documents is not None:
             assert positions is not None
             inputs = documents.inputs(tokens_BL, positions, self._documents)
-        output = self.lm(**inputs, use_cache=False)
+        labels, self.labels = self.labels, None
+        output = self._fused(inputs, labels) if self.fused is not None and labels is not None else None
+        if output is None:
+            output = self.lm(**inputs, use_cache=False)
         self.added = added_loss(self.lm, output)
         if self.added is None and getattr(self.lm.config, "output_router_logits", False):
             raise ModelError(
@@ -102,6 +115,23 @@ class LanguageModel(BaseModel):
                 "leave it out"
             )
         return output.logits
+
+    def _fused(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
+        """Return the output of a forward whose head computes the loss; None if the model won't have it, now and later."""
+        assert self.fused is not None
+        objective = self.objective if self.training else Objective()
+        try:
+            with self.fused(labels, **objective._asdict()):
+                output = self.lm(**inputs, use_cache=False)
+            if not isinstance(output.logits, StandIn):
+                raise NotFused(f"{type(self.lm).__name__} returns other logits than its head: {REMEDY}")
+            output.logits.check()
+        except NotFused as error:
+            assert self.leave_logits is not None
+            self.leave_logits(error)
+            self.fused = None
+            return None
+        return output
 
     @torch.no_grad()
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:

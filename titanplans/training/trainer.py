@@ -74,7 +74,9 @@ class Trainer(torchtitan.trainer.Trainer):
         self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
         (part,) = self.model_parts
-        self.loss_fn.added = lambda: part.added  # pyrefly: ignore[missing-attribute]
+        loss: Any = self.loss_fn
+        loss.added = lambda: part.added
+        part.fused, part.objective, part.leave_logits = loss.fuse(part.lm), loss.objective, loss.leave
         asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
         self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self._finite = torch.ones((), dtype=torch.int32, device=self.device)
@@ -236,6 +238,13 @@ class Trainer(torchtitan.trainer.Trainer):
             loss = super().forward_backward_step(**batch)
         self._losses.append(loss.detach())
         return loss
+
+    def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
+        """torchtitan's, which also tells the model the labels of the forward that comes."""
+        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
+        part: Any = self.model_parts[0]
+        part.labels = labels
+        return inputs, labels, extra
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         lm: Any = self.model_parts[0].lm

@@ -46,3 +46,12 @@ class Validator(torchtitan.components.validate.Validator):
         with self.metrics_processor.paused(), whole:
             super().validate(model_parts, step)
         self._validated = step
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[torch.nn.Module]
+    ) -> Any:
+        """torchtitan's, which also tells the model the labels of the forward that comes."""
+        inputs, labels, extra = super().post_dataloading_process(input_dict, labels, model_parts)
+        part: Any = model_parts[0]
+        part.labels = labels
+        return inputs, labels, extra
