@@ -66,7 +66,9 @@ def cross_entropy(
         logits = logits.to_local()
     flat, ids = logits.flatten(0, -2), labels.reshape(-1)
     if share is not None:
-        return cast(torch.Tensor, _Sharded.apply(flat, ids, share, objective)) / tokens
+        return (
+            cast(torch.Tensor, _Sharded.apply(flat, ids, share, objective, torch.is_grad_enabled())) / tokens
+        )
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     total = torch.nn.functional.cross_entropy(
         flat, ids, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
@@ -94,9 +96,14 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, share: Share, objective: Objective
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        share: Share,
+        objective: Objective,
+        recorded: bool,
     ) -> torch.Tensor:
-        wanted = ctx.needs_input_grad[0]
+        wanted = recorded and ctx.needs_input_grad[0]
         loss, gradient = entropy_and_gradient(logits.clone(), labels, share, objective, wanted)
         if wanted:
             ctx.save_for_backward(gradient)
@@ -110,4 +117,4 @@ class _Sharded(torch.autograd.Function):
                 "again (create_graph = True): split the model with loss_parallel = False"
             )
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad).to(gradient.dtype), None, None, None
+        return (gradient * grad).to(gradient.dtype), None, None, None, None

@@ -61,7 +61,8 @@ def fused_cross_entropy(
         labels: [tokens], the next tokens; -100 where one does not count.
         settings: the rest.
     """
-    return _Fused.apply(hidden, weight, bias, labels, settings)  # type: ignore[return-value]
+    recorded = torch.is_grad_enabled()
+    return _Fused.apply(hidden, weight, bias, labels, settings, recorded)  # type: ignore[return-value]
 
 
 class _Fused(torch.autograd.Function):
@@ -73,9 +74,12 @@ class _Fused(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         settings: Settings,
+        recorded: bool,
     ) -> torch.Tensor:
+        # `needs_input_grad` says what a tensor is, not whether gradients are wanted.
+        needed = [recorded and needs for needs in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            sums = _Sums(hidden, weight, bias, settings, ctx.needs_input_grad[:3])
+            sums = _Sums(hidden, weight, bias, settings, needed)
             for rows in _chunks(len(labels), settings.chunk):
                 sums.add(rows, labels[rows])
             ctx.gradients = sums.gradients()
@@ -95,7 +99,7 @@ class _Fused(torch.autograd.Function):
             )
         # In place, and kept no longer: the head's is as large as the head.
         gradients, ctx.gradients = ctx.gradients, None
-        return *(g if g is None else g.mul_(grad) for g in gradients), None, None
+        return *(g if g is None else g.mul_(grad) for g in gradients), None, None, None
 
 
 def _chunks(tokens: int, most: int) -> Iterator[slice]:

@@ -144,6 +144,8 @@ def _refuse_head(head: nn.Module, name: str) -> None:
         raise NotFused(
             f"{name} is a {own.__name__}, which does more than multiply by its weight (float8, adapters): {REMEDY}"
         )
+    if more := head._parameters.keys() - {"weight", "bias"}:
+        raise NotFused(f"{name} has {' and '.join(sorted(more))} beside its weight (an adapter): {REMEDY}")
     weight = head._parameters["weight"]
     if weight is None or not weight.is_floating_point():
         raise NotFused(f"{name} keeps its weight in another form than numbers: {REMEDY}")

@@ -128,6 +128,8 @@ class StandIn(torch.Tensor):
             if isinstance(first, StandIn) and not any(isinstance(x, torch.Tensor) for x in rest):
                 if name in _CASTS:
                     return first
+                if name == "clone":  # DDP's, which looks for parameters that are not used
+                    return stand_in(_Collect.apply(first), first.shape, first.of)
                 if name in _ELEMENTWISE:
                     probe = func(first.of.probe, *args[1:], **kwargs)
                     return stand_in(_Collect.apply(first), first.shape, first.of._replace(probe=probe))
