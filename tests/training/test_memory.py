@@ -42,7 +42,7 @@ def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
     ("words", "begins", "of_it"),
     [
         (
-            ["--training.local_batch_size", "2147483648"],
+            ["--training.local_batch_size", "2147483648", "--loss.no-fused"],
             "training.local_batch_size = 2147483648, seq_len = 64: the job needs at least 1,129,198.",
             "1,125,899.9 GB of it for the logits of a batch over 4,096 tokens, and this machine has ",
         ),
@@ -67,6 +67,7 @@ def refusal(job, model, ranks: int = 1, device_type: str = "cpu") -> str:
                 "--validation.local_batch_size",
                 "2147483648",
                 "--training.disable_loss_parallel",
+                "--loss.no-fused",
             ],
             "validation.local_batch_size = 2147483648, seq_len = 64: the job needs at least ",
             "of it for the logits of a batch",
@@ -124,7 +125,9 @@ def test_parameters_gradients_and_moments_are_split_among_the_processes_that_sha
 
 
 def test_what_is_merely_large_is_told(job, model, monkeypatch, caplog):
-    wanted = job("--training.local_batch_size", "1024")  # logits of 1024 x 64 x 4096 in bfloat16: 0.54 GB
+    wanted = job(
+        "--training.local_batch_size", "1024", "--loss.no-fused"
+    )  # logits of 1024 x 64 x 4096 in bfloat16: 0.54 GB
     with caplog.at_level(logging.INFO):
         monkeypatch.setattr(memory, "memory", lambda device: 2 * GB)
         check_memory(wanted, model, 1, "cpu")
@@ -143,10 +146,10 @@ def test_a_gpu_is_asked_for_what_lies_on_it_and_the_host_for_the_rest(job, model
     """The GPU holds weights and logits, the host the batches of a step, of every process of this machine."""
     sizes = {"cuda": 0.5 * GB, "cpu": 100 * GB}
     monkeypatch.setattr(memory, "memory", lambda device: int(sizes[device.type]))
-    said = refusal(job("--training.local_batch_size", "1024"), model, 8, "cuda")
+    said = refusal(job("--training.local_batch_size", "1024", "--loss.no-fused"), model, 8, "cuda")
     assert "of memory in one process, 0.5 GB of it for the logits of a batch" in said
     assert "and each GPU has 0.5 GB" in said
-    check_memory(job("--training.local_batch_size", "512"), model, 8, "cuda")
+    check_memory(job("--training.local_batch_size", "512", "--loss.no-fused"), model, 8, "cuda")
     sizes["cpu"] = GB
     accumulated = job(
         "--training.gradient_accumulation_steps", "20000"

@@ -195,18 +195,26 @@ class ParallelManager:
         return count_tokens(labels, self.mesh.get_mesh("dp"))
 
     def cross_entropy(
-        self, logits: torch.Tensor, labels: torch.Tensor, tokens: int | torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        tokens: int | torch.Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> torch.Tensor:
         """Return this rank's part of the mean cross entropy over the whole batch; see `loss.cross_entropy`.
 
         Gradients are summed over ranks, so a loss is divided by the tokens of all of them, not of one's own.
 
         Args:
-            logits: [..., vocabulary], sharded over it or not.
+            logits: [..., vocabulary], sharded over it or not; or what a `FusedLoss` has put in their place.
             labels: [...], the next tokens; -100 where one does not count.
             tokens: `count_tokens` of the step's labels; None where these are all of them.
+            label_smoothing, z_loss: see `loss.cross_entropy`.
         """
-        return cross_entropy(logits, labels, self.count_tokens(labels) if tokens is None else tokens)
+        tokens = self.count_tokens(labels) if tokens is None else tokens
+        return cross_entropy(logits, labels, tokens, label_smoothing=label_smoothing, z_loss=z_loss)
 
     def parallelism_report(self) -> ParallelismReport:
         """Return the report on the model; its `measuring` adds what one step does."""
