@@ -30,8 +30,6 @@ FREE = {
     "scalar_tensor",  # of `torch.where(mask, x, 0)`: on the host
 }
 COLLECTIVES = ("_c10d_functional::", "c10d::")
-STAND_IN = "a stand-in"
-"""Place of what a stand-in for a kernel does. A kernel reads a tensor as it lies, so a stand-in's copies don't count."""
 
 
 @functools.cache
@@ -54,32 +52,33 @@ class Launches(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts: Counter[tuple[str, str | None]] = Counter()
-        self.nodes: dict[int, str | None] = {}
+        self.nodes: dict[int, tuple[str | None, bool]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # what DTensor runs on its local tensors comes here again
-        place = innermost()
+        place, in_stand_in = found = running()
         if not in_backward():
-            self.nodes[sequence_number() - 1] = place
+            self.nodes[sequence_number() - 1] = found
         elif place is None and (node := running_node()) is not None:
-            place = self.nodes.get(number_of_node(node))
-        if launches(func) and not (place == STAND_IN and func is torch.ops.aten.clone.default):
+            place, in_stand_in = self.nodes.get(number_of_node(node), found)
+        # A kernel reads a tensor as it lies, so a stand-in's copies don't count.
+        if launches(func) and not (in_stand_in and func is torch.ops.aten.clone.default):
             self.counts[schema(func).name, place] += 1
         return func(*args, **(kwargs or {}))
 
 
-def innermost() -> str | None:
-    """Return the innermost of our functions that runs, or `STAND_IN`."""
-    frame = sys._getframe(2)
+def running() -> tuple[str | None, bool]:
+    """Return the innermost of our functions that runs, and whether a stand-in for a kernel does."""
+    frame, place = sys._getframe(2), None
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(ROOT + "tensor_parallel/"):
-            return f"{file.rpartition('/')[2]} {frame.f_code.co_qualname}"
         if file.startswith(ROOT + "modeling/kernels/"):
-            return STAND_IN
+            return place, True
+        if place is None and file.startswith(ROOT + "tensor_parallel/"):
+            place = f"{file.rpartition('/')[2]} {frame.f_code.co_qualname}"
         frame = frame.f_back
-    return None
+    return place, False
 
 
 def step(model, inputs) -> None:

@@ -36,6 +36,7 @@ _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_siz
 _DENSE = _FLA | dict(head_dim=16)
 _NSA = _FLA | dict(num_hidden_layers=1, head_dim=4, block_size=4, block_counts=3, window_size=5)
 _YOCO = _FLA | dict(num_self_decoder_layers=1)
+_SLIDING_AND_FULL = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
 _EXPERTS = _FLA | dict(moe_intermediate_size=16, num_experts=4)
 _BALANCE = dict(output_router_logits=True, router_aux_loss_coef=0.1)
 _FALCON = dict(hidden_size=64, num_hidden_layers=2, ffn_hidden_size=48, vocab_size=96)
@@ -144,17 +145,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "gpt_oss": (_DENSE | _BALANCE | dict(num_key_value_heads=2, intermediate_size=16, sliding_window=6),),
     "llama4_text": (
         _DENSE
-        | dict(
-            intermediate_size=16, intermediate_size_mlp=48, attention_chunk_size=6, no_rope_layer_interval=2
-        ),
+        | dict(intermediate_size=16, intermediate_size_mlp=48, attention_chunk_size=6, no_rope_layers=[1, 0]),
     ),
     # Dense decoders of transformers
     "phi3": (_FLA | dict(num_key_value_heads=2, sliding_window=6), _FLA | dict(num_key_value_heads=8)),
     "glm4": (_DENSE | dict(num_key_value_heads=2),),
     "olmo2": (_FLA | dict(num_key_value_heads=2, attention_bias=True),),
-    "olmo3": (_FLA | dict(sliding_window=6),),
+    "olmo3": (_FLA | _SLIDING_AND_FULL,),
     "gemma2": (_DENSE | dict(sliding_window=6),),
-    "cohere2": (_FLA | dict(sliding_window=6),),
+    "cohere2": (_FLA | _SLIDING_AND_FULL,),
     "smollm3": (_FLA | dict(no_rope_layer_interval=2),),
     "granite": (_FLA | dict(mlp_bias=True),),
     "helium": (_FLA | dict(head_dim=8),),
