@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from titanplans import torch_private as private
 from titanplans.parallel import process_group
@@ -366,6 +366,22 @@ def check_groups_of_threads():
         assert pool.submit(look, mesh).result() == (False, True)
     assert dist.is_initialized()
     assert issubclass(private.threaded_groups.ProcessLocalGroup, dist.ProcessGroup)
+
+
+@needs(
+    "shared_shardings", without="each rank of a proof finds out again what DTensor does, a tenth of its time"
+)
+def check_shared_shardings():
+    mesh, other = (DeviceMesh("cpu", [0]) for _ in range(2))
+    private.know_by_thread(other)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    with private.shared_shardings():
+        assert "propagate_op_sharding_non_cached" in vars(propagator)
+        for one in (mesh, other):
+            tensor = DTensor.from_local(torch.ones(3, 5), one, [Replicate()])
+            assert (tensor + tensor).device_mesh is one
+            assert torch.equal((tensor + tensor).to_local(), torch.full((3, 5), 2.0))
+    assert "propagate_op_sharding_non_cached" not in vars(propagator)
 
 
 @needs("abort_process_group", without="after an exception a rank waits for others that will not come")

@@ -11,6 +11,7 @@ Everything but the Trainer runs on torch 2.11, too (docs/torch-2.11.md). What di
 that can be seen.
 """
 
+import copy
 import functools
 import inspect
 import os
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -274,6 +276,46 @@ def groups_of_threads() -> Iterator[None]:
         sys.excepthook = excepthook
         if barrier is not None:
             os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
+
+
+@contextmanager
+def shared_shardings() -> Iterator[None]:
+    """Let threads that are ranks share how DTensor shards an operator, which it finds out by thread, in milliseconds."""
+    propagator, known = DTensor._op_dispatcher.sharding_propagator, {}
+    find = propagator.propagate_op_sharding_non_cached
+
+    def without_mesh(value: Any, meshes: list[DeviceMesh]) -> Any:
+        if isinstance(value, DTensorSpec):
+            meshes.append(value.mesh)
+            return value.placements, value.shard_order, value.tensor_meta
+        if isinstance(value, list | tuple):
+            return tuple(without_mesh(one, meshes) for one in value)
+        return type(value), value
+
+    def on(mesh: DeviceMesh, spec: DTensorSpec) -> DTensorSpec:
+        there = copy.copy(spec)
+        there.mesh = mesh
+        return there
+
+    def shared(schema: Any) -> Any:
+        meshes: list[DeviceMesh] = []
+        args = without_mesh([schema.args_schema, [*schema.kwargs_schema.items()]], meshes)
+        if len({id(mesh) for mesh in meshes}) != 1 or meshes[0].ndim != 1:
+            return find(schema)
+        mesh, key = meshes[0], (schema.op, meshes[0].device_type, meshes[0].size(), args)
+        if (found := known.get(key)) is not None:
+            specs = tree_map_only(DTensorSpec, functools.partial(on, mesh), found.output_spec)
+            return replace(found, output_spec=specs)
+        found = find(schema)
+        if found.redistribute_schema is None:
+            known[key] = found
+        return found
+
+    propagator.propagate_op_sharding_non_cached = shared
+    try:
+        yield
+    finally:
+        del propagator.propagate_op_sharding_non_cached
 
 
 def know_by_thread(mesh: DeviceMesh) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.proof.meeting import Left, Meeting
 from titanplans.proof.simulate import refuse_a_rank
 from titanplans.proof.thread_groups import ThreadGroup, asking_noted
-from titanplans.torch_private import groups_of_threads, know_by_thread
+from titanplans.torch_private import groups_of_threads, know_by_thread, shared_shardings
 
 T = TypeVar("T")
 
@@ -75,6 +75,7 @@ class Pool:
     def __enter__(self) -> "Pool":
         refuse_a_rank()
         self._stack.enter_context(groups_of_threads())
+        self._stack.enter_context(shared_shardings())
         self._stack.enter_context(asking_noted())
         return self
 
