@@ -11,31 +11,16 @@ torch without it. The page is written anew after each run. Exit status: 0, 1 if 
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-LIBRARIES = (
-    "torch",
-    "triton",
-    "flash-linear-attention",
-    "transformers",
-    "torchao",
-    "torchtitan",
-    "flash-attn",
-)
+from benchmarks.gpu_runs import ROOT, Result, Run, carry_out, page
+
 DEGREES = (2, 4, 8)
 
 
@@ -56,17 +41,6 @@ class Machine(NamedTuple):
     def sized(self, *small: str) -> tuple[str, ...]:
         """Return `small`, a benchmark's options, in a dry run."""
         return small if self.device == "cpu" else ()
-
-
-class Run(NamedTuple):
-    """One process, or the ranks that torchrun starts."""
-
-    name: str
-    command: tuple[str, ...] = ()
-    """Python's arguments."""
-    minutes: float = 10
-    skipped: str | None = None
-    """Why it does not run here."""
 
 
 Part = Callable[[Machine], Iterator[Run]]
@@ -176,121 +150,6 @@ def _too_few(m: Machine, ranks: int) -> str | None:
     return None if ranks <= m.count else f"needs {ranks} GPUs, and there is {there}"
 
 
-class Result(NamedTuple):
-    """What became of a run."""
-
-    part: str
-    run: Run
-    outcome: str
-    """done, refused, failed, took too long, or skipped."""
-    seconds: float
-    text: str
-    """What it printed: its tables, its verdict, or its last lines."""
-
-
-def carry_out(part: str, run: Run, environment: dict[str, str]) -> Result:
-    """Do `run` in processes of its own, which are ended when their time is up."""
-    if run.skipped is not None:
-        return Result(part, run, "skipped", 0.0, run.skipped)
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            (sys.executable, *run.command),
-            cwd=ROOT,
-            env=environment,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        try:
-            status: int | None = process.wait(run.minutes * 60)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None:  # too long, or this process was told to end: its ranks, too
-                os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().strip())
-    seconds = time.perf_counter() - begin
-    printed, said = texts
-    if status == 0:
-        return Result(part, run, "done", seconds, printed)
-    said = said.partition("failed (exitcode")[0]  # what torchrun adds
-    # titanplans' own refusals are one line.
-    refusal = re.search(r"^(?:\[rank0\]:)?error: .*", said, re.M)
-    if status is not None and refusal:
-        return Result(part, run, "refused", seconds, refusal[0])
-    last = "\n".join([*printed.splitlines()[-20:], *said.splitlines()[-20:]])
-    ended = f"took longer than {run.minutes:g} minutes" if status is None else f"failed, exit status {status}"
-    return Result(part, run, ended, seconds, last)
-
-
-def page(machine: Machine, results: list[Result]) -> str:
-    """Return what was found, as Markdown: the machine, one row a run, and what each printed."""
-    dry = machine.device == "cpu"
-    what = f"a dry run of `make gpu` on a CPU: {machine.name}" if dry else machine.name
-    lines = [
-        f"# {what}",
-        "",
-        f"`make gpu`, {date.today()}, {_commit()}; {', '.join(_versions(machine))}.",
-        "",
-    ]
-    if dry:
-        lines += [
-            "**Nothing here was run on a GPU.** Sizes are tiny; what is shown is that the parts run.",
-            "",
-        ]
-    lines += ["| part | run | outcome | minutes |", "|---|---|---|---:|"]
-    for one in results:
-        outcome = f"skipped: {one.text}" if one.outcome == "skipped" else one.outcome
-        lines.append(f"| {one.part} | {one.run.name} | {outcome} | {one.seconds / 60:.1f} |")
-    for part in dict.fromkeys(one.part for one in results):
-        ran = [one for one in results if one.part == part and one.outcome != "skipped"]
-        if not ran:
-            continue
-        lines += ["", f"## {part}", "", (PARTS[part].__doc__ or "").strip()]
-        for one in ran:
-            text = one.text
-            if part == "verify" and one.outcome == "done":
-                text = "\n".join(text.splitlines()[-1:])  # the verdict: the tables of 70 plans are pages
-            lines += ["", f"{one.run.name}: {one.outcome}", "", "```text", *text.splitlines(), "```"]
-    return "\n".join(lines) + "\n"
-
-
-def _versions(machine: Machine) -> Iterator[str]:
-    import torch
-
-    for name in LIBRARIES:
-        try:
-            yield f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            yield f"no {name}"
-    if machine.device == "cuda":
-        yield f"CUDA {torch.version.cuda}"
-        yield f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[arg-type]
-        yield f"driver {_printed('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader', '-i', '0')}"
-    if machine.no_trainer is not None:
-        yield machine.no_trainer.partition(":")[0]
-
-
-def _commit() -> str:
-    return f"commit {_printed('git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD')}"
-
-
-def _printed(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        return "unknown"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
 def machine_of(device: str, models: list[str] | None, quick: bool) -> Machine | None:
     """Return this machine; None where `device` is cuda and there is none."""
     import torch
@@ -334,13 +193,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if machine.device == "cpu" else {})
+    about = {name: (part.__doc__ or "").strip() for name, part in PARTS.items()}
     results: list[Result] = []
     for part in asked.parts:
         for run in PARTS[part](machine):
             print(f"{part}: {run.name} ...", end=" ", flush=True)
             results.append(carry_out(part, run, environment))
             print(f"{results[-1].outcome}, {results[-1].seconds:.0f} s", flush=True)
-            target.write_text(page(machine, results))
+            target.write_text(page(machine.name, results, about, dry=machine.device == "cpu"))
     print(f"written to {target}")
     return int(any(one.outcome not in ("done", "refused", "skipped") for one in results))
 

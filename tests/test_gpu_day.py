@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_day
-from benchmarks.gpu_day import PARTS, Machine, Run, main
+from benchmarks.gpu_day import PARTS, Machine, main
+from benchmarks.gpu_runs import Run, carry_out
 
 ONE_GPU = Machine("cuda", "Some GPU", 1, None, ("gla", "qwen3"), quick=False)
 
@@ -102,7 +102,7 @@ def test_what_a_part_starts_ends_with_it(tmp_path):
     pid = tmp_path / "pid"
     child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    result = gpu_day.carry_out("odd", Run("parent", ("-c", code), 0.1), dict())
+    result = carry_out("odd", Run("parent", ("-c", code), 0.1), dict())
     assert result.outcome == "took longer than 0.1 minutes"
     for _ in range(100):
         if not _runs(int(pid.read_text())):

@@ -218,7 +218,7 @@ def check_specs():
 
 
 @needs(
-    "users",
+    *("users", "ENGINE_HOLDS"),
     without="two parameters whose gradient autograd has once share its memory, and clipping scales it twice",
 )
 def check_users():

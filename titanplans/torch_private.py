@@ -103,9 +103,13 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def users(tensor: torch.Tensor) -> int:
-    """Return how many hold `tensor`, autograd's engine among them."""
-    return tensor._use_count()  # pyrefly: ignore[missing-attribute]
+ENGINE_HOLDS = 1 if torch.__version__ >= "2.13" else 2
+"""How often autograd's engine holds the gradient that a backward is given."""
+
+
+def users(gradient: torch.Tensor) -> int:
+    """Return how many hold `gradient`, which the running backward was given, its engine counted as one."""
+    return gradient._use_count() - ENGINE_HOLDS + 1  # pyrefly: ignore[missing-attribute]
 
 
 def schema(operator: Any) -> Any:
@@ -263,10 +267,8 @@ def groups_of_threads() -> Iterator[None]:
     # to all others, also after that thread has ended. This one outlives the ranks.
     torch._C._ensureCUDADeviceGuardSet()
     world = threaded_groups._install_threaded_pg()
-    if not hasattr(
-        world, "comms"
-    ):  # torch 2.11, which then can't take a group down: nothing is ever in the list
-        world.comms = []
+    if not hasattr(world, "comms"):  # torch 2.11, which then takes no group down; nothing is ever in it
+        world.comms = []  # pyrefly: ignore[read-only]
     try:
         yield
     finally:
@@ -500,13 +502,13 @@ def dynamo_config() -> Any:
 
 def break_graphs_in_calls() -> None:
     """Let a graph that ends within a call go on there, which torch 2.11 does with the names of another module."""
-    if torch.__version__ >= (2, 13):
+    if torch.__version__ >= "2.13":
         dynamo_config().nested_graph_breaks = True
 
 
 def compiles_checkpoints() -> bool:
     """Whether dynamo takes a checkpoint around collectives that have a gradient into a graph; torch 2.11 fails at it."""
-    return torch.__version__ >= (2, 13)
+    return torch.__version__ >= "2.13"
 
 
 def functorch_config() -> Any:

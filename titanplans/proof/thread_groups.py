@@ -82,7 +82,7 @@ class ThreadGroup(threaded.ProcessLocalGroup):
     def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):  # type: ignore[override]
         return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
 
-    alltoall_base = all_to_all_single  # torch 2.11's name
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  torch 2.11's name
 
 
 def _running() -> Iterator[str]:

@@ -51,13 +51,11 @@ def prepare_device() -> str:
 
 def no_trainer() -> str | None:
     """Return why torchtitan's Trainer does not run here, or None. What needs no Trainer runs on torch 2.11, too."""
-    own = "or train by a loop of your own with titanplans.parallel, which needs neither"
-    if torch.__version__ < (2, 13):
-        return f"the Trainer, torchtitan's, needs torch 2.13, and this is torch {torch.__version__}: install that one, {own}"
+    own = "or train by a loop of your own with titanplans.parallel, which does without"
+    if torch.__version__ < "2.13":
+        return f"torchtitan's Trainer needs torch 2.13, and this is torch {torch.__version__}: install torch 2.13, {own}"
     if importlib.util.find_spec("torchtitan") is None:
-        return (
-            f"the Trainer is torchtitan's, which is not installed: pip install 'torchtitan>=0.3,<0.4', {own}"
-        )
+        return f"torchtitan's Trainer is not installed: pip install 'torchtitan>=0.3,<0.4', {own}"
     return None
 
 
