@@ -94,7 +94,7 @@ def test_a_quick_cover_has_each_condition_once():
 
 def test_every_condition_can_be_taken_away():
     for training in TRAINED:
-        scenario = Scenario(training.steps, True, True, True, True, "bfloat16")
+        scenario = Scenario(training.steps, True, True, True, True, True, "bfloat16")
         assert len(words(scenario, PLAIN)) > 10
         assert simpler(scenario, PLAIN, lambda _: True) == PLAIN
         assert simpler(scenario, PLAIN, lambda _: False) == scenario
@@ -119,7 +119,7 @@ def test_every_condition_can_be_taken_away():
     ],
 )
 def test_what_is_left_is_what_is_needed(needed, said):
-    scenario = Scenario(TRAINED[0].steps, True, True, True, True, "bfloat16")
+    scenario = Scenario(TRAINED[0].steps, True, True, True, True, True, "bfloat16")
     assert words(simpler(scenario, PLAIN, needed), PLAIN) == said
 
 

@@ -1,0 +1,86 @@
+"""The loss of a job: in the head where that can be, else of logits, and the log says why; what is added in training."""
+
+import logging
+
+import pytest
+import torch
+import zoo
+
+from titanplans.tensor_parallel.loss import NotFused, Objective, StandIn
+from titanplans.training.device import prepare_device
+
+prepare_device()
+
+from titanplans.training.loss import CrossEntropyLoss  # noqa: E402
+from titanplans.training.model import LanguageModel  # noqa: E402
+
+TOKENS = torch.arange(24).reshape(2, 12)
+LABELS = TOKENS.roll(-1, 1)
+
+
+def language_model(objective=Objective()) -> LanguageModel:  # noqa: B008
+    model = LanguageModel(LanguageModel.Config(hf_config=zoo.config("llama", options=False)))
+    model.to_empty(device="cpu")
+    model.init_states()
+    model.objective = objective
+    return model
+
+
+def losses(fused, model):
+    """The loss of a step, and that of a validation."""
+    loss = CrossEntropyLoss.Config(fused=fused, label_smoothing=0.2, z_loss=0.1).build()
+    model.fused, model.objective, model.leave_logits = loss.fuse(model.lm), loss.objective, loss.leave
+    found = []
+    for training, tokens in ((True, torch.tensor(24)), (False, None)):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            model.labels = LABELS
+            logits = model(TOKENS)
+            assert model.labels is None
+            found.append(loss(logits, LABELS, tokens)[0].detach())
+    return found, isinstance(logits, StandIn)
+
+
+def test_fused_and_of_logits_it_is_the_same_and_smoothed_in_training_alone():
+    model = language_model()
+    (trained, validated), stands_in = losses(None, model)
+    (other, wanted), logits = losses(False, model)
+    assert (stands_in, logits) == (True, False)
+    torch.testing.assert_close((trained, validated), (other, wanted), rtol=1e-6, atol=0)
+    model.train(False)
+    plain = torch.nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten(), reduction="sum")
+    torch.testing.assert_close(validated, plain.detach(), rtol=1e-6, atol=0)
+    assert trained > plain / 24 * 1.01
+
+
+def doubled(model):
+    def double(module, args, output):
+        output.logits = output.logits * 2
+        return output
+
+    model.lm.register_forward_hook(double)
+    return model
+
+
+def test_a_model_that_does_more_with_its_logits_gets_the_loss_of_these_and_the_log_says_so(caplog):
+    model = doubled(language_model())
+    with caplog.at_level(logging.INFO):
+        found, stands_in = losses(None, model)
+    assert not stands_in
+    assert model.fused is None
+    (said,) = (text for text in caplog.messages if "fused" in text)
+    assert said.startswith(
+        "the loss is computed from logits, not in the head (loss.fused is unset): behind its head "
+    )
+    wanted, _ = losses(False, model)
+    assert found == wanted
+
+
+def test_where_it_was_asked_for_that_is_an_error():
+    with pytest.raises(NotFused, match="behind its head the model makes -200 of a logit of -100"):
+        losses(True, doubled(language_model()))
+    model = language_model()
+    model.lm.lm_head = torch.nn.Sequential(model.lm.lm_head)
+    with pytest.raises(NotFused, match=r"is a Sequential, and no nn\.Linear"):
+        losses(True, model)
+    assert losses(None, model)[1] is False
