@@ -702,27 +702,50 @@ def check_compilations():
 
 
 @needs(
-    *("graph_pass", "last_passes", "set_last_passes"),
+    *("graph_pass", "own_passes", "set_own_passes", "FIRST_PASSES", "LAST_PASSES"),
     without="the collectives of compiled graphs are not seen, and none is fused",
 )
-def check_last_passes():
+def check_own_passes():
     class Pass(private.graph_pass()):
         def __call__(self, graph):
             seen.append(self)
 
         def uuid(self): ...
 
-    one, two, seen = Pass(), Pass(), []
-    for passes in ((), (one,), (one, two)):
-        private.set_last_passes(passes)
+    one, two, three, seen = Pass(), Pass(), Pass(), []
+    for first, last in (((), ()), ((), (one,)), ((three,), (one, two))):
+        private.set_own_passes(private.FIRST_PASSES, first)
+        private.set_own_passes(private.LAST_PASSES, last)
         try:
-            assert private.last_passes() == passes
+            assert private.own_passes(private.FIRST_PASSES) == first
+            assert private.own_passes(private.LAST_PASSES) == last
             torch.compiler.reset()
             seen.clear()
-            torch.compile(lambda x: x.sin() + 1)(torch.ones(len(passes) + 2))
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(len(last) + 2))
         finally:
-            private.set_last_passes(())
-        assert seen == list(passes)
+            private.set_own_passes(private.FIRST_PASSES, ())
+            private.set_own_passes(private.LAST_PASSES, ())
+        assert seen == [*first, *last]
+
+
+@needs("keep_order", "in_order", without="inductor may undo the order in which collectives are overlapped")
+def check_keep_order():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    before, after = (
+        graph.call_function(operator, (x,))
+        for operator in (torch.ops.aten.sin.default, torch.ops.aten.cos.default)
+    )
+    graph.output((before, after))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    nodes = list(module.graph.nodes)
+    private.keep_order(module.graph, {nodes[2]: [nodes[1]]})
+    module.recompile()
+    (_, first, _, second, _) = module.graph.nodes
+    assert first in second.all_input_nodes
+    assert private.in_order(second).target is torch.ops.aten.cos.default
+    assert private.in_order(first) is first
+    assert torch.equal(module(torch.ones(1))[1], torch.ones(1).cos())
 
 
 @needs("inductor_stages", without="async-tp can't decide without a GPU")

@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -584,17 +584,21 @@ def graph_pass() -> Any:
     return CustomGraphPass
 
 
-def last_passes() -> tuple[Any, ...]:
-    """Return the passes of one's own that inductor runs last over each graph."""
-    setting = inductor_config().post_grad_custom_post_pass
-    setting = getattr(setting, "one_after_the_other", setting)
-    if setting is None:
+FIRST_PASSES, LAST_PASSES = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
+"""Inductor's settings of passes of one's own over each graph, before and after its own."""
+
+
+def own_passes(setting: str) -> tuple[Any, ...]:
+    """Return the passes of one's own in a setting of inductor's."""
+    held = getattr(inductor_config(), setting)
+    held = getattr(held, "one_after_the_other", held)
+    if held is None:
         return ()
-    return tuple(setting) if isinstance(setting, list | tuple) else (setting,)
+    return tuple(held) if isinstance(held, list | tuple) else (held,)
 
 
-def set_last_passes(passes: Sequence[Any]) -> None:
-    """Let inductor run `passes`, one after the other, last over each graph."""
+def set_own_passes(setting: str, passes: Sequence[Any]) -> None:
+    """Let inductor run `passes`, one after the other, over each graph, when `setting` says."""
     from torch._inductor import custom_graph_pass
 
     class One(custom_graph_pass.CustomGraphPass):
@@ -608,15 +612,33 @@ def set_last_passes(passes: Sequence[Any]) -> None:
             return None  # inductor caches no graph
 
     takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 takes one
-    inductor_config().post_grad_custom_post_pass = (
-        (list(passes) if takes_several else One()) if passes else None
-    )
+    held = (list(passes) if takes_several else One()) if passes else None
+    setattr(inductor_config(), setting, held)
 
 
 def opaque_objects_weigh_nothing() -> dict[str, bool]:
     """Return the settings of AOTAutograd under which a device mesh in a graph counts as no saved memory."""
     name = "unsafe_treat_script_objects_as_zero_size"
     return {name: True} if hasattr(functorch_config(), name) else {}  # torch 2.11 has none in its graphs
+
+
+def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
+    """Let inductor run each node of `after` behind the nodes that it maps to, in whatever order it schedules the rest.
+
+    Such a node becomes a call of inductor's `control_deps`, which holds the operator; see `in_order`.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(before) for node, before in after.items()})
+
+
+def in_order(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node with the operator that `keep_order` has put into `node`; any other node itself."""
+    if getattr(node.target, "__name__", "") != "control_deps":
+        return node
+    held = getattr(node.graph.owning_module, node.args[1].target)  # pyrefly: ignore
+    return next(inner for inner in held.graph.nodes if inner.op == "call_function")
 
 
 def inductor_stages() -> SimpleNamespace:

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from titanplans import modeling
 from titanplans.modeling import kernels
@@ -21,7 +21,7 @@ from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel.stream import Border, Stream
-from titanplans.torch_private import last_passes
+from titanplans.torch_private import LAST_PASSES, own_passes
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
 WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes
@@ -46,7 +46,7 @@ def border(mesh):
         stream.length = TOKENS
         yield Border(mesh.get_mesh("tp"), stream)
         torch._dynamo.reset()
-        inductor.post_grad_custom_post_pass = None
+        inductor.post_grad_custom_pre_pass = inductor.post_grad_custom_post_pass = None
 
 
 def run(border):
@@ -76,7 +76,7 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
     assert install_record() is installed
     with recording_graphs() as record:
         run(border)
-    assert last_passes() == (own, installed)
+    assert own_passes(LAST_PASSES) == (own, installed)
     assert own.calls == len(record.graphs)
     assert record.graphs == installed.graphs
     assert [(g.backward, [c.operation for c in g.collectives]) for g in record.graphs] == [
@@ -91,11 +91,36 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
     with pytest.raises(ParallelError, match="none of 4 gathers and scatters in 2 compiled graphs was fused"):
         async_tp.check_fused(mesh)
     with caplog.at_level(logging.WARNING):
-        assert async_tp.check_fused(mesh, "warn") == (0, 4)
+        assert async_tp.check_fused(mesh, "warn") == (0, 0, 4)
     assert "titanplans async-tp says what is in the way" in caplog.text
     with recording_graphs() as record:
         run(border)  # the same again, after dynamo has forgotten it
     assert len(record.graphs) == 2, "no graph came unseen out of a compile cache"
+
+
+def gated(border, x, gate, up, down):
+    """An MLP of two products that read the same gathered sequence: the gradient of that is a sum."""
+    whole = border.enter(x)
+    return border.leave(((whole @ gate) * (whole @ up)) @ down)
+
+
+def test_inductor_keeps_products_between_a_scatter_and_its_wait(border):
+    """In the code that inductor writes; without the passes, the wait follows at once."""
+    between = []
+    for install in (lambda: None, async_tp.install_passes):
+        torch._dynamo.reset()
+        install()
+        x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
+        weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(3)]
+        compiled = torch.compile(gated, fullgraph=True)
+        with recording_graphs() as record:
+            _, (_, backward) = run_and_get_code(lambda: compiled(border, x, *weights).sum().backward())  # noqa: B023
+        body = backward[backward.rindex("def call(") :]
+        start = body.index("reduce_scatter_tensor.default(")
+        between.append(body[start : body.index("wait_tensor.default(", start)].count("mm("))
+        kinds = {(c.operation, c.phase): c.overlapped for c in record.collectives()}
+        assert kinds["reduce_scatter", "backward"] == bool(between[-1])
+    assert between == [0, 2]
 
 
 def test_a_loop_of_ones_own_is_checked_where_its_second_step_begins(border, mesh):

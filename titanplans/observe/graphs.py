@@ -1,4 +1,4 @@
-"""The collectives of inductor's finished graphs, and which of them were fused with matrix products.
+"""The collectives of inductor's finished graphs, and which of them were fused or overlapped with matrix products.
 
     with recording_graphs() as record:
         ...  # compile, run forward and backward
@@ -17,14 +17,16 @@ import torch
 import torch.fx
 
 from titanplans.errors import ParallelError
+from titanplans.observe.async_tp.chains import is_long, overlapped
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import Collective, describe, operation_of
 from titanplans.torch_private import (
+    LAST_PASSES,
     OpOverload,
     compile_id,
     graph_pass,
-    last_passes,
-    set_last_passes,
+    own_passes,
+    set_own_passes,
 )
 
 
@@ -50,7 +52,8 @@ def collectives_of(graph: torch.fx.Graph) -> tuple[Collective, ...]:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
             collective = describe(node.target, args, kwargs, node.meta.get("val"))
             assert collective is not None  # it has an operation
-            found.append(collective._replace(phase=phase))
+            meanwhile = not collective.fused and any(map(is_long, overlapped(node)))
+            found.append(collective._replace(phase=phase, overlapped=meanwhile))
     return tuple(found)
 
 
@@ -92,7 +95,7 @@ def install_record() -> GraphRecord:
 
 def installed_record() -> GraphRecord | None:
     """Return the record that is installed in this process."""
-    return next((p for p in last_passes() if isinstance(p, GraphRecord)), None)
+    return next((p for p in own_passes(LAST_PASSES) if isinstance(p, GraphRecord)), None)
 
 
 @contextmanager
@@ -105,17 +108,17 @@ def recording_graphs() -> Iterator[GraphRecord]:
     record = _append(GraphRecord())
     try:
         yield record
-        if record not in last_passes():
+        if record not in own_passes(LAST_PASSES):
             raise ParallelError(
                 "torch._inductor.config.post_grad_custom_post_pass was replaced while graphs were recorded, and some went "
                 "unseen: append to what is there, or set it before"
             )
     finally:
-        set_last_passes([p for p in last_passes() if p is not record])
+        set_own_passes(LAST_PASSES, [p for p in own_passes(LAST_PASSES) if p is not record])
 
 
 def _append(record: GraphRecord) -> GraphRecord:
-    set_last_passes([*last_passes(), record])
+    set_own_passes(LAST_PASSES, [*own_passes(LAST_PASSES), record])
     return record
 
 

@@ -73,6 +73,9 @@ class Collective(NamedTuple):
 
     phase: Phase = "forward"
 
+    overlapped: bool = False
+    """Of a compiled graph's: products stand between it and its wait, which need nothing of it."""
+
     @property
     def ranks(self) -> int:
         """How many ranks take part."""

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from titanplans.errors import VerifyError
 from titanplans.observe.async_tp.capture import Captured, capture, graph_breaks
 from titanplans.observe.async_tp.verdict import BEGINS, Verdict, verdicts
 from titanplans.parallel.compile import async_tp
-from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels, holds_fla
+from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
 from titanplans.parallel.float8 import keep_plain_between_graphs
 from titanplans.proof.simulate import fake_ranks
 from titanplans.tensor_parallel import apply_plan
@@ -29,6 +29,19 @@ from titanplans.torch_private import dynamo_errors
 
 _TOKENS = 128
 """In a sequence: more than the 64 up to which FLA's mixers take another kernel."""
+
+
+class Count(NamedTuple):
+    """Collectives by what became of them."""
+
+    fused: int
+    overlapped: int
+    total: int
+
+    @property
+    def hidden(self) -> int:
+        """How many are fused or overlapped."""
+        return self.fused + self.overlapped
 
 
 @dataclass(frozen=True)
@@ -44,10 +57,10 @@ class Blocks:
 
     collectives: tuple[Verdict, ...]
 
-    def count(self, *, backward: bool) -> tuple[int, int]:
-        """Return how many collectives are fused, of how many."""
+    def count(self, *, backward: bool) -> Count:
+        """Return how many collectives are fused and overlapped, of how many."""
         those = [v for v in self.collectives if v.backward == backward]
-        return sum(v.fused for v in those), len(those)
+        return Count(sum(v.fused for v in those), sum(v.hidden and not v.fused for v in those), len(those))
 
 
 @dataclass(frozen=True)
@@ -65,15 +78,16 @@ class Decision:
 
     seconds: float
 
-    def count(self, *, backward: bool) -> tuple[int, int]:
-        """Return how many collectives are fused, of how many, in one block of each kind together."""
+    def count(self, *, backward: bool) -> Count:
+        """Return how many collectives are fused and overlapped, of how many, in one block of each kind together."""
         counts = [blocks.count(backward=backward) for blocks in self.blocks]
-        return sum(fused for fused, _ in counts), sum(total for _, total in counts)
+        fused, overlapped, total = (sum(numbers) for numbers in zip(*counts, strict=True))
+        return Count(fused, overlapped, total)
 
     @property
     def complete(self) -> bool:
-        """Whether everything is fused that torch's pass has a form for."""
-        return all(v.fused or not v.possible for b in self.blocks for v in b.collectives)
+        """Whether everything is fused or overlapped, but for what no other graph could hide."""
+        return all(v.hidden or not v.possible for b in self.blocks for v in b.collectives)
 
 
 def decide(subject: Subject, request: Namespace, degree: int, progress: Callable[[str], None]) -> Decision:
@@ -106,9 +120,14 @@ def decide(subject: Subject, request: Namespace, degree: int, progress: Callable
         try:
             with graphs_end_as_on_a_gpu():
                 captured = capture(
-                    model, alike, partial(_step, model, inputs), mesh.get_group().group_name, _prepare_block
+                    model,
+                    alike,
+                    partial(_step, model, inputs),
+                    mesh.get_group().group_name,
+                    _prepare_block,
+                    async_tp.install_passes,
                 )
-        except dynamo_errors().TorchDynamoException as error:
+        except (dynamo_errors().TorchDynamoException, AssertionError) as error:  # dynamo's own assertions
             reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise VerifyError(
                 f"async-tp {request.subject}: the blocks can't be compiled as in training: {reason}; leave out what is "
@@ -179,8 +198,8 @@ def _alike(decoder: Decoder) -> dict[str, tuple[str, ...]]:
 
 
 def _prepare_block(block: nn.Module) -> bool:
-    """Let the graphs of a block of flash-linear-attention end at its kernels; return whether it is one graph."""
-    if several := holds_fla(block):
+    """Let the graphs of a block end at the kernels of flash-linear-attention; return whether it is one graph."""
+    if several := calls_kernels(block):
         end_graphs_at_kernels(block)
     return not several
 

@@ -1,10 +1,11 @@
-"""From the command line of `async-tp` to an exit status: 0 all that can be fused is, 1 not all."""
+"""From the command line of `async-tp` to an exit status: 0 all is hidden that can be, 1 not all."""
 
 import json
 import sys
 from argparse import Namespace
 from contextlib import redirect_stdout
 
+from titanplans.errors import UserError
 from titanplans.training.logs import init_logging
 
 
@@ -24,15 +25,22 @@ def main(request: Namespace) -> int:
     from titanplans.cli.verify.screen import progress
     from titanplans.cli.verify.subject import every_model, find_subject
 
-    decisions = []
+    decisions, failures = [], {}
     for name in every_model() if request.all else [request.subject or ""]:
-        subject = find_subject(name, request)
-        for degree in subject.degrees or (2,):
-            with redirect_stdout(sys.stderr), progress(name, shown=True) as show:
-                decisions.append(decide(subject, request, degree, show))
-            if not request.json:
-                print(text(decisions[-1]), end="\n\n", flush=True)
+        try:
+            subject = find_subject(name, request)
+            for degree in subject.degrees or (2,):
+                with redirect_stdout(sys.stderr), progress(name, shown=True) as show:
+                    decisions.append(decide(subject, request, degree, show))
+                if not request.json:
+                    print(text(decisions[-1]), end="\n\n", flush=True)
+        except UserError as error:
+            if not request.all:
+                raise
+            failures[name] = str(error)
+            print(f"error: {error}", file=sys.stderr)
     if request.json:
         found = [to_dict(decision) for decision in decisions]
-        print(json.dumps(found[0] if len(found) == 1 else {"decisions": found}))
-    return 0 if all(decision.complete for decision in decisions) else 1
+        several = {"decisions": found} | ({"errors": failures} if failures else {})
+        print(json.dumps(found[0] if len(found) == 1 and not request.all else several))
+    return 0 if not failures and all(decision.complete for decision in decisions) else 1

@@ -29,14 +29,17 @@ def text(decision: Decision) -> str:
 def verdict(decision: Decision) -> str:
     """Return the outcome on one line."""
     counts = ", ".join(
-        f"{direction} {fused} of {total}"
-        for direction, (fused, total) in (
+        f"{direction} {count.hidden} of {count.total}"
+        + (f" ({count.overlapped} overlapped)" if count.overlapped else "")
+        for direction, count in (
             ("forward", decision.count(backward=False)),
             ("backward", decision.count(backward=True)),
         )
     )
     words = (
-        "all that torch's pass supports is fused" if decision.complete else "NOT all is fused that could be"
+        "all that can be is fused or overlapped with products"
+        if decision.complete
+        else "NOT all is fused or overlapped that could be"
     )
     return f"{words}: {counts}; {decision.seconds:.1f} s"
 
@@ -46,8 +49,8 @@ def to_dict(decision: Decision) -> dict[str, Any]:
     return asdict(decision) | {
         "torch": torch.__version__,
         "complete": decision.complete,
-        "forward": dict(zip(("fused", "total"), decision.count(backward=False), strict=True)),
-        "backward": dict(zip(("fused", "total"), decision.count(backward=True), strict=True)),
+        "forward": decision.count(backward=False)._asdict(),
+        "backward": decision.count(backward=True)._asdict(),
         "seconds": round(decision.seconds, 2),
     }
 
@@ -72,4 +75,6 @@ def _outcome(verdict: Verdict) -> str:
     if verdict.fused:
         rest = f", {verdict.obstacle}" if verdict.obstacle else ""
         return f"fused with {', '.join(verdict.products) or 'its product'}{rest}"
+    if verdict.overlapped:
+        return f"overlapped with {', '.join(verdict.overlapped)}; not fused: {verdict.obstacle}"
     return f"{'not fused' if verdict.possible else 'not supported'}: {verdict.obstacle}"

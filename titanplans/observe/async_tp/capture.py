@@ -2,16 +2,18 @@
 
 The ranks do not exist (`titanplans.proof.simulate.fake_ranks`), the model is on the CPU. Each block is compiled by
 dynamo, AOTAutograd and inductor as in training, partitioner, decompositions and passes included, up to the point
-where inductor would write kernels: its pass that fuses runs on the graph, and zeros are returned in place of
-results, so that the backward is captured too. The pass asks for NCCL and for symmetric memory; for its duration it
-is told that both are there.
+where inductor would write kernels: its pass that fuses runs on the graph. In place of kernels the graph as it was
+before its passes runs on the CPU, so that the backward is captured too, and what stands between graphs gets values.
+The pass asks for NCCL and for symmetric memory; for its duration it is told that both are there.
 """
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,22 +21,27 @@ import torch.distributed as dist
 import torch.fx
 from torch import nn
 
-from titanplans.observe.async_tp.chains import adjacent, operation
+from titanplans.observe.async_tp.chains import adjacent, operation, overlapped
 from titanplans.observe.graphs import is_backward
+from titanplans.observe.operators import operation_of
 from titanplans.torch_private import (
     ASYNC_TP_SETTING,
+    FIRST_PASSES,
+    LAST_PASSES,
+    TorchDispatchMode,
     compiler_counters,
     dynamo_config,
     functorch_config,
     inductor_config,
     inductor_stages,
+    is_erased,
     pretend_symmetric_memory,
 )
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One graph of a block, after inductor's pass."""
+    """One graph of a block, after inductor's passes."""
 
     number: int
     """Forward and backward of the same code share it; in the order of the forward."""
@@ -46,6 +53,9 @@ class Captured:
     adjacent: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
     """The products that stood next to each gather and scatter before the pass, with nothing but a view between."""
 
+    overlapped: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
+    """The products that stand between each collective and its wait, after all passes."""
+
 
 def capture(
     model: nn.Module,
@@ -53,6 +63,7 @@ def capture(
     run: Callable[[], object],
     group: str,
     prepare: Callable[[nn.Module], bool] = lambda block: True,
+    install: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Captured]]:
     """Compile `blocks` of `model`, each by itself, and return their graphs in the order of capture.
 
@@ -62,9 +73,11 @@ def capture(
         run: runs forward and backward.
         group: name of the TP group.
         prepare: prepares a block for its compilation, and returns whether it is to be one graph.
+        install: adds hooks to inductor's; they are gone afterwards.
     """
     captured: dict[str, list[Captured]] = {name: [] for name in blocks}
     with _as_under_async_tp(group):
+        install()
         for name in blocks:
             block = model.get_submodule(name)
             # Blocks with different backends are compiled apart, also where their code is the same.
@@ -97,7 +110,7 @@ class _Capture:
         stages.view_to_reshape(module)  # as inductor does
         with torch.no_grad():
             fake = stages.fake_tensor_prop(module, list(inputs))
-        made = stages.make_boxed_func(_Zeros(module.graph))
+        made = stages.make_boxed_func(partial(_run_alone, copy.deepcopy(module)))
         # But for the scales of float8, which are reduced by minimum.
         collectives = tuple(
             node for node in module.graph.nodes if operation(node) is not None and node.args[1:2] != ("min",)
@@ -107,31 +120,30 @@ class _Capture:
             stages.post_grad_passes(module, is_inference=options.get("is_inference", False))
         number = options.get("graph_id") or 0
         backward = is_backward(module.graph)
-        self.captured.append(Captured(number, backward, collectives, products))
+        meanwhile = {node: overlapped(node) for node in collectives if not is_erased(node)}
+        self.captured.append(Captured(number, backward, collectives, products, meanwhile))
         return made
 
 
-class _Zeros:
-    """In place of a compiled graph: outputs as `graph` has them, of zeros, and inputs that it returns."""
-
-    def __init__(self, graph: torch.fx.Graph):
-        placeholders = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
-        (output,) = graph.find_nodes(op="output")
-        self.outputs = [
-            placeholders[out] if out in placeholders else out and out.meta["val"] for out in output.args[0]
-        ]
-
-    def __call__(self, *inputs: Any) -> list[Any]:
-        return [_made(output, inputs) for output in self.outputs]
+def _run_alone(module: torch.fx.GraphModule, *inputs: Any) -> Any:
+    with _Alone():
+        return module(*inputs)
 
 
-def _made(output: Any, inputs: Sequence[Any]) -> Any:
-    if isinstance(output, int):
-        return inputs[output]
-    if not isinstance(output, torch.Tensor):
-        return output
-    made = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=output.device)
-    return made.zero_()
+class _Alone(TorchDispatchMode):
+    """Collectives without other ranks: they hold what this one does, and add zeros to it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        issued = operation_of(func)
+        if issued == "all_gather":
+            tensor, ranks, _ = args
+            return torch.cat([tensor] * ranks)
+        if issued == "reduce_scatter":
+            tensor, _, ranks, _ = args
+            return tensor.chunk(ranks)[0].clone()
+        if issued == "all_to_all":
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -146,7 +158,9 @@ def _as_under_async_tp(group: str) -> Iterator[None]:
             )
         )
         stack.enter_context(functorch_config().patch(enable_autograd_cache=False))
-        stack.enter_context(inductor_config().patch({ASYNC_TP_SETTING: True, "fx_graph_cache": False}))
+        config = inductor_config()
+        hooks = {name: getattr(config, name) for name in (FIRST_PASSES, LAST_PASSES)}
+        stack.enter_context(config.patch({ASYNC_TP_SETTING: True, "fx_graph_cache": False, **hooks}))
         stack.enter_context(pretend_symmetric_memory(group))
         torch.compiler.reset()
         compiler_counters()["graph_break"].clear()

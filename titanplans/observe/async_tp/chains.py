@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch.fx
 
 from titanplans.observe.operators import operation_of
-from titanplans.torch_private import OpOverload, schema
+from titanplans.torch_private import OpOverload, in_order, schema
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 """Matrix products, in any form that a Linear takes."""
+
+LONG = (*PRODUCTS, "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward", "flex_attention")
+"""What takes long enough to hide a collective behind, beside attention: matrix products of any kind."""
 
 VIEWS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 
@@ -35,6 +38,7 @@ def operation(node: torch.fx.Node) -> str | None:
 
 def name_of(node: torch.fx.Node) -> str:
     """Return the name of a node's operator, without namespace and overload; of other nodes, what they are."""
+    node = in_order(node)
     if isinstance(node.target, OpOverload):
         return schema(node.target).name.partition("::")[2]
     return getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else node.op
@@ -51,7 +55,7 @@ def chains(collective: torch.fx.Node) -> list[Chain]:
     while waiting:
         chain = waiting.popleft()
         node = chain.product
-        if name_of(node) in PRODUCTS:
+        if is_long(node):
             found.append(chain)
         elif node.op == "call_function" and operation(node) is None:
             for other in node.users if gathers else node.all_input_nodes:
@@ -65,7 +69,31 @@ def adjacent(collective: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     """Return the products that read a gather's result, or whose result is scattered, with nothing but a view between."""
     if operation(collective) not in ("all_gather", "reduce_scatter"):
         return ()
-    return tuple(c.product for c in chains(collective) if all(name_of(step) in VIEWS for step in c.steps))
+    near = (c.product for c in chains(collective) if all(name_of(step) in VIEWS for step in c.steps))
+    return tuple(product for product in near if name_of(product) in PRODUCTS)
+
+
+def is_long(node: torch.fx.Node) -> bool:
+    """Whether a node multiplies matrices, and so takes long enough to hide a collective behind it."""
+    name = name_of(node)
+    return name in LONG or name.startswith(("_scaled_dot_product", "flex_attention"))
+
+
+def wait_of(start: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the node that waits for what `start` issues; None if it is another graph's."""
+    return next((user for user in start.users if name_of(user) == "wait_tensor"), None)
+
+
+def overlapped(start: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    """Return the products that stand between a collective and its wait, in order."""
+    if (wait := wait_of(start)) is None:
+        return ()
+    found, node = [], start.next
+    while node is not wait and node.op != "root":
+        if is_long(node) or name_of(node).startswith("fused_"):
+            found.append(node)
+        node = node.next
+    return tuple(found)
 
 
 def edge(collective: torch.fx.Node) -> torch.fx.Node:
@@ -81,12 +109,58 @@ def edge(collective: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
+def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return the nodes of which `node` is made, but for the graph's inputs."""
+    found: set[torch.fx.Node] = set()
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        other = waiting.pop()
+        if other not in found and other.op == "call_function":
+            found.add(other)
+            waiting += other.all_input_nodes
+    return found
+
+
+def descendants(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return the nodes that are made of `node`, the graph's output among them."""
+    found: set[torch.fx.Node] = set()
+    waiting = list(node.users)
+    while waiting:
+        other = waiting.pop()
+        if other not in found:
+            found.add(other)
+            waiting += other.users
+    return found
+
+
+def is_alone(start: torch.fx.Node) -> bool:
+    """Whether every product of its graph is needed for a collective, or needs it."""
+    bound = ancestors(start) | descendants(start)
+    return all(node in bound for node in start.graph.nodes if is_long(node))
+
+
+def nearest_products(start: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the nearest products of which the input of a collective is made."""
+    found, seen, waiting = [], set(), list(start.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_long(node):
+            found.append(node)
+        elif node.op == "call_function" and operation(node) is None:
+            waiting += node.all_input_nodes
+    return found
+
+
 def summed_products(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the products that `node` is a sum of, views and casts aside; itself if it is one."""
     name = name_of(node)
-    if name in ("add", "reshape", "view", "convert_element_type"):
+    if name in ("add", "sum", "reshape", "view", "convert_element_type"):
         return [product for part in node.all_input_nodes for product in summed_products(part)]
-    return [node] if name in PRODUCTS else []
+    addend = summed_products(node.all_input_nodes[0]) if name == "addmm" else []
+    return [*addend, node] if is_long(node) else []
 
 
 def _cats(piece: torch.fx.Node) -> Iterator[torch.fx.Node]:

@@ -1,4 +1,4 @@
-"""Of each collective of a captured block: with which products it was fused, or why not."""
+"""Of each collective of a captured block: with which products it was fused or is overlapped, or why neither."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,23 @@ from dataclasses import dataclass
 import torch.fx
 
 from titanplans.observe.async_tp.capture import Captured
-from titanplans.observe.async_tp.chains import PRODUCTS, chains, edge, name_of, operation, summed_products
+from titanplans.observe.async_tp.chains import (
+    chains,
+    edge,
+    is_alone,
+    is_long,
+    name_of,
+    nearest_products,
+    operation,
+    summed_products,
+)
 from titanplans.torch_private import is_erased
 
 BEGINS = "no product reads the gradient of what comes before the sharded stream"
 """What becomes of the backward's gather there."""
+
+FUSED = "a fused product"
+"""What a collective is overlapped with where nothing but another fused operator stands before its wait."""
 
 _MIRRORED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
@@ -23,18 +35,27 @@ class Verdict:
     backward: bool
 
     place: str
-    """Module within the block, and whether its region is entered ("in") or left ("out"); "" where the stream begins."""
+    """Module within the block, and whether its region is entered ("in") or left ("out"); "" where the stream begins. Of
+    other collectives, the module that issues them."""
 
     fused: bool
 
     products: tuple[str, ...]
     """Modules whose products it is fused with, or stands next to."""
 
+    overlapped: tuple[str, ...]
+    """Modules whose products run between it and its wait, where it is not fused."""
+
     obstacle: str
     """Why it is not fused, or which products next to it are not; "" for neither."""
 
     possible: bool
     """Whether it is fused, or would be in another graph; False: torch's pass does not support it."""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether products run meanwhile: it is fused with them, or overlapped."""
+        return self.fused or bool(self.overlapped)
 
 
 def verdicts(captured: Sequence[Captured], modules: Mapping[str, str]) -> list[Verdict]:
@@ -58,37 +79,55 @@ def verdicts(captured: Sequence[Captured], modules: Mapping[str, str]) -> list[V
             issued = str(operation(node))
             # A backward's collective mirrors a forward's, but for the gather of the gradient where the stream begins.
             of = next((v for v in forward if v.operation == _MIRRORED.get(issued, issued)), None)
-            if of is None:
-                found.append(Verdict(issued, True, "", False, (), BEGINS, False))
-            else:
+            if of is not None:
                 forward.remove(of)
-                found.append(_verdict(graph, node, of.place.rpartition(" ")[0], names))
+                region = of.place.rpartition(" ")[0]
+            elif issued == "all_gather":
+                found.append(
+                    Verdict(issued, True, "", False, (), names.meanwhile(graph, node), BEGINS, False)
+                )
+                continue
+            found.append(_verdict(graph, node, region, names))
     return found
 
 
 def _verdict(graph: Captured, node: torch.fx.Node, region: str, names: "_Names") -> Verdict:
     issued = str(operation(node))
-    place = f"{region} {'in' if (issued == 'all_gather') != graph.backward else 'out'}" if region else ""
+    if issued not in _MIRRORED:
+        place = names.module(node)
+    else:
+        if graph.backward and issued == "reduce_scatter":
+            # Regions that share a gather have a scatter each in the backward.
+            products = graph.adjacent[node] if is_erased(node) else nearest_products(node)
+            region = next(filter(None, (names.module(p).partition(".")[0] for p in products)), region)
+        place = f"{region} {'in' if (issued == 'all_gather') != graph.backward else 'out'}" if region else ""
     fused = names.of((p for p in graph.adjacent[node] if is_erased(p)), region)
     if is_erased(node):
         left = names.of((p for p in graph.adjacent[node] if not is_erased(p)), region)
         rest = f"not with {', '.join(left)}" if left else ""
-        return Verdict(issued, graph.backward, place, True, fused, rest, True)
+        return Verdict(issued, graph.backward, place, True, fused, (), rest, True)
+    meanwhile = names.meanwhile(graph, node, region)
     if fused:
         products, obstacle, possible = fused, "fused, but also issued separately for the backward", True
     else:
         products, obstacle, possible = _obstacle(node, names, region)
-    return Verdict(issued, graph.backward, place, False, products, obstacle, possible)
+    if not meanwhile:
+        alone = "every product of its graph is needed for it, or needs it"
+        obstacle += (
+            f"; not overlapped: {alone if is_alone(node) else 'independent products are beyond its region'}"
+        )
+    return Verdict(issued, graph.backward, place, False, products, meanwhile, obstacle, possible)
 
 
 def _obstacle(node: torch.fx.Node, names: "_Names", region: str) -> tuple[tuple[str, ...], str, bool]:
     """Return the products next to a collective, why it is not fused, and whether that could be otherwise."""
     issued = str(operation(node))
     if issued not in _MIRRORED:
-        return (), f"{issued.replace('_', '-')} is never fused", False
+        return (), f"{issued.replace('_', '-')}, which is never fused", False
     if issued == "reduce_scatter" and len(terms := summed_products(edge(node))) > 1:
         products = names.of(terms, region)
-        return products, f"a sum of {len(terms)} products ({', '.join(products)})", False
+        among = "" if len(products) == len(terms) else "among them "
+        return products, f"a sum of {len(terms)} products ({among}{', '.join(products)})", False
     if not (found := chains(node)):
         return (), "a graph break parts it from its product", True
     nearest = [chain for chain in found if len(chain.steps) == len(found[0].steps)]
@@ -114,8 +153,13 @@ class _Names:
 
     def of(self, nodes: Iterable[torch.fx.Node], region: str) -> tuple[str, ...]:
         """Return the modules of products, within their region, each once, in the block's order."""
-        those = {name for node in nodes if name_of(node) in PRODUCTS and (name := self.module(node))}
+        those = {name for node in nodes if is_long(node) and (name := self.module(node))}
         return tuple(name.removeprefix(f"{region}.") for name in self.modules.values() if name in those)
+
+    def meanwhile(self, graph: Captured, node: torch.fx.Node, region: str = "") -> tuple[str, ...]:
+        """Return the modules whose products stand between a collective and its wait."""
+        products = graph.overlapped[node]
+        return self.of(products, region) or ((FUSED,) if products else ())
 
     def step(self, node: torch.fx.Node) -> str:
         """Return a node's operator; what a norm consists of is the norm."""

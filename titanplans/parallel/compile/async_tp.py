@@ -2,7 +2,8 @@
 
 inductor's pass `micro_pipeline_tp` replaces an all-gather and the matrix products that read it, or a product and
 the reduce-scatter of it, by one operator that works in pieces, so that a piece is sent while another is
-multiplied. Where it finds no such pair it leaves the graph as it is and says nothing. So what was fused is
+multiplied. Where it finds no such pair it leaves the graph as it is and says nothing. `expose` lets it find more,
+and what it leaves `overlap` overlaps with products that do not wait for it. What was fused and overlapped is
 counted in the finished graphs (`titanplans.observe.graphs`), and nothing fused is an error. Which collectives
 of which model can be fused is decided without a GPU by `titanplans async-tp`.
 """
@@ -16,7 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.torch_private import ASYNC_TP_SETTING, enable_symmetric_memory, inductor_config
+from titanplans.parallel.compile.expose import Expose
+from titanplans.parallel.compile.overlap import Overlap
+from titanplans.torch_private import (
+    ASYNC_TP_SETTING,
+    FIRST_PASSES,
+    LAST_PASSES,
+    enable_symmetric_memory,
+    inductor_config,
+    own_passes,
+    set_own_passes,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +36,8 @@ class Fused(NamedTuple):
     """Gathers and scatters of the TP group in the compiled graphs, equal blocks counted once."""
 
     fused: int
+    overlapped: int
+    """Not fused, and independent products run meanwhile."""
     total: int
 
 
@@ -51,8 +64,22 @@ def enable(model: nn.Module, mesh: Any) -> None:
 
     enable_symmetric_memory(mesh.get_mesh("tp").get_group())
     setattr(inductor_config(), ASYNC_TP_SETTING, True)
+    install_passes()
     install_record()
     prepare(model)
+
+
+def install_passes() -> None:
+    """Let inductor's pass find more products, and overlap what it leaves; hooks of the user's own run before.
+
+    See `expose` and `overlap`. Records of finished graphs stay the last.
+    """
+    from titanplans.observe.graphs import GraphRecord
+
+    for setting, own in ((FIRST_PASSES, Expose), (LAST_PASSES, Overlap)):
+        hooks = [hook for hook in own_passes(setting) if not isinstance(hook, own)]
+        others = [hook for hook in hooks if not isinstance(hook, GraphRecord)]
+        set_own_passes(setting, [*others, own(), *hooks[len(others) :]])
 
 
 def prepare(model: nn.Module) -> None:
@@ -74,7 +101,7 @@ def prepare(model: nn.Module) -> None:
 
 
 def check_fused(mesh: Any, unfused: str = "error") -> Fused:
-    """Count what was fused in the graphs compiled so far; after the first forward and backward.
+    """Count what was fused and overlapped in the graphs compiled so far; after the first forward and backward.
 
     Args:
         mesh: a `Mesh`, or torchtitan's ParallelDims.
@@ -94,11 +121,14 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
         )
     group = tuple(dist.get_process_group_ranks(mesh.get_mesh("tp").get_group()))
     found = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
-    result = Fused(sum(c.fused for c in found), len(found))
+    result = Fused(sum(c.fused for c in found), sum(c.overlapped for c in found), len(found))
     if result.fused:
+        neither = result.total - result.fused - result.overlapped
+        rest = f"; {neither} neither, and titanplans async-tp says of each why" if neither else ""
         _log.info(
             f"Async TP: {result.fused} of {result.total} gathers and scatters in the compiled graphs are fused with matrix "
-            "products (equal blocks count once)"
+            f"products (equal blocks count once), {result.overlapped} more overlapped with products that are independent "
+            f"of them{rest}"
         )
         return result
     if (failure := record.guard.failure) is not None:

@@ -1,0 +1,113 @@
+"""What async tensor parallelism makes of a block's graphs: the same functions, in fused operators and another order.
+
+Each graph of a block is run before and after all passes on the same numbers, on a CPU: fused operators as torch's own
+functions for any device, collectives as `capture` runs them.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+import torch.distributed._symmetric_memory as symmetric
+import zoo
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from titanplans import apply_plan
+from titanplans.cli.async_tp.decide import _prepare_block
+from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
+from titanplans.observe.async_tp.capture import _Alone, capture
+from titanplans.observe.async_tp.chains import name_of, operation, overlapped, wait_of
+from titanplans.parallel.compile import async_tp
+from titanplans.proof.simulate import fake_ranks
+
+BLOCK = "model.layers.0"
+FUSED = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+class Hook(CustomGraphPass):
+    """Keeps a copy of each graph."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, graph):
+        self.kept.append(copy.deepcopy(graph.owning_module))
+
+    def uuid(self):
+        return None
+
+
+class Alone(_Alone):
+    """With the functions that torch has for devices without symmetric memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for name in FUSED:
+            if func is getattr(torch.ops.symm_mem, f"fused_{name}").default:
+                with self:
+                    return getattr(symmetric, f"_fused_{name}_fallback")(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def graphs(name):
+    """The graphs of a block, before the passes and after."""
+    # Recorded logits of routers end a graph.
+    experts = dict(output_router_logits=False, mlp_only_layers=[]) if name == "qwen2_moe" else {}
+    model = zoo.build(name, dtype=torch.float32, options=False, num_hidden_layers=1, **experts)
+    before, after = Hook(), Hook()
+
+    def install():
+        async_tp.install_passes()
+        inductor.post_grad_custom_pre_pass = [before, *inductor.post_grad_custom_pre_pass]
+        inductor.post_grad_custom_post_pass = [*inductor.post_grad_custom_post_pass, after]
+
+    with fake_ranks(2) as mesh, graphs_end_as_on_a_gpu():
+        apply_plan(model, mesh, loss_parallel=False)
+        async_tp.prepare(model)
+        # More than the 64 tokens up to which FLA's mixers take another kernel.
+        inputs = zoo.inputs(name, batch_size=1, seq_len=80)
+        capture(
+            model,
+            [BLOCK],
+            lambda: model(**inputs).logits.sum().backward(),
+            mesh.get_group().group_name,
+            _prepare_block,
+            install,
+        )
+        yield from zip(before.kept, after.kept, strict=True)
+
+
+def values(module):
+    """Numbers for the inputs of a graph: integers are places, of which the first is always there."""
+    generator = torch.Generator().manual_seed(0)
+    for node in module.graph.find_nodes(op="placeholder"):
+        fake = node.meta["val"]
+        if not isinstance(fake, torch.Tensor):
+            yield fake
+        elif fake.dtype.is_floating_point:
+            made = torch.randn(fake.shape, generator=generator).abs() + 0.1
+            yield torch.empty_strided(fake.shape, fake.stride()).copy_(made)
+        else:
+            yield torch.zeros(fake.shape, dtype=fake.dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gla", "qwen2_moe"])
+def test_fused_and_overlapped_graphs_compute_the_same(name):
+    names = []
+    for before, after in graphs(name):
+        inputs = list(values(before))
+        with _Alone():
+            expected = before(*inputs)
+        with Alone():
+            found = after(*inputs)
+        for ours, theirs in zip(found, expected, strict=True):
+            if isinstance(theirs, torch.Tensor):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+        names += [name_of(node) for node in after.graph.nodes]
+        for start in after.graph.nodes:
+            if operation(start) and name_of(start) == "reduce_scatter_tensor" and overlapped(start):
+                names.append("overlapped")
+                assert wait_of(start).target is torch.ops.higher_order.control_deps, (
+                    "and inductor keeps it so"
+                )
+    assert {"fused_all_gather_matmul", "fused_matmul_reduce_scatter", "overlapped"} <= set(names)
