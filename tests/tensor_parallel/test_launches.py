@@ -72,13 +72,13 @@ def biases(split: Split) -> int:
 def embedded(split: Split) -> int:
     calls = sum(n for (name, place), n in split.counts.items() if (name, place) == ("aten::embedding", ROWS))
     stops = any(getattr(module, "padding_idx", None) is not None for module in split.model.modules())
-    return (14 + 3 * stops) * calls
+    return (11 + 3 * stops) * calls
 
 
 RATIOS = ("norms.py _RootRatio.forward",)
 ROWS = "vocab.py _on_rows.<locals>.forward"
 EXTRAS = (
-    Extra("a loss over shards of the vocabulary, in operators of its own instead of four", lambda split: 30),
+    Extra("a loss over shards of the vocabulary, in operators of its own instead of four", lambda split: 43),
     Extra("an embedding's ids checked, and shifted to this rank's rows; others' rows set to zero", embedded),
     Extra("a norm over a width that ranks share: the ratio of two roots, forward and backward", norms),
     Extra("a bias behind a sum over the ranks, so not in one kernel with the product", biases),
