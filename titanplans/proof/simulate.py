@@ -49,8 +49,14 @@ class Simulated:
         `distribute_tensor` leaves a replica one plain tensor: an update in place would be done to it once for each
         rank, and ranks could never differ.
         """
-        for param in model.parameters():
-            if isinstance(param, DTensor) and not isinstance(local_tensor(param), LocalTensor):
+        for name, param in model.named_parameters():
+            local = local_tensor(param) if isinstance(param, DTensor) else param
+            if any(isinstance(size, torch.SymInt) for size in local.shape) and torch.__version__ < "2.13":
+                raise PlanError(
+                    f"{name} has shards of different sizes, which torch {torch.__version__} can't simulate: take threads "
+                    '(ranks="threads", --ranks threads), or torch 2.13'
+                )
+            if isinstance(param, DTensor) and not isinstance(local, LocalTensor):
                 copies = {rank: local_tensor(param).detach().clone() for rank in range(self.mesh.size())}
                 set_local_tensor(param, LocalTensor(copies))
 
