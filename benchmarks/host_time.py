@@ -36,7 +36,10 @@ LAYERS, BATCH, TOKENS = 24, 2, 16
 WORLD = 8
 WARM_UP = 3
 SOURCES = {
-    "parameters": ("titanplans/tensor_parallel/lo", "titanplans/tensor_parallel/nf4"),
+    "parameters": tuple(
+        f"titanplans/tensor_parallel/{name}"
+        for name in ("local_parameters", "local_weight", "handover", "block_parameters", "nf4")
+    ),
     "borders, hooks": ("titanplans/tensor_parallel/",),
     "DTensor": ("torch/distributed/tensor/",),
     "FSDP2": ("torch/distributed/fsdp/", "titanplans/parallel/"),

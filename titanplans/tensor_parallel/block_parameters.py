@@ -13,8 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.tensor_parallel.handover import is_plain, needs_gradient, read_all
-from titanplans.tensor_parallel.local_parameters import finish, is_exchanged, on_tp_mesh, readings_of
+from titanplans.tensor_parallel.handover import is_plain, read_all
+from titanplans.tensor_parallel.local_parameters import (
+    Reading,
+    finish,
+    is_exchanged,
+    on_tp_mesh,
+    readings_of,
+)
 from titanplans.torch_private import local_tensor
 
 Holders = list[tuple[nn.Module, tuple[str, ...]]]
@@ -39,15 +45,17 @@ def read_together(blocks: Iterable[nn.Module]) -> None:
 def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    found, params, specs = [], [], []
+    found: list[tuple[dict[str, torch.Tensor], str, Reading]] = []
+    params, specs = [], []
     for module, names in holders:
-        module.__dict__["_tp_known"] = {}
-        readings = readings_of(module)
+        readings, known = module.__dict__["_tp_readings"], module.__dict__["_tp_known"]
+        known.clear()  # an interrupt may have left something
+        parameters: Any = module._parameters
         for name in names:
-            param: Any = module._parameters[name]
-            if on_tp_mesh(param) and needs_gradient(param) and is_plain(local_tensor(param)):
+            param = parameters[name]
+            if on_tp_mesh(param) and param.requires_grad and is_plain(local_tensor(param)):
                 reading = readings[name]
-                found.append((module.__dict__["_tp_known"], name, reading))
+                found.append((known, name, reading))
                 params.append(param)
                 specs.append(reading.handover.spec(param, reading.layout.gradient))
     if params:
@@ -58,4 +66,4 @@ def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
 def _end(holders: Holders, block: nn.Module, args: Any, output: Any) -> None:
     if not torch.compiler.is_compiling():
         for module, _ in holders:
-            module.__dict__["_tp_known"] = {}
+            module.__dict__["_tp_known"].clear()
