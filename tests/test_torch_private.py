@@ -333,19 +333,21 @@ def check_resolve_process_group():
 
 
 @needs(
-    "group_all_gather",
-    "group_reduce_scatter",
+    "backend_of",
+    "backend_all_gather",
+    "backend_reduce_scatter",
     without="each border of a split model costs the host twice as much",
 )
-def check_group_collectives():
+def check_backends():
     # What they do over several ranks is in tensor_parallel/test_collectives.py.
-    x, group = torch.arange(4.0), dist.group.WORLD
+    x = torch.arange(4.0)
+    backend = private.backend_of(dist.group.WORLD.group_name, x.device)
     for call, options in (
-        (private.group_all_gather, dist.distributed_c10d.AllgatherOptions()),
-        (private.group_reduce_scatter, dist.ReduceScatterOptions()),
+        (private.backend_all_gather, dist.distributed_c10d.AllgatherOptions()),
+        (private.backend_reduce_scatter, dist.ReduceScatterOptions()),
     ):
         came = torch.empty(4)
-        call(group, came, x, options).wait()
+        call(backend, came, x, options).wait()
         assert torch.equal(came, x), call
 
 

@@ -211,14 +211,24 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 # Process groups
 
 
-def group_all_gather(group: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, options: Any) -> Any:
-    """Fill `whole` with the ranks' `x`, and return the work: the method, which had another name before torch 2.13."""
-    return (getattr(group, "all_gather_single", None) or group._allgather_base)(whole, x, options)
+def backend_of(group: str, device: torch.device) -> Any:
+    """Return what communicates between `device`s for the process group called `group`: NCCL's, gloo's, a fake one.
+
+    The group's own methods look it up, too, by an operator, which in a step takes longer than the call.
+    """
+    return resolve_process_group(group)._get_backend(device)  # pyrefly: ignore[bad-argument-type]
 
 
-def group_reduce_scatter(group: dist.ProcessGroup, mine: torch.Tensor, x: torch.Tensor, options: Any) -> Any:
-    """Fill `mine` with this rank's part of the sum of the ranks' `x`, and return the work: as `group_all_gather`."""
-    return (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(mine, x, options)
+def backend_all_gather(backend: Any, whole: torch.Tensor, x: torch.Tensor, options: Any) -> dist.Work | None:
+    """Fill `whole` with the ranks' `x`; return the work, which NCCL leaves out of a synchronous call."""
+    return backend._allgather_base(whole, x, options)
+
+
+def backend_reduce_scatter(
+    backend: Any, mine: torch.Tensor, x: torch.Tensor, options: Any
+) -> dist.Work | None:
+    """Fill `mine` with this rank's part of the sum of the ranks' `x`; return the work as `backend_all_gather`."""
+    return backend._reduce_scatter_base(mine, x, options)
 
 
 def group_device_types() -> list[str]:

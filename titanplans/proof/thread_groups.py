@@ -53,6 +53,10 @@ class ThreadGroup(threaded.ProcessLocalGroup):
             f"{called}{group}, in which other data-parallel ranks are, too: use the mesh's group, mesh.get_group()"
         )
 
+    def _get_backend(self, device):  # type: ignore[override]
+        """It has no other: it communicates itself."""
+        return self
+
     def barrier(self, opts=None):  # type: ignore[override]
         return self._meet(_Barrier(), (), None)
 
@@ -75,6 +79,16 @@ class ThreadGroup(threaded.ProcessLocalGroup):
 
     def reduce_scatter(self, outputs, inputs, opts):  # type: ignore[override]
         return self._meet(threaded.ReduceScatter(opts.reduceOp.op), outputs, (outputs, inputs))
+
+    def _allgather_base(self, output, input, opts=None):  # type: ignore[override]
+        return self.allgather([list(output.chunk(self.size()))], [input])
+
+    all_gather_single = _allgather_base  # type: ignore[assignment]  torch 2.13's name
+
+    def _reduce_scatter_base(self, output, input, opts):  # type: ignore[override]
+        return self.reduce_scatter([output], [list(input.chunk(self.size()))], opts)
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]  torch 2.13's name
 
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[override]
         return self._meet(threaded.AllToAll(), (), (outputs, inputs))

@@ -1,6 +1,7 @@
 """Collectives on plain local tensors, without gradients; those with gradients are in `collectives`.
 
-An eager step calls the process group itself, which costs the host half of what an operator does. A compiler, and a mode that
+An eager step calls the process group's backend itself, which costs the host less than half of what an operator does. The
+backend is looked up for each call, so that a new group after a restart is found. A compiler, and a mode that
 watches what is dispatched (a recorder, a selective checkpoint, simulated ranks, fake tensors), get torch's functional
 operators instead, which they know: the same collective on the same bytes. Either way the result is there on return, for the
 host, or on a GPU for its stream: a Triton kernel can't read a pending wrapper.
@@ -13,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.torch_private import (
+    backend_all_gather,
+    backend_of,
+    backend_reduce_scatter,
     dispatch_is_watched,
-    group_all_gather,
-    group_reduce_scatter,
-    resolve_process_group,
 )
 
 Group = tuple[str, int]
@@ -58,11 +59,6 @@ def _by_operators(x: torch.Tensor) -> bool:
     return type(x) not in _PLAIN or dispatch_is_watched() or x.is_complex()
 
 
-def _called(name: str) -> dist.ProcessGroup:
-    """Return the process group of this `name`: looked up for each call, so that a new one after a restart is found."""
-    return resolve_process_group(name)  # pyrefly: ignore[bad-argument-type]
-
-
 def _finish(work: dist.Work | None) -> None:
     """Wait for `work`. NCCL returns none: what follows on the stream is ordered already."""
     if work is not None:
@@ -80,10 +76,10 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group) -> torch.Te
     if shape[:dim].numel() == 1:  # the shards lie one behind the other already
         whole = x.new_empty((*shape[:dim], ranks * size, *shape[dim + 1 :]))
         stacked = whole.view(ranks * shape[0], *shape[1:]) if dim else whole
-        _finish(group_all_gather(_called(name), stacked, x.contiguous(), _ALL_GATHER))
+        _finish(backend_all_gather(backend_of(name, x.device), stacked, x.contiguous(), _ALL_GATHER))
         return whole if ranks * size == length else whole.narrow(dim, 0, length)
     stacked = x.new_empty((ranks * shape[0], *shape[1:]))
-    _finish(group_all_gather(_called(name), stacked, x.contiguous(), _ALL_GATHER))
+    _finish(backend_all_gather(backend_of(name, x.device), stacked, x.contiguous(), _ALL_GATHER))
     shards = list(stacked.chunk(ranks))
     if ranks * size != length:
         full, rest = divmod(length, size)
@@ -105,7 +101,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         # The ranks' shards, one behind the other; a view where they lie so already.
         x = x.view(*before, ranks, size, *behind).movedim(dim, 0).reshape(ranks * shape[0], *shape[1:])
     mine = x.new_empty(shape)
-    _finish(group_reduce_scatter(_called(name), mine, x.contiguous(), _REDUCE_SCATTER))
+    _finish(backend_reduce_scatter(backend_of(name, x.device), mine, x.contiguous(), _REDUCE_SCATTER))
     return mine
 
 
@@ -114,7 +110,7 @@ def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.T
     if _by_operators(x):
         return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), operation, group[0]))
     reduced = x.detach().clone(memory_format=torch.contiguous_format)
-    _finish(_called(group[0]).allreduce([reduced], _ALL_REDUCE[operation]))
+    _finish(backend_of(group[0], x.device).allreduce([reduced], _ALL_REDUCE[operation]))
     return reduced
 
 
@@ -124,7 +120,7 @@ def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
     if _by_operators(x):
         return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), [1] * ranks, [1] * ranks, name))
     came = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _finish(_called(name).alltoall_base(came, x.contiguous(), [], [], _ALL_TO_ALL))
+    _finish(backend_of(name, x.device).alltoall_base(came, x.contiguous(), [], [], _ALL_TO_ALL))
     return came
 
 
