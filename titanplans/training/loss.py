@@ -40,7 +40,7 @@ class CrossEntropyLoss(titan.BaseLoss):
         """What [loss] says, whose `build` makes this class."""
 
         fused: bool | None = None
-        chunk_tokens: int = 1024
+        chunk_tokens: int = 512
         label_smoothing: float = 0.0
         z_loss: float = 0.0
 

@@ -15,7 +15,7 @@ class Loss(Options):
     """Compute it in the head, a chunk of tokens at a time, so that the logits of a chunk alone exist; unset: unless the head
     is no plain Linear (float8, adapters), or the model does more with its logits than its config says."""
 
-    chunk_tokens: PositiveInt = 1024
+    chunk_tokens: PositiveInt = 512
     """Tokens of a chunk of the fused loss."""
 
     label_smoothing: FractionBelowOne = 0.0

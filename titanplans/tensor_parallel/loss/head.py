@@ -31,7 +31,7 @@ from titanplans.tensor_parallel.loss.shares import (
 from titanplans.tensor_parallel.loss.stand_in import REMEDY, Computed, NotFused, StandIn, stand_in
 from titanplans.tensor_parallel.stream import border_of_model
 
-CHUNK = 1024
+CHUNK = 512
 """Tokens of a chunk where nobody says: docs/loss.md has what was measured."""
 
 
