@@ -158,8 +158,10 @@ def cover(
         covered.update(parts(best))
         return best
 
-    fixed = [] if quick else grid
+    # Degree by degree of one choice of options first, which takes a case less than in the order of the grid.
+    fixed = [] if quick else sorted(grid, key=lambda o: (o.loss_parallel, o.sequence_parallel, o.degree))
     chosen = [pick([(options, dtypes[0], *state) for state in states]) for options in fixed]
+    chosen.sort(key=lambda row: grid.index(row[0]))
     wanted = set().union(*map(parts, every))
     while wanted - covered:
         chosen.append(pick(every))
