@@ -173,12 +173,22 @@ def cover(
                 frozen=frozen,
                 recomputed=again,
                 differing=differing,
-                fused=fuse and number % 2 == 0,
+                fused=fuse and (_apart(options, grid) if number < len(fixed) else number) % 2 == 0,
                 dtype=dtype,
             ),
         )
         for number, (options, dtype, t, frozen, again, differing) in enumerate(chosen)
     ]
+
+
+def _apart(options: TPOptions, grid: Sequence[TPOptions]) -> int:
+    """Return how far `options` are from the first of `grid`: those an even number away hold each degree and each choice."""
+    first, degrees = grid[0], list(dict.fromkeys(one.degree for one in grid))
+    others = (
+        options.loss_parallel != first.loss_parallel,
+        options.sequence_parallel != first.sequence_parallel,
+    )
+    return degrees.index(options.degree) + sum(others)
 
 
 def _single(row: tuple) -> set[Any]:
