@@ -132,14 +132,14 @@ def _delay(
 
 
 def _sources(product: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return what a product reads of the graph's own, before it was laid out for it."""
+    """Return what a product reads, before it was laid out for it."""
 
     def source(node: torch.fx.Node) -> torch.fx.Node:
         while name_of(node) in _LAYOUTS:
             node = node.all_input_nodes[0]
         return node
 
-    return {made for node in product.all_input_nodes if (made := source(node)).op == "call_function"}
+    return {source(node) for node in product.all_input_nodes}
 
 
 def _order(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
