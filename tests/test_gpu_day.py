@@ -53,7 +53,7 @@ def test_two_gpus_prove_over_two():
 
 def test_without_the_trainer_its_parts_are_skipped_by_name():
     machine = ONE_GPU._replace(no_trainer="the Trainer, torchtitan's, needs torch 2.13")
-    for part in ("tp_step", "checkpoints"):
+    for part in ("loss", "tp_step", "checkpoints"):
         assert [run.skipped for run in PARTS[part](machine)] == [machine.no_trainer]
 
 
