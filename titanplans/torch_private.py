@@ -323,7 +323,7 @@ def shared_shardings() -> Iterator[None]:
             known[key] = found
         return found
 
-    propagator.propagate_op_sharding_non_cached = shared
+    propagator.propagate_op_sharding_non_cached = shared  # type: ignore[assignment]
     try:
         yield
     finally:

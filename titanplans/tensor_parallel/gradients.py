@@ -121,8 +121,9 @@ def align_gradients(parameters: Parameters) -> None:
     tensor-parallel region still has one partial sum a rank after the backward. A gradient on another
     mesh than its parameter's stays there, and is reduced. Collective.
     """
-    held = [param for param in _listed(parameters) if isinstance(param.grad, DTensor)]
-    for param, grad in zip(held, summed([param.grad for param in held]), strict=True):
+    held = [(param, param.grad) for param in _listed(parameters) if isinstance(param.grad, DTensor)]
+    for (param, _), grad in zip(held, summed([grad for _, grad in held]), strict=True):
+        assert isinstance(grad, DTensor)
         if isinstance(param, DTensor) and param.device_mesh == grad.device_mesh:
             placements = tuple(param.placements)
         else:

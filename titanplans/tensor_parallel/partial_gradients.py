@@ -25,7 +25,8 @@ def summed(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     Collective: every rank calls it with gradients of the same parameters in the same order.
     """
-    found, alike = list(grads), dict[tuple[DeviceMesh, torch.dtype, torch.device], list[int]]()
+    found = list(grads)
+    alike: dict[tuple[DeviceMesh, torch.dtype, torch.device], list[tuple[int, DTensor]]] = {}
     for at, grad in enumerate(grads):
         if (
             not isinstance(grad, DTensor)
@@ -35,15 +36,14 @@ def summed(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             continue
         local = local_tensor(grad)
         if local.is_contiguous() and not _is_large(local):
-            alike.setdefault((grad.device_mesh, local.dtype, local.device), []).append(at)
+            alike.setdefault((grad.device_mesh, local.dtype, local.device), []).append((at, grad))
         else:
             found[at] = grad.redistribute(placements=(Replicate(),))
     for (mesh, _, _), places in alike.items():
-        locals_ = [local_tensor(found[at]) for at in places]
-        flat = all_reduce(torch.cat([local.view(-1) for local in locals_]), group_of(mesh))
-        parts = flat.split([local.numel() for local in locals_])
-        for at, part, local in zip(places, parts, locals_, strict=True):
-            found[at] = with_spec(part.view(local.shape), spec_as(spec_of(found[at]), Replicate()))
+        flat = torch.cat([local_tensor(grad).view(-1) for _, grad in places])
+        parts = all_reduce(flat, group_of(mesh)).split([local_tensor(grad).numel() for _, grad in places])
+        for (at, grad), part in zip(places, parts, strict=True):
+            found[at] = with_spec(part.view(grad.shape), spec_as(spec_of(grad), Replicate()))
     return found
 
 
