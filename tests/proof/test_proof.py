@@ -166,7 +166,7 @@ def test_a_model_that_does_not_run():
         def forward(self, input_ids):
             raise RuntimeError("0 active drivers\nmore")
 
-    place = r"\(test_proof:\d+, in step 1, batch 1\)"
+    place = r"\(test_proof:\d+, in its first forward\)"
     refused(
         f"unsplit, does not run on cpu: RuntimeError: 0 active drivers {place}; .*ranks='process_group'",
         Needs,

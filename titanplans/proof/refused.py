@@ -56,7 +56,11 @@ def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
 
 
 def not_fused(model: nn.Module, sampler: Sampler) -> str | None:
-    """Return why the head of `model` can't compute its loss; None if it can."""
+    """Return why the head of `model` can't compute its loss; None if it can.
+
+    Raises:
+        PlanError: the model does not run.
+    """
     model = copy.deepcopy(model).train()
     given = _moved(model, sampler.tokens(Batch(2, 4), 0))
     try:
@@ -67,6 +71,8 @@ def not_fused(model: nn.Module, sampler: Sampler) -> str | None:
         cross_entropy(logits, labels, 1)
     except NotFused as error:
         return str(error)
+    except FAILURES as error:
+        raise does_not_run(model, error, "in its first forward") from error
     return None
 
 
