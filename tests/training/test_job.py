@@ -38,6 +38,7 @@ ANOTHER = {
     "training.chat.train_on": "last",
     "training.chat.chat_template_kwargs": {"mood": "glad"},
     "training.chat.truncation": "left",
+    "loss.fused": True,
     "parallelism.tensor_parallel_degree": 2,
     "parallelism.data_parallel_replicate_degree": 2,
     "parallelism.data_parallel_shard_degree": 4,

@@ -53,7 +53,7 @@ def counted(folder: Path, dump: str, *options: str):
 
 
 def poisoned(folder: Path, dump: str, *options: str, gradient: bool = False):
-    """Make the logits of rank 1, or their gradient, NaN in step 3; return losses, steps that changed nothing, the log."""
+    """Make what the head of rank 1 gets, or its gradient, NaN in step 3; return losses, steps that changed nothing, the log."""
     import torch
 
     states, log = [], []
@@ -63,15 +63,15 @@ def poisoned(folder: Path, dump: str, *options: str, gradient: bool = False):
     logger.setLevel(logging.INFO)
 
     def prepare(trainer):
-        def poison(module, args, logits):
+        def poison(module, args):
+            (hidden,) = args
             if trainer.step != 3 or torch.distributed.get_rank() != 1:
-                return logits
+                return
             if not gradient:
-                return logits * float("nan")
-            logits.register_hook(lambda grad: grad * float("nan"))
-            return logits
+                return hidden * float("nan")
+            hidden.register_hook(lambda grad: grad * float("nan"))
 
-        trainer.model_parts[0].lm.lm_head.register_forward_hook(poison)
+        trainer.model_parts[0].lm.lm_head.register_forward_pre_hook(poison)
         *_, last = trainer.optimizers
 
         def note(*args):
