@@ -27,7 +27,7 @@ from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import CONVERTERS, PENDING
 from titanplans.config.values import in_toml
-from titanplans.training import lock, rank
+from titanplans.training import launch, lock, rank
 
 GLA = {"model_type": "gla", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 4096}
 JOB = """
@@ -65,7 +65,8 @@ def folder(tmp_path, tmp_path_factory, monkeypatch):
     for library in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
-    monkeypatch.setattr(rank, "run_rank", lambda job: 0)
+    for module in (rank, launch):
+        monkeypatch.setattr(module, "run_rank", lambda job: 0)
     monkeypatch.setattr(lock, "locked", lambda job: contextlib.nullcontext())  # what runs makes its folders
     monkeypatch.chdir(tmp_path)
     for name in TORCHRUN:
