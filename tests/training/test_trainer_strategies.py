@@ -53,7 +53,7 @@ def counted(folder: Path, dump: str, *options: str):
 
 
 def poisoned(folder: Path, dump: str, *options: str, gradient: bool = False):
-    """Make what the head of rank 1 gets, or its gradient, NaN in step 3; return losses, steps that changed nothing, the log."""
+    """Make what the head of rank 1 gets, or its gradient, NaN in step 3; return losses, idle steps, the log."""
     import torch
 
     states, log = [], []
