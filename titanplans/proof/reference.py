@@ -99,7 +99,7 @@ class Reference:
         self._changes = dict.fromkeys(self.expected, 0.0)
         self.draws = 0
         # A recorded one explains a case that is wrong already.
-        self.draw(tolerance.FIRST_DRAWS if self.bound.exact and not self.recording else tolerance.DRAWS)
+        self.draw(tolerance.DRAWS if self.recording else tolerance.FIRST_DRAWS)
 
     def draw(self, number: int) -> None:
         """Measure the units again, by as many perturbed trainings in all.

@@ -43,7 +43,7 @@ def write_script(
         # A batch like one before, padded or packed in another way: a mask that is kept by its shape is another's.
         again = next((batch for batch in reversed(first) if batch.padding or batch.documents), first[0])
         evaluated = moved(sampler.tokens(again, number + 1), device, dtype)
-    if scenario.evaluated and sampler.caches:
+    if scenario.cached and sampler.caches:
         # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
         wanted = "left" if any(batch.padding for batch in first) else ""
         padding = wanted if wanted in sampler.caches else sampler.caches[0]

@@ -36,11 +36,10 @@ DRAWS = 3
 """Perturbed runs of the whole model; the unit is the largest change in any of them."""
 
 FIRST_DRAWS = 1
-"""As many in float64, until a case looks wrong. A unit of fewer draws is no larger, and right plans stay far below what is
-allowed in float64 by either."""
+"""As many, until a case looks wrong. A unit of fewer draws is no larger, so what is right by it is right by theirs."""
 
 MORE_DRAWS = 32
-"""As many, in fewer bits than float64, before a case is called wrong. A right plan is one more draw, so that it changes a
+"""As many, in fewer bits than float64, before a case is called wrong that three draws don't show to be right. A right plan is one more draw, so that it changes a
 quantity more than all of them do once in 33 times, however changes are distributed: also where most draws change nothing
 and a few move a number over an edge, as that of a router, or of weights and activations of few bits."""
 
