@@ -162,8 +162,8 @@ FAULTS = {
     "evaluation mode": Fault(lambda c: not c.module.training, "an evaluation"),
     "without a gradient": Fault(lambda c: not torch.is_grad_enabled(), "an evaluation"),
     "a training after an evaluation": Fault(lambda c: c.module.training and c.evaluated, "an evaluation"),
-    "a cache": Fault(lambda c: c.kwargs.get("past_key_values") is not None, "an evaluation", "qwen3", key=""),
-    "one token beside a cache": Fault(lambda c: c.shape[1] == 1, "an evaluation", "qwen3"),
+    "a cache": Fault(lambda c: c.kwargs.get("past_key_values") is not None, "a cache", "qwen3", key=""),
+    "one token beside a cache": Fault(lambda c: c.shape[1] == 1, "a cache", "qwen3"),
     "a frozen weight": Fault(lambda c: not c.weight.requires_grad, "frozen"),
     "a trained weight beside frozen ones": Fault(
         lambda c: torch.is_grad_enabled() and c.weight.requires_grad and not c.tensor.requires_grad, "frozen",

@@ -66,7 +66,9 @@ def folder(tmp_path, tmp_path_factory, monkeypatch):
         monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
     monkeypatch.setattr(rank, "run_rank", lambda job: 0)
-    monkeypatch.setattr(launch, "launch", lambda *job: 0)  # a fork of a process with other tests' threads crashes
+    monkeypatch.setattr(
+        launch, "launch", lambda *job: 0
+    )  # a fork of a process with other tests' threads crashes
     monkeypatch.setattr(lock, "locked", lambda job: contextlib.nullcontext())  # what runs makes its folders
     monkeypatch.chdir(tmp_path)
     for name in TORCHRUN:

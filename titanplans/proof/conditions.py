@@ -77,17 +77,18 @@ PLAIN = Scenario()
 
 # Every pair of two columns is in one of the rows, "block" being a long one; the two of a step differ in length. Columns:
 # sequences, length, padding or documents, ignored labels, repeated tokens, text alone.
-# tests/proof/test_proof_conditions.py counts the pairs.
+# tests/proof/test_proof_conditions.py counts the pairs. No training begins with a long sequence: in bfloat16 rounding may
+# hide its gradients, and all that follows.
 _ROWS = (
     ((2, "even", "", 0, 0, 0), (3, "odd", "left", 1, 0, 0)),
     ((2, "long", "right", 1, 1, 0), (3, "short", "documents", 1, 1, 1)),
     ((1, "even", "documents", 0, 1, 0), (3, "odd", "", 1, 1, 1)),
     ((2, "even", "left", 1, 1, 1), (2, "odd", "documents", 0, 0, 1)),
-    ((1, "odd", "right", 1, 1, 0), (3, "even", "right", 0, 0, 1)),
     ((1, "long", "documents", 1, 1, 1), (2, "short", "left", 0, 1, 0)),
+    ((1, "odd", "right", 1, 1, 0), (3, "even", "right", 0, 0, 1)),
     ((3, "short", "right", 0, 0, 0), (3, "block", "", 1, 1, 1)),
-    ((1, "long", "left", 0, 0, 1), (1, "short", "", 0, 1, 0)),
     ((1, "odd", "", 0, 0, 0), (2, "even", "", 0, 0, 0)),
+    ((1, "long", "left", 0, 0, 1), (1, "short", "", 0, 1, 0)),
 )
 STEPS = (3, 2, 2, 2)
 """Of the trainings that share the rows. The first is the longest, since a quick proof takes it alone."""

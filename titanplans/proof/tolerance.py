@@ -39,9 +39,10 @@ FIRST_DRAWS = 1
 """As many, until a case looks wrong. A unit of fewer draws is no larger, so what is right by it is right by theirs."""
 
 MORE_DRAWS = 32
-"""As many, in fewer bits than float64, before a case is called wrong that three draws don't show to be right. A right plan is one more draw, so that it changes a
-quantity more than all of them do once in 33 times, however changes are distributed: also where most draws change nothing
-and a few move a number over an edge, as that of a router, or of weights and activations of few bits."""
+"""As many, in fewer bits than float64, before a case is called wrong that three draws don't show right. A right plan is
+one more draw, so that it changes a quantity more than all of them do once in 33 times, however changes are distributed: also
+where most draws change nothing and a few move a number over an edge, as that of a router, or of weights and activations of
+few bits."""
 
 DECIDABLE = 0.1
 """The largest tolerance, relative to the quantity: the least error that a plan makes is a rank's share too

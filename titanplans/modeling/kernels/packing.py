@@ -52,23 +52,24 @@ def by_sequence(
     alike: dict[int, list[int]] = {}  # at most twice as long as each other
     for n, (first, end) in enumerate(pairwise(bounds)):
         alike.setdefault(max(end - first, 1).bit_length(), []).append(n)
-    results, order, places, taken = [], [], [0] * tokens, 0
+    places, index, shapes = [0] * tokens, [], []  # of the tokens, and of zeros
     for numbers in alike.values():
         length = max(max(bounds[n + 1] - bounds[n] for n in numbers), 1)
-        index: list[int] = []  # of the tokens, and of zeros
+        shapes.append((len(numbers), length))
         for n in numbers:
             first, end = bounds[n : n + 2]
-            places[first:end] = range(taken + len(index), taken + len(index) + end - first)
+            places[first:end] = range(len(index), len(index) + end - first)
             index += [*range(first, end), *[tokens] * (length - end + first)]
-        taken += len(index)
+    parts = {name: _taken(x, index, tokens, shapes) for name, x in inputs.items()}
+    results = []
+    for group, numbers in enumerate(alike.values()):
         own = torch.tensor(numbers)
-        part = {name: _taken(x, torch.tensor(index).view(-1, length), tokens) for name, x in inputs.items()}
         of_group = {
             name: of_state(lambda x, own=own: x.index_select(0, own.to(x.device)), state)
             for name, state in states.items()
         }
-        results.append(run(part, of_group))
-        order += numbers
+        results.append(run({name: part[group] for name, part in parts.items()}, of_group))
+    order = [n for numbers in alike.values() for n in numbers]
     back = torch.tensor(order).argsort()
 
     def joined(parts: tuple[Any, ...], tokenwise: bool) -> Any:
@@ -86,12 +87,22 @@ def by_sequence(
     return joined(outputs, True), *(joined(final, of_tokens) for final in finals)
 
 
-def _taken(x: torch.Tensor, index: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the tokens [N, L] of x [1, T, ...] or, of several steps a token, [1, T steps, ...]; number T is zeros."""
+def _taken(
+    x: torch.Tensor, index: list[int], tokens: int, shapes: list[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Return the tokens of x [1, T, ...] or, of several steps a token, [1, T steps, ...], group by group; number T is zeros.
+
+    Each group is [N, L, ...] or [N, L steps, ...], N sequences of L tokens as `shapes` says.
+    """
     steps = x.shape[1] // tokens
-    by_token = x[0].unflatten(0, (tokens, steps))
+    by_token = x[0].unflatten(0, (tokens, steps)) if steps > 1 else x[0]
     by_token = torch.cat([by_token, by_token.new_zeros(1, *by_token.shape[1:])])
-    return by_token.index_select(0, index.flatten().to(x.device)).unflatten(0, index.shape).flatten(1, 2)
+    taken = by_token.index_select(0, torch.tensor(index, device=x.device))
+    groups = [
+        part.unflatten(0, shape)
+        for part, shape in zip(taken.split([n * length for n, length in shapes]), shapes, strict=True)
+    ]
+    return [group.flatten(1, 2) for group in groups] if steps > 1 else groups
 
 
 def sequences(
