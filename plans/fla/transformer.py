@@ -37,12 +37,7 @@ class TransformerPlan(TPPlan):
         return plan
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
-        return {
-            **self.mlp_region(),
-            "gate_proj": self.colwise(),
-            "up_proj": self.colwise(),
-            "down_proj": self.rowwise(reduce_output=False),
-        }
+        return super().mlp_plan(mlp) | self.mlp_region() | {"down_proj": self.rowwise(reduce_output=False)}
 
     def _residual_mixing(self, module: nn.Module) -> Plan:
         """Attention over residuals (config.attnres_block_size): token by token, on the stream."""
