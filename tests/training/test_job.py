@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from titanplans.config import ConfigError, JobConfig
-from titanplans.config.compatibility import OF_MUON
+from titanplans.config.compatibility.groups import OF_MUON
 from titanplans.config.schema import build_job, keys
 from titanplans.config.values import describe, in_toml
 from titanplans.parallel import FSDP2Config

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.config.compatibility import OF_ADAM, OF_MUON
+from titanplans.config.compatibility.groups import OF_ADAM, OF_MUON
 from titanplans.config.sections.optimization import Optimizer, OptimizerGroup
 from titanplans.config.values import show
 from titanplans.errors import ConfigError

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
-from titanplans.config.compatibility import Placement, check_placement
+from titanplans.config.compatibility.placement import Placement, check_placement
 from titanplans.config.options import Options, options_of
 from titanplans.config.values import show
 from titanplans.errors import ParallelError

@@ -13,7 +13,7 @@ from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.tools.profiler import Profiler
 
 from titanplans.config import JobConfig, strategy_of
-from titanplans.config.compatibility import schedule_steps
+from titanplans.config.compatibility.job import schedule_steps
 from titanplans.config.options import without_none
 from titanplans.config.sections.model import DataLoader
 from titanplans.config.translate import flatten

@@ -1,0 +1,121 @@
+"""What contradicts what of a strategy on a mesh, on a device and for a model: facts that `parallelize` knows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from titanplans.config.compatibility.groups import WITH_ATTENTION
+from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT
+from titanplans.config.compatibility.words import Refusals, get
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A strategy, and what it meets. Not a group of options."""
+
+    config: Any
+    """An FSDP2Config or a DDPConfig."""
+    tp: int
+    dp_replicate: int
+    dp_shard: int
+    device_type: str
+    nccl: bool
+    """Whether the ranks of the tensor-parallel group communicate by NCCL."""
+    one_graph: bool
+    """Whether each block of the model can become one graph."""
+
+
+def check_placement(placement: Placement) -> None:
+    """Refuse a strategy that can't be honoured on its mesh, on its device or for its model.
+
+    Raises:
+        OptionError: the first option that is refused.
+    """
+    refusals = [_float8, _compile]
+    if placement.config.title == "fsdp2":
+        refusals.insert(0, _fsdp2)
+    for refuse in refusals:
+        for option, why in refuse(placement):
+            raise placement.config.error(option, why)
+
+
+def _fsdp2(p: Placement) -> Refusals:
+    c = p.config
+    if c.plan is not None and p.tp == 1:
+        yield "plan", NOTHING_IS_SPLIT
+    if c.fsdp_defer_grad_sync == "replicas" and p.dp_replicate == 1:
+        yield (
+            "fsdp_defer_grad_sync",
+            "there is one copy of the model (data_parallel_replicate_degree = 1), and no sum over copies to wait with: set "
+            "it to all or nothing, or data_parallel_replicate_degree above 1",
+        )
+    if c.enable_fsdp_symm_mem and p.device_type != "cuda":
+        yield "enable_fsdp_symm_mem", f"it needs CUDA, and this mesh is on {p.device_type}: leave it out"
+    if c.enable_async_tensor_parallel and (p.tp == 1 or not p.nccl):
+        missing = "tensor_parallel_degree above 1" if p.tp == 1 else "CUDA with NCCL"
+        yield "enable_async_tensor_parallel", f"it needs {missing}: add what is missing, or leave it out"
+
+
+def _float8(p: Placement) -> Refusals:
+    gather = "float8.enable_fsdp_float8_all_gather"
+    if get(p.config, gather):  # which DDP has not
+        if p.dp_shard == 1:
+            yield gather, "data_parallel_shard_degree = 1 gathers nothing: raise it, or leave this out"
+        if p.config.fsdp_reshard_after_forward not in ("default", "always", "never", 1):
+            yield (
+                "fsdp_reshard_after_forward",
+                "FSDP2 can't gather float8 from the ranks of a smaller group (enable_fsdp_float8_all_gather): take "
+                "default, always or never, or gather in high precision",
+            )
+        if p.tp > 1 and not p.config.float8.precompute_float8_dynamic_scale_for_fsdp:
+            yield (
+                gather,
+                "with tensor parallelism each gather would seek the scale of one rank's share, not of the weight: set "
+                "precompute_float8_dynamic_scale_for_fsdp to true, or leave this out",
+            )
+    if p.config.autocast_dtype == "float32" and p.device_type == "cpu":
+        yield (
+            "autocast_dtype",
+            "on a CPU torch's autocast takes bfloat16 alone, and does nothing otherwise: leave it out",
+        )
+
+
+def _compile(p: Placement) -> Refusals:
+    compiled, ac = p.config.compile, p.config.activation_checkpoint
+    on_cpu = p.device_type == "cpu"
+    if compiled.enable and on_cpu and compiled.mode not in (None, "default"):
+        yield (
+            "compile.mode",
+            "it changes nothing on a CPU, where inductor captures no CUDA graphs and tunes no product of a model in "
+            "training: leave it out, or run on a GPU",
+        )
+    if compiled.enable and on_cpu and compiled.backend == "cudagraphs":
+        yield "compile.backend", "it needs a GPU: take inductor on a CPU"
+    others = ("triton.", "cuda.", "cutlass.", "rocm.") if on_cpu else ("cpp.",)
+    foreign = next((key for key in compiled.options or () if key.startswith(others)), None)
+    if compiled.enable and foreign:
+        yield (
+            "compile.options",
+            f"inductor does not read {foreign!r} on device type {p.device_type!r}: leave it out",
+        )
+    if compiled.blocks and compiled.fullgraph and not p.one_graph:
+        yield (
+            "compile.fullgraph",
+            "blocks hold modules of flash-linear-attention, whose kernels take themselves out of every graph: leave it out",
+        )
+    keeps_operators = ac.mode == "selective" and ac.selective_ac_option == "op"
+    if compiled.blocks and not p.one_graph and keeps_operators:
+        yield (
+            "activation_checkpoint.mode",
+            "compiled blocks that hold modules of flash-linear-attention are several graphs, in which no operator can be "
+            'kept: take full, selective with selective_ac_option = "2", mlp or memory_budget, or set compile.enable to '
+            "false",
+        )
+    # Attention, which the compiler takes for a random operator, lies in what is recomputed.
+    keeps_attention = ac.per_op_sac_keep_attention if keeps_operators else ac.mode not in WITH_ATTENTION
+    if compiled.blocks and p.one_graph and p.tp > 1 and not keeps_attention:
+        yield (
+            "activation_checkpoint.mode",
+            f"that computes attention again fails with compile and tensor_parallel_degree = {p.tp} in torch 2.13 where a "
+            "block is one graph: its partitioner counts the random state of attention behind the device mesh; keep "
+            'attention\'s output (selective_ac_option = "op", mlp or memory_budget), or set compile.enable to false',
+        )
