@@ -27,7 +27,6 @@ def get(options: Any, name: str) -> Any:
 
 
 def default(options: Any, name: str) -> Any:
-    """Return an option's value; "compile.mode" is one of a nested group."""
     """Return the default of an option, which for a section of a job is the job's."""
     first, _, rest = name.partition(".")
     value = fields(type(options))[first]
