@@ -65,13 +65,7 @@ class Job:
 
     def start(self, *options: str, by: Callable[[list[str]], None] | None = None) -> BaseProcess:
         """Start `titanplans train`, or `by(its arguments)`, as the leader of a group of processes."""
-        for name in ("stdout", "stderr"):
-            (self.folder / name).write_text("")
-        context = multiprocessing.get_context(start_method())
-        words = ["train", "job.toml", *options]
-        process = context.Process(target=_lead, args=(by or _titanplans, words, self.folder))
-        process.start()
-        return process
+        return start(["train", "job.toml", *options], self.folder, by)
 
     def run(self, *options: str, by: Callable[[list[str]], None] | None = None) -> int:
         """Start it and wait for its end; return its exit status."""
@@ -116,6 +110,16 @@ class Job:
         """Wait until so many more steps have been taken."""
         wanted = len(self.losses) + number
         self.wait_for(process, lambda: len(self.losses) >= wanted)
+
+
+def start(words: list[str], folder: Path, by: Callable[[list[str]], None] | None = None) -> BaseProcess:
+    """Start `titanplans` with these words, or `by(words)`, in `folder`: what it prints is in `stdout` and `stderr` there."""
+    for name in ("stdout", "stderr"):
+        (folder / name).write_text("")
+    context = multiprocessing.get_context(start_method())
+    process = context.Process(target=_lead, args=(by or _titanplans, words, folder))
+    process.start()
+    return process
 
 
 def descendants(pid: int) -> list[int]:

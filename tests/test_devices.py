@@ -75,7 +75,20 @@ def step(name: str, mesh) -> None:
         labels = like(torch.zeros(logits.shape[:-1], dtype=torch.long))
         cross_entropy(logits, labels, labels.numel()).backward()
         assert clip_gradients(model.parameters(), 1.0).device.type == "gpu"
-        torch.optim.AdamW(model.parameters(), foreach=True).step()
+        torch.optim.AdamW(one_of_each_kind(model), foreach=True).step()
+
+
+def one_of_each_kind(model: nn.Module) -> list[nn.Parameter]:
+    """Return a parameter of each kind that the optimizer can tell apart: foreach over all takes as long as the model."""
+    kinds: dict[Any, nn.Parameter] = {}
+    for parameter in model.parameters():
+        kinds.setdefault((kind(parameter), kind(parameter.grad)), parameter)
+    return list(kinds.values())
+
+
+def kind(tensor: torch.Tensor | None) -> Any:
+    placements = getattr(tensor, "placements", None)
+    return None if tensor is None else (type(tensor), placements, tensor.dtype, tensor.ndim)
 
 
 def move(model: nn.Module) -> None:

@@ -1,11 +1,12 @@
 """Every Python block of the docs runs, every TOML block is a job, a sweep or a family that loads, and paths exist."""
 
-import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -34,27 +35,37 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
 
 
 def test_the_way_from_a_folder_to_a_folder_works_as_it_stands(tmp_path):
-    """Its blocks in order, each in a process of its own: Python (py), a job, commands (sh)."""
+    """Its blocks in order, each program in a process of its own: Python (py), a job, commands (sh).
+
+    The last block is a new process, which has imported nothing of titanplans.
+    """
     text = (ROOT / "docs" / "weights.md").read_text()
     section = text[text.index("## From a folder to a folder") : text.index("## Start from a folder")]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    run = {"py": [sys.executable, "-"], "sh": ["bash", "-e"]}
-    out = ""
-    for language, body in BLOCK.findall(section):
-        if language == "toml":
-            (tmp_path / "tuned.toml").write_text(body)
-            continue
-        done = subprocess.run(
-            run[language],
-            input=body,
-            cwd=tmp_path,
-            env=os.environ | {"PATH": path},
-            capture_output=True,
-            text=True,
-        )
-        out = done.stdout
-        assert done.returncode == 0, out + done.stderr
-    assert float(out.rsplit(" ", 1)[1]) > 0.01
+    *found, (last, reads) = BLOCK.findall(section)
+    assert ([language for language, _ in found], last) == (["py", "toml", "sh"], "py")
+    (_, builds), (_, job), (_, commands) = found
+    (tmp_path / "tuned.toml").write_text(job)
+    for words, by in [([builds], python), *((words, None) for words in titanplans(commands))]:
+        process = jobs.start(words, tmp_path, by)
+        process.join(jobs.PATIENCE)
+        status = process.exitcode
+        process.kill()  # which does nothing where it has ended
+        assert status == 0, (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
+    command = [sys.executable, "-"]
+    done = subprocess.run(command, input=reads, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(done.stdout.rsplit(" ", 1)[1]) > 0.01
+
+
+def titanplans(commands: str) -> list[list[str]]:
+    """The words of each line, every one of which is a command of titanplans."""
+    lines = [shlex.split(line, comments=True) for line in commands.splitlines()]
+    assert {line[0] for line in lines} == {"titanplans"}
+    return [line[1:] for line in lines]
+
+
+def python(words: list[str]) -> None:
+    exec(words[0], {"__name__": "__main__"})
 
 
 @pages_with("toml")

@@ -219,12 +219,12 @@ def fail(*args, **kwargs):
 
 def observer_failures():
     """Of each failure: whether the step was the same step, the fields that are null for it, and the words."""
-    config = FSDP2Config(plan=TinyPlan, compile=compiled())
-    manager, model, optimizer = prepared(config, TP)
+    case = FSDP2Config(plan=TinyPlan, compile=compiled()), TP, lambda: tiny(1)
+    manager, model, optimizer = prepared(*case)
     expected, path = step(manager, model, optimizer), in_the_path(model)
     found = {}
     for name, (where, _) in FAILURES.items():
-        manager, model, optimizer = prepared(config, TP)
+        manager, model, optimizer = prepared(*case)
         with mock.patch(where, fail):
             report = manager.parallelism_report()
             with report.measuring(1):

@@ -344,7 +344,7 @@ def gradients_of_several_lengths(mesh, compiled):
     """Of a model of FLA's, whose blocks are compiled within their checkpoints; their shards have one size."""
     from titanplans import apply_plan
 
-    model = zoo.build("gla", options=False)
+    model = zoo.build("gla", options=False, num_hidden_layers=1)
     apply_plan(model, mesh, loss_parallel=False)
     if compiled:
         apply_activation_checkpointing(model, FULL)
