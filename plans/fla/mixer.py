@@ -34,7 +34,7 @@ class MixerPlan(TransformerPlan):
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        counted = super().local_attributes(attn) | self.divided(attn, *self.counts)
+        counted = self.divided(attn, *self.counts)
         if self.shared_counts:
             heads = self.kv_heads(attn)
             assert heads is not None

@@ -35,9 +35,5 @@ class Phi3Plan(Glm4Plan):
         }
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        counts = self.divided(attn, "config.num_attention_heads")
-        return (
-            super().local_attributes(attn)
-            | counts
-            | {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
-        )
+        kv = {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
+        return self.divided(attn, "config.num_attention_heads") | kv

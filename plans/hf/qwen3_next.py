@@ -36,4 +36,4 @@ class Qwen3NextPlan(Qwen2MoePlan):
         counts = (
             ("num_k_heads", "num_v_heads", "key_dim", "value_dim") if hasattr(attn, "in_proj_qkvz") else ()
         )
-        return super().local_attributes(attn) | self.divided(attn, *counts)
+        return self.divided(attn, *counts)

@@ -27,4 +27,4 @@ class StableLmPlan(LlamaPlan):
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
         kv = {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
-        return super().local_attributes(attn) | self.divided(attn, "num_heads") | kv
+        return self.divided(attn, "num_heads") | kv

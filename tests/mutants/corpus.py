@@ -122,14 +122,15 @@ def _of_styles(architecture: Architecture, model: nn.Module, options: TPOptions)
 def _of_attributes(architecture: Architecture, model: nn.Module, options: TPOptions) -> Iterator[Mutant]:
     source = architecture.plan(options)
     key, mixer = next(iter(find_decoder(model).mixers.items()))
-    if options.sequence_parallel and source.local_attributes(mixer):
+    local = source.local_attributes(mixer) | source.queries_per_group(mixer)
+    if options.sequence_parallel and local:
         yield Mutant(
             architecture,
             key,
             LOCAL_ATTRIBUTES,
             options,
             forgetful(architecture.plan, mixer),
-            (type(mixer), *source.local_attributes(mixer)),
+            (type(mixer), *local),
         )
 
 
@@ -159,5 +160,8 @@ def forgetful(base: type[TPPlan], mixer: nn.Module) -> type[TPPlan]:
     class Forgetful(base):  # type: ignore[misc, valid-type]
         def local_attributes(self, attn: nn.Module) -> dict[str, int]:
             return {} if attn.layer_idx == mixer.layer_idx else super().local_attributes(attn)
+
+        def queries_per_group(self, attn: nn.Module) -> dict[str, int]:
+            return {} if attn.layer_idx == mixer.layer_idx else super().queries_per_group(attn)
 
     return Forgetful

@@ -203,12 +203,12 @@ def test_heads_under_mixed_names_and_in_the_config():
     assert plan.heads(mixer) == {"num_heads": 8, "num_key_value_heads": 2}
     assert plan.kv_heads(mixer) == 2
     mixer.num_key_value_groups = 4
-    assert plan.local_attributes(mixer) == {"num_key_value_groups": 2}, "two ranks share a head of 4 queries"
+    assert plan.queries_per_group(mixer) == {"num_key_value_groups": 2}, "two ranks share a head of 4 queries"
     del mixer.num_heads
     mixer.num_key_value_heads = 2
     assert plan.heads(mixer) == {"num_attention_heads": 16, "num_key_value_heads": 2}
     mixer.config = None
-    assert plan.local_attributes(mixer) == {}, "nothing to divide; strict application refuses it"
+    assert plan.queries_per_group(mixer) == {}, "nothing to divide; strict application refuses it"
 
 
 class Renamed(nn.Module):

@@ -31,6 +31,10 @@ COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "check", "export", "
 def run(argv: list[str] | None = None) -> NoReturn:
     """Do what this process was started for, or what `argv` says, and end the process with the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if not sys.flags.safe_path:
+        sys.path.append(
+            ""
+        )  # an installed command sees its own folder, not the one where the user's plans lie
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
     # These two are read when torch and Triton are imported.
     if "--process-group" in argv:

@@ -65,10 +65,8 @@ def code_of_ranks(
         if split_key(plan, name) is not None:
             owner = source.plan_of(mixer)
             with as_user_error(f"plan {type(owner).__name__}"):
-                attributes[name], functions[name] = (
-                    owner.local_attributes(mixer),
-                    owner.local_functions(mixer),
-                )
+                attributes[name] = {**owner.queries_per_group(mixer), **owner.local_attributes(mixer)}
+                functions[name] = owner.local_functions(mixer)
     for name, mlp in decoder.mlps.items():
         if split_key(plan, name) is not None:
             with as_user_error(f"plan {type(source).__name__}"):

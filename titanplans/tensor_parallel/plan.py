@@ -98,11 +98,14 @@ class TPPlan(PlanStyles):
         )
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        """Return the attributes of a mixer that must count this rank's heads, and their values.
+        """Return the attributes of a mixer that must count this rank's heads or widths, by dotted name, and their values.
 
-        Only ratios and sizes that a mixer's code does not read off its tensors: how many query heads
-        share a key/value head is another number where ranks share the latter.
+        Only what its code does not read off its tensors. What `queries_per_group` returns is set without being named.
         """
+        return {}
+
+    def queries_per_group(self, attn: nn.Module) -> dict[str, int]:
+        """Return how many query heads of this rank share a key/value head, by attribute, where ranks share those."""
         kv = self.kv_heads(attn)
         queries = [count for name, count in self.heads(attn).items() if name not in self.shared_head_names]
         if kv is None or self.options.degree <= kv or not queries:
