@@ -99,8 +99,8 @@ def clear_sharding_cache() -> None:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return how often `tensor` has been written to in place."""
-    return tensor._version
+    """Return how often `tensor` has been written to in place; 0 of one made in inference mode, where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 ENGINE_HOLDS = 1 if torch.__version__ >= "2.13" else 2

@@ -1,6 +1,7 @@
 """The loss that the head computes, chunk by chunk: that of the logits; what it refuses; that no logits exist."""
 
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import equal
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
 from titanplans import registered_plans
@@ -274,6 +276,56 @@ def test_without_a_gradient_none_is_computed():
     assert model.lm_head.weight.grad is None
 
 
+def same_as_of_logits(model, run, tokens, labels):
+    """Whether loss and gradients are the same fused, of logits that `run(model, tokens)` gives."""
+    fused, found = FusedLoss(model, chunk_tokens=3), []
+    for of_labels in (nullcontext, fused):
+        with of_labels(labels):
+            logits = run(model, tokens)
+        loss = cross_entropy(logits, labels, 40)
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+        model.zero_grad()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-15)
+
+
+def test_a_batch_without_tokens():
+    tokens, labels = batch()
+    same_as_of_logits(build(bias=True), lambda model, x: model(x).logits, tokens[:0], labels[:0])
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_checkpoint_around_the_whole_model(cap):
+    def run(reentrant, model, tokens):
+        def behind_embed(x):
+            return model.after_head(model.lm_head(model.norm(model.layers[0](x))))
+
+        return checkpoint(behind_embed, model.embed(tokens), use_reentrant=reentrant)
+
+    same_as_of_logits(build(cap=cap), functools.partial(run, False), *batch())
+    with pytest.raises(ParallelError, match="use use_reentrant = False"):
+        same_as_of_logits(build(cap=cap), functools.partial(run, True), *batch())
+
+
+def test_autocast_leaves_float64():
+    def run(model, tokens):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens).logits
+
+    same_as_of_logits(build(), run, *batch())
+
+
+def test_two_losses_of_one_forward():
+    model, (tokens, labels) = build(), batch()
+    with FusedLoss(model)(labels):
+        logits = model(tokens).logits
+    (cross_entropy(logits, labels, 40) + 2 * cross_entropy(logits, labels, 40)).backward()
+    found = gradients(model)
+    model.zero_grad()
+    (3 * loss_of(model, tokens, labels)).backward()
+    torch.testing.assert_close(found, gradients(model), rtol=1e-11, atol=1e-15)
+
+
 def refusals():
     tokens, labels = batch()
 
@@ -327,6 +379,32 @@ def refusals():
         loss.backward(retain_graph=True)
         loss.backward()
 
+    def patched(model, fused):
+        model.lm_head.forward = lambda x, forward=model.lm_head.forward: forward(x) * 2
+        run(model, fused)
+
+    def nested(model, fused):
+        with fused(labels):
+            run(model, fused)
+
+    def hooked(model, fused):
+        model.register_forward_hook(
+            lambda module, args, output: output.logits.register_hook(torch.sign) and None
+        )
+        run(model, fused, then=lambda loss, model: loss.backward())
+
+    def masked_behind(model, fused):
+        of_tokens = labels.clone()
+        with fused(of_tokens):
+            logits = model(tokens).logits
+        of_tokens[:, 0] = -100
+        cross_entropy(logits, of_tokens, 1)
+
+    yield lambda: of(build(), patched), "a forward that was set on this module"
+    yield lambda: of(build(), nested), "by a library or by another FusedLoss"
+    yield lambda: of(build(), hooked), "a hook has changed the gradient of logits that don't exist"
+    yield lambda: of(build(), masked_behind), "the labels were changed in place after the head"
+    yield lambda: FusedLoss(build(), chunk_tokens=0), "chunk_tokens = 0: at least 1"
     yield lambda: of(with_head(Scaled(16, 13))), "is a Scaled, which does more than multiply by its weight"
     yield lambda: of(with_head(nn.Bilinear(16, 16, 13))), "is a Bilinear, and no nn.Linear"
     yield lambda: of(nn.Linear(2, 2)), "Linear has no head under the names lm_head or output"
@@ -352,7 +430,7 @@ def refusals():
     )
 
 
-@pytest.mark.parametrize("case", range(14))
+@pytest.mark.parametrize("case", range(19))
 def test_what_can_not_be_is_refused(case):
     attempt, words = list(refusals())[case]
     with pytest.raises(ParallelError) as error:

@@ -102,6 +102,10 @@ class _Fused(torch.autograd.Function):
         return *(g if g is None else g.mul_(grad) for g in gradients), None, None, None
 
 
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
 def _chunks(tokens: int, most: int) -> Iterator[slice]:
     """Yield slices of at most `most` tokens, of one size but for the last."""
     size = -(tokens // -max(1, -(tokens // -most)))
@@ -137,7 +141,8 @@ class _Sums:
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
         given, after = logits, settings.after_head
         if after is not None:
-            with torch.enable_grad():
+            # Hooks on saved tensors are for a later backward: a checkpoint's would compute the model again here.
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
                 given = logits.requires_grad_()
                 logits = after(given)
         # They are overwritten, but not where the gradient of what follows the head reads them.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanplans.errors import ParallelError
 from titanplans.tensor_parallel.decoder import HEADS, find_decoder
 from titanplans.tensor_parallel.local_parameters import local_parameter
 from titanplans.tensor_parallel.loss.after_head import after_head
@@ -30,6 +31,7 @@ from titanplans.tensor_parallel.loss.shares import (
 )
 from titanplans.tensor_parallel.loss.stand_in import REMEDY, Computed, NotFused, StandIn, stand_in
 from titanplans.tensor_parallel.stream import border_of_model
+from titanplans.torch_private import version
 
 CHUNK = 512
 """Tokens of a chunk where nobody says: docs/loss.md has what was measured."""
@@ -45,6 +47,7 @@ class FusedLoss:
 
     Raises:
         NotFused: it has no head, or one that is no plain `nn.Linear`: in float8, with adapters, of a class of its own.
+        ParallelError: `chunk_tokens` is below 1.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class FusedLoss:
             raise NotFused(
                 f"{type(model).__name__} has no head under the names {' or '.join(HEADS)}: {REMEDY}"
             )
+        if chunk_tokens < 1:
+            raise ParallelError(f"chunk_tokens = {chunk_tokens}: at least 1")
         self.head, self.chunk_tokens, self.compute = model.get_submodule(name), chunk_tokens, compute
         self._model = type(model).__name__
         _refuse_head(self.head, f"{self._model}.{name}")
@@ -77,9 +82,15 @@ class FusedLoss:
             label_smoothing, z_loss: as for `cross_entropy`.
 
         Raises:
-            NotFused: the forward does not call the head, or not with one token for each label.
+            NotFused: the forward does not call the head, or not with one token for each label; or the head has a `forward`
+                of its own, set on this module.
         """
         objective = Objective(label_smoothing, z_loss).checked()
+        if "forward" in self.head.__dict__:
+            raise NotFused(
+                f"the head of {self._model} has a forward that was set on this module, by a library or by another "
+                f"FusedLoss, which would not be called: {REMEDY}"
+            )
         called = False
 
         def forward(input: torch.Tensor) -> StandIn:
@@ -113,10 +124,11 @@ class FusedLoss:
             objective,
             self._after_head,
             self.compute,
-            _autocast(hidden.device),
+            _autocast(hidden),
         )
         loss = fused_cross_entropy(hidden.flatten(0, -2), weight, bias, labels.reshape(-1), settings)
-        return stand_in(loss, (*hidden.shape[:-1], vocabulary), Computed(labels, objective, self._after_head))
+        computed = Computed(labels, version(labels), objective, self._after_head, loss.requires_grad)
+        return stand_in(loss, (*hidden.shape[:-1], vocabulary), computed)
 
     def _share_of(self, vocabulary: int, weight: torch.Tensor, device: torch.device) -> Share | None:
         parameter = self.head._parameters["weight"]
@@ -164,5 +176,10 @@ def _splits(weight: DTensor) -> bool:
     return "tp" in (weight.device_mesh.mesh_dim_names or ())
 
 
-def _autocast(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
+    kind = hidden.device.type
+    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(
+        kind
+    ):  # autocast leaves float64 as it is
+        return None
+    return torch.get_autocast_dtype(kind)

@@ -12,7 +12,7 @@ import torch
 
 from titanplans.errors import ParallelError
 from titanplans.tensor_parallel.loss.shares import Objective
-from titanplans.torch_private import without_torch_function
+from titanplans.torch_private import version, without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
 """Logits on which two functions are the same if they are."""
@@ -66,9 +66,13 @@ class Computed(NamedTuple):
     """What a head has computed the loss of."""
 
     labels: torch.Tensor
+    version: int
+    """Of the labels: how often they had been changed in place."""
     objective: Objective
     after_head: Callable[[torch.Tensor], torch.Tensor] | None
     """What the head has done to its logits on the model's behalf."""
+    recorded: bool
+    """Whether it has computed gradients."""
     probe: torch.Tensor = PROBE
     """What the model's code has made of these logits since."""
 
@@ -77,18 +81,28 @@ class StandIn(torch.Tensor):
     """Stands in for logits [..., vocabulary]: `cross_entropy` of it and of the head's labels is the loss."""
 
     of: "Computed"
+    collected: torch.Tensor | None = None
 
     def loss(self, labels: torch.Tensor, objective: Objective) -> torch.Tensor:
         """Return the summed loss, a scalar.
 
         Raises:
             NotFused: see `check`.
-            ParallelError: the head was given other labels, or another objective.
+            ParallelError: the head was given other labels, or another objective, or has computed no gradients.
         """
         self.check()
+        if self.requires_grad and not self.of.recorded:
+            raise ParallelError(
+                "a gradient is asked for of a loss that the head computed without one: a checkpoint around the whole model "
+                "with use_reentrant = True computes the forward without gradients; use use_reentrant = False"
+            )
         if labels is not self.of.labels and not _same(labels, self.of.labels):
             raise ParallelError(
                 "labels other than those that the head was given, which has computed the loss: give cross_entropy the same"
+            )
+        if version(labels) != self.of.version:
+            raise ParallelError(
+                "the labels were changed in place after the head has computed their loss: change them before the forward"
             )
         if objective != self.of.objective:
             raise ParallelError(
@@ -113,7 +127,11 @@ class StandIn(torch.Tensor):
 
     def _collect(self) -> torch.Tensor:
         with without_torch_function():
-            return cast(torch.Tensor, _Collect.apply(self))
+            if self.collected is not None and torch.is_grad_enabled():
+                return self.collected  # two losses of the same: their gradients are added as scalars
+            found = cast(torch.Tensor, _Collect.apply(self))
+            self.collected = found if found.requires_grad else None
+            return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,19 +175,30 @@ def _same(labels: torch.Tensor, others: torch.Tensor) -> bool:
     return labels.data_ptr() == others.data_ptr() and labels.numel() == others.numel()
 
 
+def _repeated(spread: torch.Tensor) -> torch.Tensor:
+    """Return the number that `spread` repeats; 0 where there are no tokens."""
+    return spread[(0,) * spread.ndim] if spread.numel() else spread.sum()
+
+
 class _Spread(torch.autograd.Function):
     """A scalar as a tensor of a shape, in no more memory, and no view, of which FSDP2 warns; its gradient comes repeated."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty_strided(shape, (0,) * len(shape), dtype=loss.dtype, device=loss.device)
-        made.as_strided((), ()).copy_(loss)
+        if made.numel():
+            made.as_strided((), ()).copy_(loss)
         made.__class__ = StandIn  # as_subclass would make a view
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return grad[(0,) * grad.ndim], None
+        if any(stride for size, stride in zip(grad.shape, grad.stride(), strict=True) if size > 1):
+            raise ParallelError(
+                "a hook has changed the gradient of logits that don't exist, since the head computes the loss chunk by "
+                f"chunk: remove the hook, or {REMEDY}"
+            )
+        return _repeated(grad), None
 
 
 class _Collect(torch.autograd.Function):
@@ -178,7 +207,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spread: torch.Tensor) -> torch.Tensor:
         ctx.shape = spread.shape
-        return spread[(0,) * spread.ndim].clone()
+        return _repeated(spread).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
