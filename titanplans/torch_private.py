@@ -108,8 +108,14 @@ ENGINE_HOLDS = 1 if torch.__version__ >= "2.13" else 2
 
 
 def users(gradient: torch.Tensor) -> int:
-    """Return how many hold `gradient`, which the running backward was given, its engine counted as one."""
-    return gradient._use_count() - ENGINE_HOLDS + 1  # pyrefly: ignore[missing-attribute]
+    """Return how many hold `gradient`, which the running backward was given, its engine counted as one.
+
+    Of a view, also how many hold the tensor that it is a view of: as another gradient, they have its memory.
+    """
+    holders = gradient._use_count() - ENGINE_HOLDS + 1  # pyrefly: ignore[missing-attribute]
+    base = gradient._base
+    # Its view holds it, and `base` does.
+    return holders if base is None else max(holders, base._use_count() - 1)  # pyrefly: ignore[missing-attribute]
 
 
 def schema(operator: Any) -> Any:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 from titanplans import apply_plan
+from titanplans.errors import ParallelError
 from titanplans.proof import threads
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import ParameterMemo, localize
@@ -82,6 +83,52 @@ def test_parameters_of_one_sum_share_no_gradient():
         return a.to_local().tolist(), b.to_local().tolist()
 
     assert on_ranks(work) == ([0, 2, 4, 6], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "sum_of",
+    [lambda m: m.a + m.b.view(4), lambda m: m.b.view(4) + m.a, lambda m: m.a + m.b.view(4) + m.c.reshape(4)],
+)
+def test_nor_do_views_of_them(sum_of):
+    def work(world):
+        shapes = {"a": 8, "b": (8, 1), "c": (8, 1, 1)}
+        module = holder(world, dict.fromkeys(shapes, ROWS), **shapes)
+        (sum_of(module) * torch.arange(4.0)).sum().backward()
+        first, *others = (p.grad for p in module._parameters.values() if p.grad is not None)
+        first.mul_(2)
+        assert all(grad.to_local().flatten().tolist() == [0, 1, 2, 3] for grad in others)
+
+    on_ranks(work)
+
+
+@pytest.mark.parametrize("how", ["functional_call", "attribute"])
+def test_a_plain_tensor_in_the_place_of_a_split_parameter_is_refused(how):
+    def work(world):
+        model = split(world)
+        model(TOKENS)  # the first forward looks for what came after the split
+        norm = model.layers[0].mlp_norm
+        others = {"layers.0.mlp_norm.weight": torch.nn.Parameter(torch.ones(16).double())}
+        if how == "attribute":
+            norm.weight = others.popitem()[1]
+        with pytest.raises(
+            ParallelError, match="the weight of a RMSNorm was split, and is now a plain tensor"
+        ):
+            torch.func.functional_call(model, others, (TOKENS,))
+
+    on_ranks(work)
+
+
+def test_a_functional_call_with_other_parameters():
+    def work(world):
+        model = split(world)
+        loss_of(model).backward()
+        expected = whole_gradients(model)
+        others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+        torch.func.functional_call(model, others, (TOKENS,)).logits.pow(2).sum().backward()
+        for name, other in others.items():
+            assert torch.allclose(whole(other.grad), expected[name], rtol=1e-12, atol=0), name
+
+    on_ranks(work)
 
 
 def test_a_parameter_that_nothing_needs_has_no_gradient():

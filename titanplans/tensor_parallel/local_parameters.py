@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titanplans.errors import ParallelError
 from titanplans.tensor_parallel.collectives import Group, group_of
 from titanplans.tensor_parallel.handover import Handover, read
 from titanplans.tensor_parallel.layout import Layout
@@ -98,11 +99,20 @@ def readings_of(module: nn.Module) -> dict[str, Reading]:
 
 
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the local tensor of a parameter, also of a hidden one: what this rank's part of the work needs."""
+    """Return the local tensor of a parameter, also of a hidden one: what this rank's part of the work needs.
+
+    Raises:
+        ParallelError: a plain tensor was put in the parameter's place.
+    """
     if not torch.compiler.is_compiling() and name in module.__dict__.get("_tp_known", ()):
         return module.__dict__["_tp_known"][name]  # the block has read it
     param = module._parameters[name]
     if not on_tp_mesh(param):
+        if param is not None and not isinstance(param, DTensor) and name in readings_of(module):
+            raise ParallelError(
+                f"the {name} of a {type(module).__name__} was split, and is now a plain tensor, whose gradient would not be "
+                "summed over the ranks: copy values into the parameter, or set a DTensor on the mesh of tensor parallelism"
+            )
         return param
     reading: Reading = module.__dict__["_tp_readings"][name]
     sharded = cast("DTensor", param)
