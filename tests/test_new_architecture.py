@@ -37,16 +37,14 @@ vocab_size = 256
 """
 
 
-def titanplans(folder, *arguments):
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "titanplans", *arguments],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+ALL = """
+import titanplans
+from titanplans.cli.main import main
+
+print(titanplans.__file__)
+assert main(["list"]) == 0
+assert main(["verify", "arcee", "--tp", "2", "--quick"]) == 0
+"""
 
 
 def test_one_plan_and_one_table_of_sizes_are_all_it_takes(tmp_path):
@@ -60,19 +58,16 @@ def test_one_plan_and_one_table_of_sizes_are_all_it_takes(tmp_path):
     (home / "plans" / "hf" / "arcee.py").write_text(PLAN)
     (home / "models" / "arcee.toml").write_text(SIZES)
 
-    listed = titanplans(tmp_path, "list")
-    assert "titanplans.plans.hf.arcee:ArceePlan" in listed.stdout, listed.stderr
-    proved = titanplans(tmp_path, "verify", "arcee", "--tp", "2", "--quick")
-    assert proved.returncode == 0, proved.stdout + proved.stderr
-    assert (
-        str(tmp_path)
-        in subprocess.run(
-            [sys.executable, "-c", "import titanplans; print(titanplans.__file__)"],
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALL],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(tmp_path) in done.stdout.splitlines()[0]
+    assert "titanplans.plans.hf.arcee:ArceePlan" in done.stdout
     assert all(file.read_bytes() == content for file, content in before.items())

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import jobs
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "out_of_tree"
@@ -22,16 +23,6 @@ local_batch_size = 1
 seq_len = 32
 [parallelism]
 tensor_parallel_degree = 2
-"""
-ALL = """
-from titanplans.cli.verify.main import main
-from titanplans.config import load_job
-from titanplans.training.resolve import hf_config
-
-assert main(["list", "my_model"]) == 0
-assert main(["verify", "my_model", "--quick"]) == 0
-assert main(["verify", "own.toml", "--quick"]) == 0
-assert hf_config(load_job(["job.toml"])).own_arguments == {"width": 128}
 """
 
 
@@ -51,30 +42,51 @@ def installed(tmp_path_factory):
     return folder
 
 
-def run(folder, *arguments):
-    path = os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def said(folder, by):
+    """Run `by` in `folder`, where the example's package is installed; return what it prints."""
+    process = jobs.start([], folder, by)
+    process.join(jobs.PATIENCE)
+    status = process.exitcode
+    process.kill()  # which does nothing where it has ended
+    out = (folder / "stdout").read_text()
+    assert status == 0, out + (folder / "stderr").read_text()
+    return out
+
+
+def install():
+    site = str(Path.cwd() / "site")
+    sys.path.insert(0, site)
+    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])  # of the ranks
+
+
+def is_listed_and_proved(words):
+    install()
+    from titanplans.cli.verify.main import main
+    from titanplans.config import load_job
+    from titanplans.training.resolve import hf_config
+
+    assert main(["list", "my_model"]) == 0
+    assert main(["verify", "my_model", "--quick"]) == 0
+    assert main(["verify", "own.toml", "--quick"]) == 0
+    assert hf_config(load_job(["job.toml"])).own_arguments == {"width": 128}
+
+
+def trains(words):
+    install()
+    from titanplans.cli.main import run
+
+    run(["train", "own.toml"])
 
 
 def test_it_is_listed_and_proved(installed):
-    done = run(installed, "-c", ALL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "my_models.plans:MyPlan" in done.stdout
-    assert "packed: 'qkv_proj'; numbers of its own: 'decay'" in done.stdout
-    assert done.stdout.count("all 2 cases right") == 2
+    out = said(installed, is_listed_and_proved)
+    assert "my_models.plans:MyPlan" in out
+    assert "packed: 'qkv_proj'; numbers of its own: 'decay'" in out
+    assert out.count("all 2 cases right") == 2
 
 
 def test_it_trains_on_two_ranks(installed):
-    done = run(installed, "-m", "titanplans", "train", "own.toml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"step +2  loss", done.stdout)
+    assert re.search(r"step +2  loss", said(installed, trains))
 
 
 @pytest.mark.parametrize(
