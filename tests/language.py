@@ -590,6 +590,14 @@ class QKV(nn.Module):
         return self.o_proj(causal(q, k, v).flatten(2))
 
 
+class Unsized(QKV):
+    """As `QKV`, but what a head's size is has to be computed."""
+
+    def __init__(self):
+        super().__init__()
+        del self.head_dim
+
+
 class QKVPlan(TinyPlan):
     def attn_plan(self, attn):
         qkv = self.packed(HIDDEN, HIDDEN, HIDDEN)

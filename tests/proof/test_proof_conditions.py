@@ -52,6 +52,15 @@ def test_the_micro_batches_of_a_step_differ_in_length():
             assert one.length != other.length
 
 
+def test_evaluations_hold_each_kind_of_padding_and_the_lengths_at_the_ends():
+    batches = [batch for training in TRAINED for batch in training.evaluated]
+    assert {(b.padding, b.documents) for b in batches} == {
+        ("left", False), ("right", False), ("", True), ("", False),
+    }  # fmt: skip
+    assert {b.length for b in batches} == {3, 15, 130}
+    assert {b.size for b in batches} == {1, 2, 3}
+
+
 def test_the_first_training_holds_each_condition():
     """A quick proof takes it alone."""
     batches = [batch for step in TRAINED[0].steps for batch in step]
@@ -94,7 +103,7 @@ def test_a_quick_cover_has_each_condition_once():
 
 def test_every_condition_can_be_taken_away():
     for training in TRAINED:
-        scenario = Scenario(training.steps, True, True, True, True, True, True, "bfloat16")
+        scenario = Scenario(training.steps, TRAINED[0].evaluated, True, True, True, True, True, "bfloat16")
         assert len(words(scenario, PLAIN)) > 10
         assert simpler(scenario, PLAIN, lambda _: True) == PLAIN
         assert simpler(scenario, PLAIN, lambda _: False) == scenario
@@ -116,10 +125,12 @@ def test_every_condition_can_be_taken_away():
             lambda s: s.evaluated and any(b.size == 3 for step in s.steps for b in step),
             ("a batch of 3", "an evaluation"),
         ),
+        (lambda s: any(b.padding == "right" for b in s.evaluated), ("right padding", "an evaluation")),
     ],
 )
 def test_what_is_left_is_what_is_needed(needed, said):
-    scenario = Scenario(TRAINED[0].steps, True, True, True, True, True, True, "bfloat16")
+    first = TRAINED[0]
+    scenario = Scenario(first.steps, first.evaluated, True, True, True, True, True, "bfloat16")
     assert words(simpler(scenario, PLAIN, needed), PLAIN) == said
 
 
@@ -224,8 +235,8 @@ def test_a_cache_that_needs_a_mask_is_filled_with_one():
     }
     script = write_script(TRAINED[0], sampler, torch.device("cpu"), None)
     assert not any("attention_mask" in sample.inputs for step in script.steps for sample in step)
-    assert script.evaluated is not None
-    assert "attention_mask" not in script.evaluated
+    assert script.evaluated
+    assert not any("attention_mask" in inputs for inputs in script.evaluated)
     assert script.cached is not None
     assert (script.cached[0]["attention_mask"] == 0).any()
     assert any(filled)

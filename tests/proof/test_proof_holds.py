@@ -160,6 +160,12 @@ FAULTS = {
         part="vocab_embedding", key=None,
     ),
     "evaluation mode": Fault(lambda c: not c.module.training, "an evaluation"),
+    "more than 64 tokens in an evaluation": Fault(
+        lambda c: not c.module.training and c.shape[1] > 64, "130 tokens"
+    ),
+    "right padding in an evaluation": Fault(
+        lambda c: not c.module.training and padded(c, -1), "right padding", "qwen3", key=""
+    ),
     "without a gradient": Fault(lambda c: not torch.is_grad_enabled(), "an evaluation"),
     "a training after an evaluation": Fault(lambda c: c.module.training and c.evaluated, "an evaluation"),
     "a cache": Fault(lambda c: c.kwargs.get("past_key_values") is not None, "a cache", "qwen3", key=""),

@@ -31,6 +31,7 @@ from language import (
     StateSpace,
     StateSpacePlan,
     TwoMixersPlan,
+    Unsized,
     WholePlan,
     balanced,
     norm_linear,
@@ -120,8 +121,9 @@ MISUSED = {
         lambda: with_mixer(StateSpace),
         changed(StateSpacePlan, lambda plan: {"A_log": None}),
         2,
-        "parameter 'layers.0.attn.A_log' (4,) of StateSpace is covered by no key of Changed, whose style is for what it "
-        "does, not for what it holds: add 'layers.0.attn.A_log' with a style",
+        "parameter 'layers.0.attn.A_log' (4,) of StateSpace is covered by no key of Changed (that of "
+        "'layers.0.attn' says what the module does, not what it holds): add 'layers.0.attn.A_log' with a style. In a region "
+        "that is colwise() for what is split by heads",
     ),
     "a key that names nothing": (
         lambda: with_mixer(StateSpace),
@@ -165,6 +167,18 @@ MISUSED = {
         2,
         "its 48 rows look like queries, keys and values packed into one projection, 16 + 16 + 16, which even shards would "
         "cut anywhere: write self.packed(16, 16, 16), or colwise(interleaved=True)",
+    ),
+    "a packed projection of a mixer without head_dim": (
+        lambda: with_mixer(Unsized),
+        changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
+        2,
+        "its 48 rows look like queries, keys and values packed into one projection, 16 + 16 + 16",
+    ),
+    "an MLP under other names": (
+        lambda: with_mlp(GateUp),
+        changed(TinyPlan, mlp=lambda plan: {"up_proj": plan.colwise()}),
+        2,
+        "(GateUp) holds gate_up_proj, down_proj: set mlp_in and mlp_out in Changed to its projections, or override mlp_plan",
     ),
     "gate and up split as one": (
         lambda: with_mlp(GateUp),

@@ -267,8 +267,13 @@ def test_the_parts_of_a_decoder():
     assert block.kind == "Block (Attention, MLP)"
     assert decoder.mixer_around("layers.1.attn.q_proj") == "layers.1.attn"
     assert decoder.mixer_around("layers.1.attn") is decoder.mixer_around("layers.1.mlp.up_proj") is None
+    renamed = Tiny()
+    renamed.stages = renamed._modules.pop("layers")
+    assert find_decoder(renamed).names == ("stages.0", "stages.1"), "the only list of modules"
     assert find_decoder(nn.Linear(1, 1), required=False).blocks == ()
-    with pytest.raises(PlanError, match=r"Linear has no ModuleList of blocks named layers, blocks, h"):
+    with pytest.raises(
+        PlanError, match=r"Linear has no ModuleList of blocks named layers, blocks or h, nor one"
+    ):
         find_decoder(nn.Linear(1, 1))
 
 

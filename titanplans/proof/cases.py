@@ -68,7 +68,8 @@ class Proof:
         if (unfused := not_fused(self.model, self.sampler)) is not None:
             self.unreached.append(f"a loss that the head computes: {unfused}")
         if self.sampler.fixed:
-            trained = (replace(plain, steps=(plain.steps[0] * 2,) * STEPS[0], evaluated=True, cached=True),)
+            steps = (plain.steps[0] * 2,) * STEPS[0]
+            trained = (replace(plain, steps=steps, evaluated=plain.steps[0], cached=True),)
         else:
             trained = trainings(plain.steps[0][0], self._block())
         if quick := conditions == "each":

@@ -14,8 +14,8 @@ class Script:
     """The tensors of a scenario, on the model's device."""
 
     steps: tuple[tuple[Sample, ...], ...]
-    evaluated: dict[str, Any] | None
-    """The forward of an evaluation after the first step."""
+    evaluated: tuple[dict[str, Any], ...]
+    """The forwards of an evaluation after the first step."""
 
     cached: tuple[dict[str, Any], dict[str, Any]] | None
     """After the second, a forward that fills a cache, and one of a further token of each sequence."""
@@ -38,11 +38,11 @@ def write_script(
         steps.append([place(sampler.sample(b, n, logits)) for n, b in enumerate(step, number)])
         number += len(step)
     first = scenario.steps[0]
-    evaluated = cached = None
-    if scenario.evaluated:
-        # A batch like one before, padded or packed in another way: a mask that is kept by its shape is another's.
-        again = next((batch for batch in reversed(first) if batch.padding or batch.documents), first[0])
-        evaluated = moved(sampler.tokens(again, number + 1), device, dtype)
+    cached = None
+    evaluated = tuple(
+        moved(sampler.tokens(batch, number + 1 + 2 * n), device, dtype)
+        for n, batch in enumerate(scenario.evaluated)
+    )
     if scenario.cached and sampler.caches:
         # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
         wanted = "left" if any(batch.padding for batch in first) else ""

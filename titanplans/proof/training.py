@@ -149,10 +149,10 @@ class Training:
         return self._fused(labels)
 
     def _evaluation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
-        """Yield the logits of a forward without a backward, in evaluation mode."""
-        if self.script.evaluated is not None:
-            name = "the evaluation after step 1"
-            yield name, {("logits", ""): logits_of(self._evaluate(name, self.script.evaluated))}
+        """Yield the logits of forwards without a backward, in evaluation mode."""
+        for number, inputs in enumerate(self.script.evaluated, 1):
+            name = f"evaluation {number} after step 1"
+            yield name, {("logits", ""): logits_of(self._evaluate(name, inputs))}
 
     def _continuation(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield the logits of a forward that fills a cache, and of one with it, in evaluation mode."""

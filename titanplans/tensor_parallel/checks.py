@@ -75,7 +75,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     with as_user_error(f"plan {name}"):
         styles = source.full_plan(model)
     check_adapters(model)
-    check_keys(styles, model, name)
+    check_keys(styles, model, source)
     check_coverage(styles, model, name)
     _refuse(parameter_refusals(styles, model), styles, model)
     _refuse(region_faults(styles, model), styles, model)

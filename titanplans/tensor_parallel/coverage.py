@@ -1,5 +1,7 @@
 """Every key of a plan names something in the model, and every parameter of the model is covered by a key."""
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -9,6 +11,9 @@ from titanplans.tensor_parallel.decoder import MIXERS, MLPS, find_decoder, join,
 from titanplans.tensor_parallel.low_rank import FACTORS, is_adapted, is_factor
 from titanplans.tensor_parallel.plan_styles import Plan
 from titanplans.tensor_parallel.styles import Style, find_target, held
+
+if TYPE_CHECKING:
+    from titanplans.tensor_parallel.plan import TPPlan
 
 ADAPTERS = (
     "adapters of peft work with data parallelism alone, tensor_parallel_degree = 1; those of titanplans.add_adapters(model, "
@@ -23,9 +28,10 @@ def check_adapters(model: nn.Module) -> None:
             raise PlanError(f"parameter '{name}' is an adapter's, which no plan splits: {ADAPTERS}")
 
 
-def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:
+def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
     """Refuse a key that names no module, with the names that stand there, and a value that is no style."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    plan_name = type(source).__name__
     for key, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise PlanError(
@@ -49,7 +55,18 @@ def check_keys(plan: Plan, model: nn.Module, plan_name: str) -> None:
         raise PlanError(
             f"plan key '{key}' ({plan_name}) matches no module and no parameter: "
             f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'none'}"
+            f"{_other_names(key, parent, model, source)}"
         )
+
+
+def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> str:
+    """Return how a plan says that an MLP's projections have other names, in words, if that is what is wrong."""
+    if parent in find_decoder(model, required=False).mlps and key.removeprefix(f"{parent}.") in (
+        *source.mlp_in,
+        source.mlp_out,
+    ):
+        return f": set mlp_in and mlp_out in {type(source).__name__} to its projections, or override mlp_plan"
+    return ""
 
 
 def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
@@ -64,11 +81,16 @@ def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
                 )
             if not _covered(plan, name, module, param_name):
                 own = join(name, param_name)
-                beside = f", whose style is for what it does, not for what it holds: add '{own}'"
+                beside = (
+                    f" (that of '{name}' says what the module does, not what it holds)"
+                    if name in plan
+                    else ""
+                )
                 raise PlanError(
                     f"parameter '{own}' {tuple(param.shape)} of {type(module).__name__} is covered by no key of {plan_name}"
-                    f"{beside if name in plan else f': add {name!r}'} with a style. What is not split is "
-                    f"replicated_in_region() inside a region, replicated_on_stream() outside{_not_asked(plan, model, name)}"
+                    f"{beside}: add '{own if name in plan else name}' with a style. In a region that is colwise() for what "
+                    "is split by heads or width, split_norm() for a norm over such a width, replicated_in_region() for what "
+                    f"is one for all heads; outside, replicated_on_stream(){_not_asked(plan, model, name)}"
                 )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from titanplans.errors import PlanError
+from titanplans.errors import PlanError, either
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _HALVES = ("self_layers", "cross_layers")
@@ -89,15 +89,15 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         required: refuse a model without blocks. Otherwise its decoder is empty: `blocks` is ().
 
     Raises:
-        PlanError: `model` has no ModuleList of blocks under one of the usual names.
+        PlanError: `model` has no ModuleList of blocks under one of the usual names, nor one alone.
     """
     blocks = _block_names(model)
     if not blocks:
         if not required:
             return Decoder(())
         raise PlanError(
-            f"{type(model).__name__} has no ModuleList of blocks named {', '.join(_LAYER_LISTS)}: "
-            "give the plan as a dict of module names, or override TPPlan.full_plan"
+            f"{type(model).__name__} has no ModuleList of blocks named {either(_LAYER_LISTS)}, nor one ModuleList alone "
+            "that could be it: give it one of these names"
         )
     base_name = blocks[0].rpartition(".")[0].rpartition(".")[0]
     base = model.get_submodule(base_name)
@@ -128,14 +128,17 @@ def find_block(module: nn.Module, name: str = "") -> Block:
 
 
 def _block_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the blocks in the outermost list of blocks."""
+    """Return the names of the blocks in the outermost list of blocks; without a usual name, in the only outermost list."""
     lists = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in (*_LAYER_LISTS, *_HALVES)
     ]
     if not lists:
-        return ()
+        every = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        lists = [name for name in every if not any(within(name, other) for other in every)]
+        if len(lists) != 1:
+            return ()
     first = min(lists, key=lambda name: name.count("."))
     base, _, name = first.rpartition(".")
     halves = [join(base, half) for half in _HALVES] if name in _HALVES else [first]

@@ -18,29 +18,34 @@ def packed_faults(
     plan: Mapping[str, ParallelStyle], model: nn.Module, decoder: Decoder, source: "TPPlan"
 ) -> Iterator[tuple[str, str]]:
     """Yield each `colwise` Linear whose rows are queries, keys and values together, or gate and up."""
-    mlp_of = {key: name for name in decoder.mlps for key in plan if within(key, name)}
+    part_of = {key: name for name in (*decoder.mixers, *decoder.mlps) for key in plan if within(key, name)}
     widths = {
-        mlp_of[key]: found.module.in_features
+        part_of[key]: found.module.in_features
         for key, style, found in targets(plan, model)
-        if key in mlp_of and isinstance(style, Rowwise) and isinstance(found.module, nn.Linear)
+        if key in part_of and isinstance(style, Rowwise) and isinstance(found.module, nn.Linear)
     }
     for key, style, found in targets(plan, model):
         if type(style) is not Colwise or style.interleaved or not isinstance(found.module, nn.Linear):
             continue
         rows, around = found.module.out_features, decoder.mixer_around(key)
-        if around is not None and (sections := _attention(source, decoder.mixers[around], rows)) is not None:
+        width = widths.get(part_of.get(key, ""))
+        if around is not None and (sections := _attention(source, decoder.mixers[around], rows, width)):
             yield key, _advice(rows, sections, "queries, keys and values")
-        elif (width := widths.get(mlp_of.get(key, ""))) is not None and rows == 2 * width:
+        elif around is None and width is not None and rows == 2 * width:
             yield key, _advice(rows, (width, width), "gate and up")
 
 
-def _attention(source: "TPPlan", mixer: nn.Module, rows: int) -> tuple[int, int, int] | None:
-    """Return the rows of queries, keys and values if together they are `rows`."""
+def _attention(
+    source: "TPPlan", mixer: nn.Module, rows: int, width: int | None
+) -> tuple[int, int, int] | None:
+    """Return the rows of queries, keys and values if together they are `rows`; `width` is that of the mixer's output."""
     plan = source.plan_of(mixer)
     counts, kv = plan.heads(mixer), plan.kv_heads(mixer)
-    size = getattr(mixer, "head_dim", None)
     queries = next(iter(counts.values()), None)
-    if queries is None or not isinstance(size, int):
+    if queries is None:
+        return None
+    size = getattr(mixer, "head_dim", None) or (width or 0) // queries
+    if not isinstance(size, int) or size == 0:
         return None
     kv = queries if kv is None else kv
     return (queries * size, kv * size, kv * size) if rows == (queries + 2 * kv) * size else None
