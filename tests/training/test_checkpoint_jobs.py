@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,7 @@ def many_saves(rank: int, folder: Path) -> dict:
             def saves(step, last_step=False):
                 trainer.checkpointer.maybe_wait_for_saving()
                 if step in (6, 30):
+                    time.sleep(0.5)  # the thread that has saved lets go of the state after it has said so
                     after[step] = held()
                 return save(step, last_step=last_step)
 
