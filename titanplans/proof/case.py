@@ -25,6 +25,7 @@ from titanplans.proof.world import World, from_first
 from titanplans.tensor_parallel.apply import AppliedPlan, apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
 from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.tensor_parallel.styles import Style
 
 SPLITTING = "while it is split"
 
@@ -68,7 +69,7 @@ def prove_case(
         except (PlanError, VerifyError):
             raise
         except FAILURES as error:
-            raise _Broken(_place(training), first_line(error)) from error
+            raise _Broken(_place(training), first_line(error) + _remedy(training, applied)) from error
         return comparison.result(options, scenario)
 
     try:
@@ -119,6 +120,13 @@ def _change(model: nn.Module, rank: int) -> None:
 
 def _place(training: Training | None) -> str:
     return SPLITTING if training is None else training.place
+
+
+def _remedy(training: Training | None, applied: AppliedPlan | None) -> str:
+    """Return what to write where a forward broke off, if the style of that module says it."""
+    where = None if training is None else training.broke_in
+    style = None if where is None or applied is None else applied.styles.get(where)
+    return f"; {style.remedy}" if isinstance(style, Style) and style.remedy else ""
 
 
 def _failed(options: TPOptions, scenario: Scenario, where: str, why: str) -> CaseResult:

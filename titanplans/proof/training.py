@@ -114,6 +114,12 @@ class Training:
         plain = sum(map(len, self.script.steps)) == 1 and self._point.startswith("step 1, batch")
         return record.place if plain else f"in {self._point}, {record.place}"
 
+    @property
+    def broke_in(self) -> str | None:
+        """The name of the module whose forward broke off; None if none did."""
+        record = self.records.get(self._point)
+        return record.running[-1] if record is not None and record.running else None
+
     def _batches(
         self, batches: Mapping[str, Sample], tokens: int
     ) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:

@@ -28,6 +28,7 @@ class Colwise(ParameterStyle):
     """
 
     inside = splits = True
+    remedy = "what is given a part of its inputs, not all, is rowwise()"
 
     def __init__(self, *, dim: int = 0, interleaved: bool = False):
         self.dim, self.interleaved = dim, interleaved
@@ -157,6 +158,7 @@ class Rowwise(Style):
     """
 
     inside = splits = True
+    remedy = "what is given all of its inputs, not a part, is colwise()"
 
     def __init__(self, *, stream: Stream, reduce_output: bool, degree: int, dim: int = 1):
         self.stream, self.reduce_output, self.degree, self.dim = stream, reduce_output, degree, dim

@@ -22,6 +22,7 @@ class ReplicatedInRegion(ParameterStyle):
     """
 
     inside = True
+    remedy = "a norm over a width that is split is split_norm() or gathered_in_region()"
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         return Layout(Replicate(), Partial())

@@ -61,6 +61,8 @@ class Style(ParallelStyle):
     """Behind it every rank has the whole sequence."""
     shares_heads = False
     """It lets ranks share key/value heads where there are too few."""
+    remedy = ""
+    """What to write where a module with this style does not run."""
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         """Return the layout of the parameter `name` of a module; None if this style has none for it."""
@@ -172,6 +174,11 @@ class Region(Style):
     """
 
     opens = gathers = True
+    remedy = (
+        "its own code works on this rank's heads or width: local_attributes and mlp_attributes set its counts, colwise() "
+        "splits its own parameters; where it goes on after a rowwise(), leave the sum to its exit: "
+        "rowwise(reduce_output=False) in attn_region() or mlp_region()"
+    )
 
     def __init__(
         self,
