@@ -453,3 +453,45 @@ def test_a_loss_of_ones_own_on_a_share_of_the_vocabulary_is_an_error(name):
         )
 
     on_ranks(work)
+
+
+class Looped(Tiny):
+    """A model that goes through its blocks twice."""
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def test_blocks_that_are_called_again():
+    tokens = torch.arange(32).reshape(2, 16)
+
+    def whole_sequence(split, whole):
+        for layer in split.layers:  # also where a backward computes them again
+            layer.forward = lambda x, forward=layer.forward: checkpoint(forward, x, use_reentrant=False)
+        whole.load_state_dict({name: p.full_tensor() for name, p in split.state_dict().items()})
+        for model in (split, whole):
+            model(tokens).pow(2).sum().backward()
+        expected = dict(whole.named_parameters())
+        for name, param in split.named_parameters():
+            grad = param.grad.full_tensor()
+            assert torch.allclose(grad, expected[name].grad, rtol=1e-9, atol=1e-12), name
+
+    def sequence_parallel(split, whole):
+        for _ in range(2):  # a forward that has failed leaves nothing
+            with pytest.raises(PlanError, match="Block, the first block, was called twice in a forward"):
+                split(tokens)
+
+    on_ranks(whole_sequence, model=Looped().double(), sequence_parallel=False)
+    on_ranks(sequence_parallel, model=Looped().double())
+
+
+def test_a_block_that_stands_twice_in_the_list_is_refused():
+    model = Tiny()
+    model.layers[1] = model.layers[0]
+    with pytest.raises(
+        PlanError, match=r"are one tensor, and the plan has no style for layers\.1\.attn_norm"
+    ):
+        check_plan(model, 2, plan=TinyPlan)

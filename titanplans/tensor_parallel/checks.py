@@ -243,6 +243,11 @@ def check_tied(plan: Plan, model: nn.Module) -> None:
         for name in names:
             key, _, param_name = name.rpartition(".")
             key = name if name in plan else key
+            if key not in plan:
+                raise PlanError(
+                    f"{' and '.join(names)} are one tensor, and the plan has no style for {key}: give it one; if both names "
+                    "are of one module, let the model hold it once, and its forward call it again"
+                )
             if isinstance(style := plan[key], Style):
                 layouts[name] = layouts_at(target(key, model), style, plan)[param_name].placement
         if len(set(layouts.values())) > 1:

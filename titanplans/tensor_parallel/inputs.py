@@ -68,6 +68,13 @@ def positional(module: nn.Module) -> tuple[str, ...]:
 
 
 def _begin(border: Border, block: nn.Module, args, kwargs):
+    stream = border.stream
+    if stream.begun and not stream.ended:
+        raise PlanError(
+            f"{type(block).__name__}, the first block, was called twice in a forward, and takes its shard of the sequence "
+            "each time: set sequence_parallel = False"
+        )
+    stream.begun = True
     if args:
         return (border.begin(args[0]), *args[1:]), kwargs
     name = next((name for name in ("hidden_states", "x") if name in kwargs), None)

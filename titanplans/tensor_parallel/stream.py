@@ -81,6 +81,8 @@ class Stream:
         """Tokens of the whole sequence in the newest forward; set where the stream begins."""
         self.ended = False
         """No forward runs, or it has ended the stream already: hidden states are whole."""
+        self.begun = False
+        """The first block of the forward that runs has taken its shard."""
         self.head_follows = True
         """The stream of the forward that runs lasts until the head."""
         self.whole_logits = False
@@ -101,7 +103,7 @@ class Stream:
 
     def start(self, head_follows: bool) -> None:
         """Begin a forward."""
-        self.ended, self.head_follows = False, head_follows
+        self.ended, self.begun, self.head_follows = False, False, head_follows
         if not torch.compiler.is_compiling():
             self._first = sequence_number()
 
