@@ -32,9 +32,7 @@ def run(argv: list[str] | None = None) -> NoReturn:
     """Do what this process was started for, or what `argv` says, and end the process with the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not sys.flags.safe_path:
-        sys.path.append(
-            ""
-        )  # an installed command sees its own folder, not the one where the user's plans lie
+        sys.path.append("")  # the folder where the user's plans lie: an installed command sees its own
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
     # These two are read when torch and Triton are imported.
     if "--process-group" in argv:

@@ -177,9 +177,7 @@ def _splits(weight: DTensor) -> bool:
 
 
 def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast computes in; None where it is off, and for float64, which it leaves as it is."""
     kind = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(
-        kind
-    ):  # autocast leaves float64 as it is
-        return None
-    return torch.get_autocast_dtype(kind)
+    computes = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if computes else None
