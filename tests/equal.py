@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import worlds
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 ROWS = 4
 
@@ -140,9 +140,9 @@ def train(parallel: Parallel, case: Case) -> Trained:
         dist.all_reduce(loss, group=group)
     norm = whole(parallel.norm(model.parameters()))
     parameters = {plain(name): parameter for name, parameter in model.named_parameters()}
-    gradients = all_whole({name: p.grad for name, p in parameters.items()})
+    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in parameters.items()}
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return Trained(loss, norm, gradients, all_whole(parameters))
+    return Trained(loss, norm, gradients, {name: whole(p) for name, p in parameters.items()})
 
 
 def plain(name: str) -> str:
@@ -152,18 +152,5 @@ def plain(name: str) -> str:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of all of the tensor."""
-    return all_whole({"": tensor})[""]
-
-
-def all_whole(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of all of each tensor, None of None. All are sent before the first is waited for."""
-
-    def send(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        everywhere = [Replicate()] * tensor.device_mesh.ndim
-        return tensor.redistribute(placements=everywhere, async_op=True).to_local()
-
-    with torch.no_grad():
-        sent = {name: None if tensor is None else send(tensor.detach()) for name, tensor in tensors.items()}
-        return {name: None if tensor is None else tensor.clone() for name, tensor in sent.items()}
+    tensor = tensor.detach()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()

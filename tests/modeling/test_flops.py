@@ -72,10 +72,10 @@ def test_recurrences_that_are_called_attention_do_not_grow_either(name):
 
 
 def test_a_token_passes_the_memories_that_it_is_routed_to():
-    """Two of four, and the shared one, whose keys, values and gates are another projection; queries for each."""
+    """Two of three, and the shared one, whose keys, values and gates are another projection; queries for each."""
     total, flops = _count(modeling.load_config("mom", "debug"), seq_len=64)
     of_memory = 2 * 128 * 128 + 2 * 128 * 8  # k, v, a, b
-    assert flops == 6 * (total - 4096 * 128 + 4 * (2 * 128 * 128 - 2 * of_memory))
+    assert flops == 6 * (total - 4096 * 128 + 4 * (2 * 128 * 128 - of_memory))
 
 
 def test_hybrid_layers_are_counted_by_their_own_mixer():
