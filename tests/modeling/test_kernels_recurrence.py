@@ -6,6 +6,7 @@ Each is compared with its definition, written down here: a sum over earlier toke
 import functools
 import importlib
 import inspect
+import itertools
 import math
 
 import pytest
@@ -126,8 +127,8 @@ def decays(g):
     return (past[:, :, None] - past[:, None]).masked_fill(~later, -torch.inf).exp()
 
 
-def delta_by_hand(q, k, v, g=None, beta=None, p=None, **preconditioner):
-    """S = decay(g_t) S + w_t (beta_t (v_t - S^T p_t))^T, o_t = K^-0.5 S^T q_t; p, w are k if not said; no beta: no delta."""
+def delta_by_hand(q, k, v, g=None, beta=None, **preconditioner):
+    """S = decay(g_t) S; then S = S + w_t (beta_t (v_t - S^T k_t))^T, o_t = K^-0.5 S^T q_t; w is k, beta may be missing."""
     batch, tokens, heads, size = q.shape
     steps = k.shape[1] // tokens
     state, outputs = q.new_zeros(batch, heads, size, v.shape[-1]), []
@@ -139,12 +140,21 @@ def delta_by_hand(q, k, v, g=None, beta=None, p=None, **preconditioner):
         for s in range(t * steps, (t + 1) * steps):
             value = v[:, s]
             if beta is not None:
-                read = (k if p is None else p)[:, s]
-                value = beta[:, s, :, None] * (value - torch.einsum("bhkv,bhk->bhv", state, read))
+                value = beta[:, s, :, None] * (value - torch.einsum("bhkv,bhk->bhv", state, k[:, s]))
             state = state + torch.einsum("bhk,bhv->bhkv", written[0][:, s], value)
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * size**-0.5)
     states = (state,) if written[1] is None else (state, written[1])
     return torch.stack(outputs, 1), *states
+
+
+def comba_by_hand(q, k, v, p, g, beta):
+    """S = decay(g_t) S + k_t (beta_t (v_t - S^T p_t))^T, o_t = K^-0.5 S^T q_t: p reads what has not decayed yet."""
+    state, outputs = q.new_zeros(q.shape[0], *k.shape[2:], v.shape[-1]), []
+    for t in range(q.shape[1]):
+        value = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, p[:, t]))
+        state = state * g[:, t, :, None, None].exp() + torch.einsum("bhk,bhv->bhkv", k[:, t], value)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * KEY**-0.5)
+    return torch.stack(outputs, 1), state
 
 
 def preconditioned(k, g_atk, beta_atk, log_atk_scale, x, eps):
@@ -201,6 +211,7 @@ def cyfa_by_hand(q, k, v, g, delta, beta, readout, **norms):
 
 
 BY_HAND = {
+    "comba": comba_by_hand,
     "cyfa": cyfa_by_hand,
     "gated_delta_product": product_by_hand,
     "mesa_net": mesa_by_hand,
@@ -233,6 +244,24 @@ def test_equals_its_definition_in_float64_with_every_gradient(mixer, kind):
     ]
     for a, b in zip(*(torch.autograd.grad(loss, wrt) for loss in losses), strict=True):
         close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("bounds", [[0, 70], [0, 1, 4, 70]])
+def test_comba_is_that_of_flas_chunks(bounds):
+    """FLA's own reference of its chunk kernel, which computes in float32 and takes one sequence at a time."""
+    from fla.ops.comba.naive import naive_chunk_comba
+
+    given = inputs("comba", batch=1, tokens=70, dtype=torch.float32)
+    got = kernel("comba")(**given, output_final_state=True, cu_seqlens=torch.tensor(bounds))
+    parts = [
+        naive_chunk_comba(**{name: x[:, a:b] for name, x in given.items()}, output_final_state=True)
+        for a, b in itertools.pairwise(bounds)
+    ]
+    want = [torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 0), strict=True)]
+    sums = [sum((x * torch.linspace(-1, 2, x.numel()).view_as(x)).sum() for x in xs) for xs in (got, want)]
+    gradients = (torch.autograd.grad(total, [*given.values()]) for total in sums)
+    for a, b in zip((*got, *next(gradients)), (*want, *next(gradients)), strict=True):
+        close(a, b, 1e-5)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -35,19 +35,36 @@ def delta_rule(
     scale: float,
     g: Tensor | None = None,
     initial_state: Tensor | None = None,
-    p: Tensor | None = None,
     written: Tensor | None = None,
 ) -> Result:
-    """S = e^g S; then S = S + written (beta (v - S^T p))^T, o = scale S^T q; p and `written` are k unless given.
+    """S = e^g S; then S = S + written (beta (v - S^T k))^T, o = scale S^T q; `written` is k unless given.
 
     g is [B, T, H], of KDA [B, T, H, K].
     """
-    q, k, p, written = (
-        _of_heads(x, v.shape[2]) for x in (q, k, k if p is None else p, k if written is None else written)
-    )
+    q, k, written = (_of_heads(x, v.shape[2]) for x in (q, k, k if written is None else written))
     write = written * beta[..., None]
-    reading = -p if g is None else -p * (g if g.dim() == 4 else g[..., None]).exp()
+    reading = -k if g is None else -k * (g if g.dim() == 4 else g[..., None]).exp()
     return linear_attention(q * scale, write, v, g, initial_state, a=reading, b=write)
+
+
+def comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None = None,
+    p: Tensor | None = None,
+) -> Result:
+    """S = e^g S + k (beta (v - S^T p))^T, o = scale S^T q; p is k unless given.
+
+    The S that p reads has not decayed yet, as in FLA's kernels and its `naive_chunk_comba`; in its
+    `naive_recurrent_comba` it has.
+    """
+    q, k, p = (_of_heads(x, v.shape[2]) for x in (q, k, k if p is None else p))
+    write = k * beta[..., None]
+    return linear_attention(q * scale, write, v, g, initial_state, a=-p, b=write)
 
 
 def gated_delta_product(

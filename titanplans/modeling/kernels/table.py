@@ -46,7 +46,7 @@ _FLASH_ATTENTION = {
 
 _FORMULAS = {
     "abc": (formulas.gsa, "chunk"),
-    "comba": (formulas.delta_rule, "chunk", "fused_recurrent"),
+    "comba": (formulas.comba, "chunk", "fused_recurrent"),
     "cyfa": (formulas.cyfa, "chunk", "fused_recurrent"),
     "delta_rule": (formulas.delta_rule, "chunk", "fused_recurrent"),
     "gated_delta_product": (formulas.gated_delta_product, "chunk"),
