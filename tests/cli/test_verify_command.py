@@ -391,7 +391,7 @@ REFUSED = {
         ("verify", "titanplans.plans.hf.llama:LlamaPlan"),
         "and llama and mistral and smollm3; say which",
     ),
-    "incomplete": (("verify", f"{OURS}:DICT", "--model", "qwen3"), "is covered by no key of DictPlan"),
+    "incomplete": (("verify", f"{OURS}:DICT", "--model", "qwen3"), "are covered by no key of DictPlan"),
     "no registered plan": (("verify", "olmo.json"), "no plan is registered for OlmoForCausalLM"),
     "GPU kernel": (
         ("verify", f"{OURS}:Whole", "--model", f"{OURS}:rebased"),

@@ -121,9 +121,9 @@ MISUSED = {
         lambda: with_mixer(StateSpace),
         changed(StateSpacePlan, lambda plan: {"A_log": None}),
         2,
-        "parameter 'layers.0.attn.A_log' (4,) of StateSpace is covered by no key of Changed (that of "
-        "'layers.0.attn' says what the module does, not what it holds): add 'layers.0.attn.A_log' with a style. In a region "
-        "that is colwise() for what is split by heads",
+        "parameter 'layers.*.attn.A_log' (4,) of StateSpace (that of 'layers.*.attn' says what the module does, not what it "
+        "holds) is covered by no key of Changed: add 'layers.*.attn.A_log' with a style. In a region that is colwise() for "
+        "what is split by heads",
     ),
     "a key that names nothing": (
         lambda: with_mixer(StateSpace),
@@ -273,6 +273,24 @@ def test_misuse_is_one_sentence(name):
         check_plan(model(), degree, plan=plan)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_convolution_that_counts_the_channels_of_all_ranks():
+    def without_its_groups(self, attn):
+        own = StateSpacePlan.local_attributes(self, attn)
+        return {name: value for name, value in own.items() if name != "conv1d.groups"}
+
+    with pytest.raises(PlanError) as error:
+        verify(
+            lambda: with_mixer(StateSpace),
+            changed(StateSpacePlan, local_attributes=without_its_groups),
+            degrees=[2],
+        )
+    assert str(error.value) == (
+        "plan key 'layers.0.attn.conv1d' (Packed on Conv1d): its groups = 36 are those of all ranks, and this rank gives it "
+        "18 channels: name 'conv1d.groups' in local_attributes (in mlp_attributes if an MLP holds it), as "
+        "self.divided(attn, 'conv1d.groups') does"
+    )
 
 
 def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused():

@@ -74,8 +74,24 @@ def test_unmatched_key():
 
 def test_uncovered_parameter():
     message = refused(edited(q_norm=None))
-    assert "'layers.0.attn.q_norm.weight' (4,) of RMSNorm" in message
+    assert message.startswith(
+        "parameter 'layers.*.attn.q_norm.weight' (4,) of RMSNorm is covered by no key of Edited: add 'layers.*.attn.q_norm' "
+        "with a style. "
+    )
     assert "replicated_in_region()" in message
+
+
+def test_all_uncovered_parameters_are_told_at_once():
+    class Plan(edited(q_norm=None, o_proj=None)):
+        def model_plan(self, model):
+            plan = super().model_plan(model) | {"layers.1.attn.o_proj": self.rowwise()}
+            return {key: style for key, style in plan.items() if key != "norm"}
+
+    assert refused(Plan).startswith(
+        "parameters 'layers.0.attn.o_proj.weight' (16, 16) of Linear, 'layers.0.attn.o_proj.bias' (16,) of Linear, "
+        "'layers.*.attn.q_norm.weight' (4,) of RMSNorm, 'norm.weight' (16,) of RMSNorm are covered by no key of Plan: add "
+        "'layers.0.attn.o_proj', 'layers.*.attn.q_norm', 'norm' with a style each. In a region "
+    )
 
 
 def test_split_module_outside_a_region():
@@ -337,6 +353,39 @@ def test_dict_plan():
     assert "no such style" in refused(patterns | {"norm": "columnwise"})
     for old, new in RENAMED.items():
         assert f"'norm' = '{old}': this style is now called '{new}'" in refused(patterns | {"norm": old})
+
+
+def test_a_plan_in_python_takes_patterns_as_a_dict_does():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            whole = super().attn_plan(attn)
+            plan = {key: whole[key] for key in ("", "q_norm", "o_proj")}
+            return plan | {"[qkv]_proj": self.colwise()}
+
+        def model_plan(self, model):
+            return super().model_plan(model) | {"layers.*.mlp.*_proj.bias": self.replicated_in_region()}
+
+    by_pattern, by_name = (check_plan(Tiny(), 2, plan=plan) for plan in (Plan, TinyPlan))
+    biases = {f"layers.{n}.mlp.{name}_proj.bias" for n in range(2) for name in ("gate", "up", "down")}
+    assert by_pattern.keys() - by_name.keys() == biases
+    assert {k: repr(v) for k, v in by_pattern.items() if k in by_name} == {
+        k: repr(v) for k, v in by_name.items()
+    }
+    assert (
+        "'layers.0.mlp.experts.*.w1' (Twice) matches no module and no parameter: layers.0.mlp (MLP) holds"
+        in (refused(twice("experts.*.w1")))
+    )
+    assert "'layers.0.mlp.gate_proj' and 'layers.0.mlp.*_proj' both match layers.0.mlp.gate_proj" in (
+        refused(twice("*_proj"))
+    )
+
+
+def twice(key):
+    class Twice(TinyPlan):
+        def mlp_plan(self, mlp):
+            return super().mlp_plan(mlp) | {key: self.colwise()}
+
+    return Twice
 
 
 def test_tied_weights_stay_one():

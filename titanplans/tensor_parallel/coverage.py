@@ -1,5 +1,6 @@
 """Every key of a plan names something in the model, and every parameter of the model is covered by a key."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -7,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
-from titanplans.tensor_parallel.decoder import MIXERS, MLPS, find_decoder, join, within
+from titanplans.tensor_parallel.decoder import MIXERS, MLPS, Decoder, find_decoder, join, within
 from titanplans.tensor_parallel.low_rank import FACTORS, is_adapted, is_factor
 from titanplans.tensor_parallel.plan_styles import Plan
 from titanplans.tensor_parallel.styles import Style, find_target, held
@@ -70,33 +71,53 @@ def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> s
 
 
 def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
-    """Refuse a parameter that no key covers: it would stay a plain tensor beside DTensors."""
+    """Refuse the parameters that no key covers, all at once: they would stay plain tensors beside DTensors."""
+    uncovered: list[tuple[str, nn.Module, str]] = []
+    every: Counter[str] = Counter()
     for name, module in model.named_modules():
         for param_name, param in module._parameters.items():
             if param is None:
                 continue
+            own = join(name, param_name)
             if isinstance(param, DTensor):
-                raise PlanError(
-                    f"parameter '{join(name, param_name)}' is a DTensor already: apply a plan once, before FSDP"
-                )
+                raise PlanError(f"parameter '{own}' is a DTensor already: apply a plan once, before FSDP")
+            every[_numberless(own)] += 1
             if not _covered(plan, name, module, param_name):
-                own = join(name, param_name)
-                beside = (
-                    f" (that of '{name}' says what the module does, not what it holds)"
-                    if name in plan
-                    else ""
-                )
-                raise PlanError(
-                    f"parameter '{own}' {tuple(param.shape)} of {type(module).__name__} is covered by no key of {plan_name}"
-                    f"{beside}: add '{own if name in plan else name}' with a style. In a region that is colwise() for what "
-                    "is split by heads or width, split_norm() for a norm over such a width, replicated_in_region() for what "
-                    f"is one for all heads; outside, replicated_on_stream(){_not_asked(plan, model, name)}"
-                )
+                uncovered.append((name, module, param_name))
+    if not uncovered:
+        return
+    alike = Counter(_numberless(join(name, param_name)) for name, _, param_name in uncovered)
+    decoder = find_decoder(model, required=False)
+    said: dict[str, tuple[str, str]] = {}
+    for name, module, param_name in uncovered:
+        own = join(name, param_name)
+        pattern = _numberless(own)
+        shown = _numberless if every[pattern] == alike[pattern] > 1 else str
+        beside = (
+            f" (that of '{shown(name)}' says what the module does, not what it holds)" if name in plan else ""
+        )
+        shape = tuple(module._parameters[param_name].shape)  # type: ignore[union-attr]
+        what = f"'{shown(own)}' {shape} of {type(module).__name__}{beside}"
+        if what not in said:
+            key = own if name in plan else name
+            said[what] = f"'{shown(key)}'", _not_asked(plan, decoder, name)
+    keys, reasons = (list(dict.fromkeys(words)) for words in zip(*said.values(), strict=True))
+    raise PlanError(
+        f"parameter{'s' * (len(said) > 1)} {', '.join(said)} {'are' if len(said) > 1 else 'is'} covered by no key of "
+        f"{plan_name}: add {', '.join(keys)} with a style{' each' * (len(keys) > 1)}. In a region that is colwise() for "
+        "what is split by heads or width, split_norm() for a norm over such a width, replicated_in_region() for what is one "
+        f"for all heads; outside, replicated_on_stream(){''.join(reasons)}"
+    )
 
 
-def _not_asked(plan: Plan, model: nn.Module, name: str) -> str:
+def _numberless(name: str) -> str:
+    """Return a name with `*` for each number in it: a key for all blocks, or for all experts."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _not_asked(plan: Plan, decoder: Decoder, name: str) -> str:
     """Return why no plan of a mixer or an MLP was asked for the module `name`, in words, if its name is the reason."""
-    for block in find_decoder(model, required=False).blocks:
+    for block in decoder.blocks:
         if name.startswith(f"{block.name}."):
             child = name.removeprefix(f"{block.name}.").partition(".")[0]
             whole = join(block.name, child)

@@ -10,13 +10,12 @@ plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.decoder import find_decoder, spelled_out
 from titanplans.tensor_parallel.float8 import recipe_of
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.registry import faulty_plans, plan_for_model, registered_plans
@@ -65,27 +64,12 @@ class DictPlan(TPPlan):
 
     def full_plan(self, model: nn.Module) -> Plan:
         plan: Plan = {}
-        origin: dict[str, str] = {}
-        names = [name for name, _ in model.named_modules()]
-        parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         decoder = find_decoder(model, required=False)
         mixers = decoder.mixers
-        for pattern, style in self.patterns.items():
-            matched = [name for name in names if _matches(name, pattern)] or [
-                name for name in parameters if _matches(name, pattern)
-            ]
-            if not matched:
-                plan[pattern] = self._style(
-                    pattern, style, None
-                )  # strict application refuses it by this name
-            for name in matched:
-                if name in plan:
-                    raise PlanError(
-                        f"plan keys '{origin[name]}' and '{pattern}' both match {name}: make them disjoint"
-                    )
-                around = decoder.mixer_around(name)
-                mixer = None if around is None else mixers[around]
-                plan[name], origin[name] = self._style(pattern, style, mixer), pattern
+        for name, pattern in spelled_out(self.patterns, model).items():
+            around = decoder.mixer_around(name)
+            mixer = None if around is None else mixers[around]
+            plan[name] = self._style(pattern, self.patterns[pattern], mixer)
         return plan
 
     def _style(self, pattern: str, style: str | ParallelStyle, mixer: nn.Module | None) -> ParallelStyle:
@@ -136,8 +120,3 @@ def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
     if not hasattr(module, attribute):
         raise PlanError(f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'")
     return getattr(module, attribute)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    names, patterns = name.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))

@@ -9,8 +9,9 @@ A block holds a token mixer, an MLP and norms. A tower, such as a vision encoder
 It is found once, before anything wraps a module, and passed along.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -172,3 +173,37 @@ def join(*names: str) -> str:
 def within(key: str, module: str) -> bool:
     """Whether `key` names something inside `module`, of which "" is the whole model."""
     return key != module and (key.startswith(f"{module}.") or module == "")
+
+
+def spelled_out(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
+    """Return by each name in `model` for which one of the `keys` of a plan stands, that key.
+
+    In a key `*` stands for one part of a module's name, or of a parameter's where no module matches. A key that matches
+    nothing stands for itself; strict application refuses it.
+
+    Raises:
+        PlanError: two keys match one name.
+    """
+    found: dict[str, str] = {}
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for key in keys:
+        names = [key]
+        if any(sign in key for sign in "*?["):
+            names = _matching(key, modules) or _matching(key, parameters) or names
+        for name in names:
+            if name in found:
+                raise PlanError(
+                    f"plan keys '{found[name]}' and '{key}' both match {name}: make them disjoint"
+                )
+            found[name] = key
+    return found
+
+
+def _matching(key: str, names: Iterable[str]) -> list[str]:
+    parts = key.split(".")
+    return [
+        name
+        for name in names
+        if name.count(".") == len(parts) - 1 and all(map(fnmatchcase, name.split("."), parts))
+    ]

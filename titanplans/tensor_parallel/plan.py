@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.decoder import find_block, find_decoder, join
+from titanplans.tensor_parallel.decoder import find_block, find_decoder, join, spelled_out
 from titanplans.tensor_parallel.local_code import Functions, alike, summed
 from titanplans.tensor_parallel.norms import over_all_ranks
 from titanplans.tensor_parallel.plan_styles import Plan, PlanStyles, TPOptions
@@ -191,14 +191,14 @@ class TPPlan(PlanStyles):
         return plan
 
     def full_plan(self, model: nn.Module) -> Plan:
-        """Return the whole plan, by fully qualified module name."""
+        """Return the whole plan, by fully qualified name; what a key with `*` matches, one by one."""
         plan = prefixed("", self.model_plan(model))
         for block in find_decoder(model).blocks:
             for key, style in prefixed(block.name, self.layer_plan(block.module)).items():
                 if key in plan:
                     raise PlanError(f"plan key '{key}' is given by model_plan and by layer_plan: keep one")
                 plan[key] = style
-        return plan
+        return {name: plan[key] for name, key in spelled_out(plan, model).items()}
 
 
 def _first_count(attn: nn.Module, names: tuple[str, ...]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from titanplans.tensor_parallel.collectives import Group, group_of, sum_in_region
+from titanplans.tensor_parallel.convolution import check_groups
 from titanplans.tensor_parallel.float8 import is_float8
 from titanplans.tensor_parallel.layout import Layout, Section, Shared, rows_of
 from titanplans.tensor_parallel.local_parameters import hidden_bias, subclass
@@ -43,6 +44,7 @@ class Colwise(ParameterStyle):
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if type(module).forward is nn.Linear.forward and "bias" in held(module):
             module.__class__ = _with_bias_apart(type(module))
+        check_groups(module, self)
 
 
 class KVColwise(Colwise):

@@ -143,6 +143,11 @@ def _mark_of(module: nn.Module) -> _Mark:
     return module.__dict__.get("_plan_mark", _Mark("", None))
 
 
+def key_of(module: nn.Module) -> str:
+    """Return the plan key of `module`."""
+    return _mark_of(module).key
+
+
 def border_of(module: nn.Module, mesh: DeviceMesh, stream: Stream) -> Border:
     """Return the border at `module`; in float8 if `apply_plan` has found that something may cross it so."""
     crossing = _mark_of(module).crossing
@@ -239,7 +244,7 @@ def on_input(
     raise PlanError(
         f"it was called without a positional input and without '{name}' (got {', '.join(kwargs) or 'nothing'}): give its "
         "style input_name=",
-        key=_mark_of(module).key,
+        key=key_of(module),
         style=style,
         module=module,
     )
