@@ -38,7 +38,11 @@ CASES = {
         read_strategy('strategy = "fsdp2"\n[activation_checkpoint]\nmode = "mlp"\n'),
         Degrees(dp_replicate=2, dp_shard=2),
     ),
+    "fsdp2, an optimizer made before": (FSDP2Config(), Degrees(), True),
+    "tp, an optimizer made before": (FSDP2Config(plan=TinyPlan), Degrees(tp=4), True),
+    "tp x fsdp, an optimizer made before": (FSDP2Config(plan=TinyPlan), Degrees(tp=2), True),
     "ddp": (DDPConfig(), None),
+    "ddp, an optimizer made before": (DDPConfig(), None, True),
     "ddp, summed each time": (DDPConfig(defer_grad_sync=False), None),
 }
 
@@ -80,11 +84,15 @@ def evaluate(model):
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
-def train(config, degrees):
-    """What `plain` does, over the ranks of this world."""
+def train(config, degrees, early=False):
+    """What `plain` does, over the ranks of this world; with an optimizer made before the model was parallel."""
     manager = ParallelManager(config, degrees, device_type="cpu")
-    model = manager.parallelize(build())
-    optimizer = manager.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = manager.parallelize(model)
+    optimizer = manager.prepare_optimizer(
+        optimizer if early else torch.optim.AdamW(model.parameters(), lr=0.01)
+    )
     loss_of = manager.prepare_loss(manager.cross_entropy)
     dp = manager.mesh.get_mesh("dp")
     mine = slice(dp.get_local_rank() * ROWS // dp.size(), (dp.get_local_rank() + 1) * ROWS // dp.size())

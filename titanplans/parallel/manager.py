@@ -20,6 +20,7 @@ from titanplans.config import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfi
 from titanplans.errors import ParallelError
 from titanplans.observe.report import ParallelismReport
 from titanplans.parallel import ddp, megatron_fsdp
+from titanplans.parallel.carry_over import carry_over
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
 from titanplans.parallel.degrees import Degrees, refuse_degrees
 from titanplans.parallel.fsdp import gradient_sync
@@ -83,8 +84,8 @@ class ParallelManager:
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Return `model` parallelised: itself, changed in place, or under Megatron-FSDP what is wrapped around it.
 
-        Build the optimizer on the result's parameters. A model on meta has no values yet: give it some
-        (`manager.to_empty()`, then its initialisation or a checkpoint) before its first forward,
+        Build the optimizer on the result's parameters, or hand an older one to `prepare_optimizer`. A model on meta has no
+        values yet: give it some (`manager.to_empty()`, then its initialisation or a checkpoint) before its first forward,
         which is an error otherwise.
 
         Args:
@@ -131,13 +132,22 @@ class ParallelManager:
         return compile_loss(loss, compiled)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return `optimizer` with its step compiled, or managed by Megatron-FSDP, if the strategy says so."""
+        """Return `optimizer` with its step compiled, or managed by Megatron-FSDP, if the strategy says so.
+
+        One that was made before `parallelize` gets the parameters that there are now; its groups and their options stay.
+
+        Raises:
+            ParallelError: it has a state of parameters that were replaced, or can't be compiled or managed.
+        """
+        model = self._parallel()
         if isinstance(self.config, MegatronFSDPConfig):
             if isinstance(optimizer, Muon):
                 raise ParallelError(
                     "Muon needs whole matrices, and Megatron-FSDP keeps parts of a flat buffer: take AdamW"
                 )
             megatron_fsdp.register_optimizer(optimizer)
+        else:
+            carry_over(optimizer, model)
         compiled = self._compiled("optimizer")
         return optimizer if compiled is None else compile_optimizer(optimizer, compiled)
 

@@ -44,6 +44,7 @@ from titanplans.parallel.record import record_of
 from titanplans.parallel.roles import find_roles
 from titanplans.tensor_parallel import apply_plan
 from titanplans.tensor_parallel.custom import PlanSource
+from titanplans.tensor_parallel.replaced import replacing
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ def apply_steps(
 
     # First: a plan splits the products that there are, and FSDP gathers their weights.
     if config.float8.recipe_name is not None:
-        done = convert_to_float8(model, config.float8, fsdp_mesh(mesh).device_type)
+        with replacing(model):
+            done = convert_to_float8(model, config.float8, fsdp_mesh(mesh).device_type)
         _log.info(_words(done))
         if config.compile.blocks:
             refuse_read_weights(model)

@@ -25,6 +25,7 @@ from titanplans.tensor_parallel.local_code import set_attributes, set_functions
 from titanplans.tensor_parallel.local_parameters import ParameterMemo, localize
 from titanplans.tensor_parallel.low_rank import place_dropout
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
+from titanplans.tensor_parallel.replaced import parameters_of, retire_replaced
 from titanplans.tensor_parallel.stream import Border, keep_border
 from titanplans.tensor_parallel.styles import Style, layouts_at, mark, target
 from titanplans.tensor_parallel.vocab import VocabHead
@@ -89,7 +90,7 @@ def apply_plan(
     sequence_dim: int = 1,
     plan: PlanSource = None,
 ) -> AppliedPlan:
-    """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile and FSDP.
+    """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
 
     The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a
     DTensor, `Shard(-1)`, if `loss_parallel`). Its parameters may lie on meta; real ones are taken
@@ -105,6 +106,7 @@ def apply_plan(
     source = resolve_plan(plan, model, options)
     checked = check(source, model, dist.get_backend(tp_mesh.get_group()))
 
+    whole = parameters_of(model)
     for name, functions in checked.functions.items():
         set_functions(model.get_submodule(name), functions, tp_mesh)
     memo, layouts = ParameterMemo(), {}
@@ -124,6 +126,7 @@ def apply_plan(
             raise PlanError(reason, key=key, style=style, module=found.module)
     _check_distributed(model, checked.styles)
     _check_still_tied(model, checked.tied)
+    retire_replaced(model, whole)
 
     for name, attributes in checked.attributes.items():
         set_attributes(model.get_submodule(name), attributes)

@@ -1,7 +1,8 @@
 """What is checked once, in the first forward of a split model, since it can't be known before.
 
 All ranks got the same batch; no parameter came after the split; and in the first forward in training mode nothing drew
-random numbers. Later forwards cost nothing: the hooks take themselves away.
+random numbers. What has replaced parameters since the split, such as torch's `fully_shard`, is known by then. Later
+forwards cost nothing: the hooks take themselves away.
 """
 
 import copy
@@ -21,6 +22,7 @@ from titanplans.tensor_parallel.coverage import ADAPTERS
 from titanplans.tensor_parallel.dropout import REMEDY, dropouts, generator_state
 from titanplans.tensor_parallel.inputs import positional
 from titanplans.tensor_parallel.low_rank import LowRankDropout
+from titanplans.tensor_parallel.replaced import parameters_of, retire_replaced
 from titanplans.torch_private import dispatch_is_watched, tree_leaves
 
 
@@ -34,6 +36,7 @@ def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> 
     """
     first = _First(mesh)
     for module in {model: None, base: None}:
+        first.parameters[id(module)] = parameters_of(module)
         first.handles += [
             module.register_forward_pre_hook(first.before, prepend=True, with_kwargs=True),
             module.register_forward_hook(first.after),
@@ -45,6 +48,8 @@ class _First:
         self.mesh = mesh
         self.handles: list[Any] = []
         self.started = False
+        self.parameters: dict[int, dict[str, nn.Parameter]] = {}
+        """Of each module that is called, by its `id`, as they were split; until the first forward."""
         self.state: torch.Tensor | None = None
         """Of the generator, before the first forward in training mode."""
         self.drew = False
@@ -62,6 +67,8 @@ class _First:
         # A recorder, simulated ranks and fake tensors see the step itself; so does a compiler.
         if torch.compiler.is_compiling() or dispatch_is_watched() or self.runs not in (None, module):
             return
+        split, self.parameters = self.parameters, {}
+        retire_replaced(module, split.get(id(module), {}))
         trains = module.training and torch.is_grad_enabled()
         if not self.started or trains:
             _check_parameters(module, self.mesh)

@@ -29,6 +29,7 @@ from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module, split_dtypes
 from titanplans.parallel.record import record_of
 from titanplans.tensor_parallel.partial_gradients import summed
+from titanplans.tensor_parallel.replaced import replacing
 from titanplans.torch_private import before_reducing, fsdp_group, reshard_to
 
 
@@ -145,13 +146,14 @@ def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, confi
                 modules = [model.get_submodule(name) for name in part.names]
                 reshard = _reshards(unit, config)  # what is inside a unit lives as long as the unit itself
                 to_some = not isinstance(reshard, bool)
-                fully_shard(
-                    modules if len(modules) > 1 else modules[0],
-                    mesh=mesh,
-                    mp_policy=outside if part.role == "root" else inside,
-                    offload_policy=offload,
-                    reshard_after_forward=True if to_some and shared else reshard,
-                )
+                with replacing(*modules):
+                    fully_shard(
+                        modules if len(modules) > 1 else modules[0],
+                        mesh=mesh,
+                        mp_policy=outside if part.role == "root" else inside,
+                        offload_policy=offload,
+                        reshard_after_forward=True if to_some and shared else reshard,
+                    )
                 group = fsdp_group(fsdp_module(model, part.names[0]))
                 if group is None:
                     continue

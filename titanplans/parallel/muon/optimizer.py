@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults)
-        self._sections, self._replicas = dict(sections or {}), replicas
+        self.sections, self._replicas = dict(sections or {}), replicas
         self._dealt: list[tuple[Exchange, list[Round]]] | None = None
         for param in (param for group in self.param_groups for param in group["params"]):
             if param.ndim not in (2, 3):
@@ -130,7 +130,7 @@ class Muon(torch.optim.Optimizer):
         return local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
 
     def _orthogonal(self, whole: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        steps, sections = group["ns_steps"], self._sections.get(param)
+        steps, sections = group["ns_steps"], self.sections.get(param)
         if sections is None:
             return orthogonalize(whole, steps)
         parts = whole.split(sections.sizes, sections.dim)
@@ -138,7 +138,7 @@ class Muon(torch.optim.Optimizer):
 
     def _apply(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor, held: Box) -> None:
         """Decay this rank's part of `param`, `held` of it, and subtract the update."""
-        scale, sections = SCALES[group["adjust_lr_fn"]], self._sections.get(param)
+        scale, sections = SCALES[group["adjust_lr_fn"]], self.sections.get(param)
         shape = list(param.shape)
         dim, sizes = (param.ndim - 1, (shape[-1],)) if sections is None else sections
         first, last = held[dim][0], sum(held[dim])

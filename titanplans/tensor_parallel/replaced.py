@@ -1,0 +1,61 @@
+"""Parameters that a split has replaced: an optimizer that still holds one would train nothing, and say nothing.
+
+A tensor can't tell who holds it. So a replaced parameter becomes one whose gradient can't be read: each optimizer of torch
+and of others reads it before it does anything, and so does whoever clips. It knows its successor, for `successor_of`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.errors import ParallelError
+
+_NAME, _SUCCESSOR = "_replaced_name", "_replaced_by"
+
+
+@contextmanager
+def replacing(*modules: nn.Module) -> Iterator[None]:
+    """Retire the parameters of `modules` that have been replaced when the context is left without an error."""
+    before = [parameters_of(module) for module in modules]
+    yield
+    for module, parameters in zip(modules, before, strict=True):
+        retire_replaced(module, parameters)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of `module` by all of their names."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def retire_replaced(module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Make those of `before`, the parameters of `module` at some time, that it no longer has unreadable to optimizers."""
+    now = parameters_of(module)
+    there = {id(parameter) for parameter in now.values()}
+    for name, old in before.items():
+        if id(old) not in there and _NAME not in old.__dict__:
+            old.__dict__ |= {_NAME: name, _SUCCESSOR: now.get(name)}
+            old.__class__ = _retired(type(old))  # type: ignore[assignment]
+
+
+def successor_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what stands in the place of `parameter` now: itself if it was not replaced."""
+    while (successor := parameter.__dict__.get(_SUCCESSOR)) is not None:
+        parameter = successor
+    return parameter
+
+
+@cache
+def _retired(cls: type[torch.Tensor]) -> type[torch.Tensor]:
+    def refuse(self: Any, *_: Any) -> None:
+        raise ParallelError(
+            f"parameter '{self.__dict__[_NAME]}' was replaced when its model was split or sharded, so this one never gets a "
+            "gradient, and its optimizer would train nothing: make the optimizer on the model's parameters afterwards, or "
+            "hand it to ParallelManager.prepare_optimizer before its first step"
+        )
+
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (cls,), {**members, "grad": property(refuse, refuse)})
