@@ -4,6 +4,7 @@ Ranks are threads of this process; the whole model runs beside them, on the same
 """
 
 import copy
+import inspect
 from typing import NamedTuple
 
 import pytest
@@ -129,6 +130,70 @@ def test_the_base_called_by_itself_gives_whole_hidden_states(name, sequence_para
         same_gradients(split, whole)
 
     on_ranks(work, name, sequence_parallel=sequence_parallel)
+
+
+def prompted(model, prompt, to):
+    """The logits of soft prompts before the embeddings of tokens; `to` calls the model, or its base and its head."""
+    embedded = model.get_input_embeddings()(ids())
+    embedded.retain_grad()
+    return to(model, torch.cat([prompt.expand(2, -1, -1), embedded], 1)), embedded
+
+
+CALLED = {
+    "model": lambda model, x: model(inputs_embeds=x).logits,
+    "base": lambda model, x: model.lm_head(model.model(inputs_embeds=x).last_hidden_state),
+    "base, by position": lambda model, x: model.lm_head(model.model(*_before_embeds(model), x)[0]),
+}
+
+
+def _before_embeds(model):
+    names = list(inspect.signature(model.model.forward).parameters)
+    return [None] * names.index("inputs_embeds")
+
+
+@pytest.mark.parametrize("to", CALLED)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_embeddings_outside_of_a_forward_and_soft_prompts(name, sequence_parallel, to):
+    """The embedding gives the whole sequence; what is made of it goes in whole; so do the gradients, to both."""
+
+    def work(split, whole):
+        found = []
+        for model in (split, whole):
+            model(ids(9))  # a forward before, of another length
+            prompt = torch.linspace(-1, 1, 5 * 64).sin().view(1, 5, 64).to(next(whole.parameters()).dtype)
+            logits, embedded = prompted(model, prompt.requires_grad_(), CALLED[to])
+            full(logits).square().mean().backward()
+            found.append((logits, embedded, embedded.grad, prompt.grad))
+        for mine, theirs in zip(*found, strict=True):
+            same(mine, theirs.detach())
+        same_gradients(split, whole)
+
+    on_ranks(work, name, sequence_parallel=sequence_parallel)
+
+
+def test_embeddings_outside_of_a_forward_that_a_backward_computes_again():
+    def work(split, whole):
+        for model in (split, whole):
+            embedded = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
+            within = checkpoint(
+                lambda tokens, model=model: model.model(tokens)[0], ids(5), use_reentrant=False
+            )
+            (model(inputs_embeds=embedded).logits.square().mean() + within.square().mean()).backward()
+        same_gradients(split, whole)
+
+    on_ranks(work, "gla")
+
+
+def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
+    class Prompted(type(zoo.build("gla", options=False))):
+        def forward(self, input_ids, **kwargs):
+            return super().forward(inputs_embeds=self.model.embeddings(input_ids) * 2, **kwargs)
+
+    model = zoo.build("gla", options=False)
+    model.__class__ = Prompted
+    with pytest.raises(PlanError, match="inputs_embeds that the model has made in the same forward"):
+        on_ranks(lambda split, whole: split(ids()), model=model)
 
 
 def test_a_base_without_a_head_gives_whole_hidden_states():

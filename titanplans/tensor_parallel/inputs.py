@@ -98,6 +98,12 @@ def _before(
         kept = any(_is_some(given.get(name)) for name in _KEPT)
         stream.start(head_follows=is_model and known.has_head and not kept)
     if is_base and known.begins_at_embedding and given.get("inputs_embeds") is not None:
+        if stream.begun:
+            raise PlanError(
+                f"{type(module).__name__} was called with inputs_embeds that the model has made in the same forward, from "
+                "this rank's shard of an embedding that begins the stream: let its plan say vocab_embedding() without "
+                "begins_stream, or make them before the model is called"
+            )
         embedded = known.border.begin(given["inputs_embeds"])
         place = names.index("inputs_embeds")
         if place < len(args):

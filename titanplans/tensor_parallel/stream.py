@@ -82,7 +82,7 @@ class Stream:
         self.ended = False
         """No forward runs, or it has ended the stream already: hidden states are whole."""
         self.begun = False
-        """The first block of the forward that runs has taken its shard."""
+        """The first block of the forward that runs, or its embedding, has taken its shard."""
         self.head_follows = True
         """The stream of the forward that runs lasts until the head."""
         self.whole_logits = False
@@ -129,7 +129,7 @@ class Stream:
         )
 
     def is_sharded(self) -> bool:
-        """Whether the head gets a shard of the hidden states; in a backward, whether it did in the forward."""
+        """Whether hidden states at the model's two ends are a shard; in a backward, whether they were in the forward."""
         if self.dim is None:
             return False
         if self.ended and not torch.compiler.is_compiling() and in_backward():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanplans.tensor_parallel.collectives import collect, shard_size
+from titanplans.tensor_parallel.collectives import collect, shard_size, sum_ranks
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import read_inside, subclass
 from titanplans.tensor_parallel.loss.stand_in import StandIn
@@ -28,7 +28,7 @@ class VocabEmbedding(Style):
 
     Args:
         stream: the residual stream.
-        begins_stream: the sum is laid out as the stream, which with sequence parallelism saves half of
+        begins_stream: in a forward the sum is laid out as the stream, which with sequence parallelism saves half of
             its bytes. For models that draw no conclusion (positions, masks, where images belong) from
             the embeddings; otherwise they are whole on every rank, and the stream begins at the first block.
     """
@@ -83,8 +83,9 @@ def _on_rows(cls: type[nn.Module]) -> type[nn.Module]:
         out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
-        if border.stream.dim is not None:
-            border.stream.length = input.shape[border.stream.dim]
+        if not border.stream.is_sharded():  # called outside of a forward, for one
+            return sum_ranks(out, border.group)
+        border.stream.begun, border.stream.length = True, input.shape[border.stream.dim]
         return border.leave(out)
 
     return subclass(cls, {"forward": forward})
