@@ -133,7 +133,7 @@ def absent(*names):
 
 import titanplans.parallel, titanplans.proof
 absent("torchao", "transformers", "fla")  # before a model has it
-from titanplans.modeling.families import families
+from titanplans.config.families import families
 families()
 absent("fla.", "transformers.models.llama")  # sizes are data
 import titanplans.training.checks

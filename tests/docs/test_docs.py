@@ -73,7 +73,7 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
     from titanplans.cli.sweep.cells import make_cells
     from titanplans.cli.sweep.spec import read_spec
     from titanplans.config import load_job
-    from titanplans.modeling.families import read_family
+    from titanplans.config.families import read_family
 
     monkeypatch.chdir(ROOT)  # a sweep names its base job
 

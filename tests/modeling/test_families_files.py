@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from titanplans.config import families as families_module
+from titanplans.config.families import find_families, read_family
 from titanplans.modeling import ModelError, available
-from titanplans.modeling import configs as configs_module
 from titanplans.modeling.configs import load_config
-from titanplans.modeling.families import find_families, read_family
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
 def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, text, words):
     file = tmp_path / "x.toml"
     file.write_text(text)
-    monkeypatch.setattr(configs_module, "families", lambda: {"x": read_family(file)})
+    monkeypatch.setattr(families_module, "families", lambda: {"x": read_family(file)})
     with pytest.raises(ModelError) as refusal:
         load_config("x", "debug")
     assert "\n" not in str(refusal.value)

@@ -27,10 +27,12 @@ FLA = {
 }
 TRANSFORMERS = {
     ("llama", "debug"): (2_098_304, None, "ours"),
+    ("llama", "debugmodel"): (6_163_712, None, "ours"),  # torchtitan's, as all of that name
     ("llama", "3.2-1B"): (1_235_814_400, "1.24B", "card"),  # whose 1.23B is cut off
     ("llama", "3.2-3B"): (3_212_749_824, "3.21B", "card"),
     ("llama", "3.1-8B"): (8_030_261_248, "8.03B", "keras"),
     ("llama", "3.1-70B"): (70_553_706_496, "70.6B", "card"),
+    ("llama", "3.1-405B"): (405_853_388_800, None, "ours"),
     ("llama", "2-7B"): (6_738_415_616, "6.74B", "keras"),
     ("mistral", "debug"): (3_000_000, None, "ours"),
     ("mistral", "7B-v0.3"): (7_248_023_552, "7.25B", "keras"),
@@ -45,6 +47,7 @@ TRANSFORMERS = {
     ("qwen2", "32B"): (32_763_876_352, "32.8B", "keras"),
     ("qwen2", "72B"): (72_706_203_648, "72.7B", "keras"),
     ("qwen3", "debug"): (2_229_632, None, "ours"),
+    ("qwen3", "debugmodel"): (31_987_968, None, "ours"),
     ("qwen3", "0.6B"): (596_049_920, "0.6B", "keras"),
     ("qwen3", "1.7B"): (1_720_574_976, "1.7B", "keras"),
     ("qwen3", "4B"): (4_022_468_096, "4.0B", "keras"),
@@ -60,8 +63,17 @@ TRANSFORMERS = {
     ("gemma3_text", "27B"): (27_009_002_240 + 64 * 5376, "27.0B", "keras"),
     ("mixtral", "8x7B"): (46_702_792_704, "46.7B", "card"),
     ("qwen2_moe", "1.5-A2.7B"): (14_315_784_192, "14.3B", "card"),
+    ("qwen3_moe", "debugmodel_moe"): (315_758_848, None, "ours"),
+    ("qwen3_moe", "30B-A3B"): (30_532_122_624, "30.5B", "card"),
+    ("qwen3_moe", "235B-A22B"): (235_093_634_560, "235B", "card"),
     ("qwen3_next", "80B-A3B"): (79_674_391_296, "80B", "card"),
     ("deepseek_v3", "671B"): (671_026_404_352, "671B", "card"),
+    ("deepseek_v2", "debugmodel"): (33_014_016, None, "ours"),
+    ("gpt_oss", "debugmodel"): (183_397_920, None, "ours"),
+    ("gpt_oss", "20b"): (20_914_757_184, "21B", "card"),
+    ("gpt_oss", "120b"): (116_829_156_672, "117B", "card"),
+    ("llama4_text", "debugmodel"): (15_017_216, None, "ours"),
+    ("llama4_text", "17bx16e"): (107_769_861_120, None, "ours"),
     ("gemma3", "debug"): (1_681_472, None, "ours"),
     ("gemma3", "4B"): (4_300_079_472, "4.3B", "keras"),  # its medgemma_4b, which has the 64 rows
     ("gemma3", "12B"): (12_187_079_280 + 64 * 3840, "12.2B", "keras"),

@@ -344,3 +344,12 @@ def test_a_seed_checkpoint_is_saved_by_one_process(job):
     wanted = job(checkpoint__enable="true", checkpoint__create_seed_checkpoint="true")
     check_job(wanted, 1)
     assert "from 1 process, not 2; start one" in refusal(wanted, 2)
+
+
+def test_the_model_is_refused_before_the_tokenizer_and_the_data(job, tmp_path):
+    """Which take seconds to read, and data on a hub half a minute of attempts."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
+    words = refusal(
+        job(model__config="config.json", model__hf_assets_path="/nowhere", training__dataset="a/b")
+    )
+    assert words.startswith("model config 'config.json': model_type 'qwen33' is in neither")

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanplans.config.arguments import parse_arguments
+from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, find_flavor
 from titanplans.config.options import read_toml
+from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, strategy_of
 from titanplans.config.translate import (
     CONVERTERS,
@@ -26,6 +28,7 @@ def load_job(argv: list[str]) -> JobConfig:
 
     Raises:
         ConfigError: the job can't be read, or contradicts itself; its message is one line.
+        ModelError: there is no model of this name, or no such flavor of it.
     """
     arguments = parse_arguments(argv, takes_no_value)
     read_options(option for option in arguments.options if option[1] is None)  # "--training.steps --help"
@@ -49,6 +52,7 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
     notes = file.notes + overrides.notes
     if pending.get("training.dataset_name", "") not in ("", "default"):
         notes.append(_select_configuration(values, pending["training.dataset_name"]))
+    notes += _our_model(values)
     if CONVERTERS in pending:
         recipe = values.setdefault("quantize.linear.float8.recipe_name", "tensorwise")
         notes.append(
@@ -57,6 +61,8 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
     notes += refuse_or_note(file.unread | overrides.unread, values)
     job = build_job(values)
     strategy_of(job)
+    if job.model.name or job.model.flavor:
+        find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
     description = [job.job.description] if job.job.description else []
     return job.with_notes(tuple(description + notes))
 
@@ -71,6 +77,18 @@ def _select_configuration(values: dict[str, Any], name: str) -> str:
         )
     values["training.dataset"] = f"{dataset}:{name}"
     return f'training.dataset_name (flame): read as training.dataset = "{dataset}:{name}"'
+
+
+def _our_model(values: dict[str, Any]) -> list[str]:
+    """Replace a model's name and flavor in torchtitan by those here; return a note of it."""
+    name, flavor = values.get("model.name"), values.get("model.flavor")
+    ours = MODELS_OF_OTHERS.get(name or "", {}).get(flavor or "")
+    if ours is None:
+        return []
+    values["model.name"], values["model.flavor"] = ours
+    return [
+        f'model.name = "{name}", flavor = "{flavor}" (torchtitan): read as model.name = "{ours[0]}", flavor = "{ours[1]}"'
+    ]
 
 
 def _print_and_exit(text: str) -> NoReturn:

@@ -40,3 +40,6 @@ REFUSED = {
     key: Refused(tuple(off), row["reason"]) for row in _TABLES["refused"] for key, off in row["keys"].items()
 }
 """Refusals by key."""
+
+MODELS_OF_OTHERS: dict[str, dict[str, list[str]]] = _TABLES["models"]
+"""Name and flavor of the same model here, by torchtitan's name and flavor."""

@@ -1,6 +1,6 @@
 """From a name and a flavor, or from a config.json, to a `transformers` config object.
 
-The sizes come from `titanplans.modeling.families`. Nothing here reaches for the network: a model that is not in the
+The sizes come from `titanplans.config.families`. Nothing here reaches for the network: a model that is not in the
 installed `transformers` or `fla` is refused, remote code included.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from titanplans.config.families import Family, families, find_flavor
 from titanplans.errors import ModelError
 from titanplans.modeling.config_values import check_values, unread_keys
-from titanplans.modeling.families import Family, families, find_families
 from titanplans.modeling.own import own_config
 
 # What a config class raises for a value it does not take: its own checks, those of the typed config dataclasses of
@@ -53,19 +53,7 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     Raises:
         ModelError: unknown `name`, `flavor` or field, or a value the config class refuses.
     """
-    known = families()
-    if name not in known:
-        raise ModelError(
-            f"model {name!r} is unknown; available: {', '.join(known)}{_nearest(name, known)} "
-            "(any other Hugging Face model: give its config.json)"
-            f"{''.join(f'. Not read: {fault}' for fault in find_families().faults)}"
-        )
-    family = known[name]
-    if flavor not in family.flavors:
-        raise ModelError(
-            f"model {name!r} has no flavor {flavor!r}; available: {', '.join(family.flavors)}"
-            f"{_nearest(flavor, family.flavors)}"
-        )
+    family = find_flavor(name, flavor)
     fields = family.flavors[flavor]
     if family.own_class is not None:
         return own_config(family.own_class, fields | overrides)

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from titanplans.errors import ModelError
 from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.user_code import as_user_error, import_module
+from titanplans.user_code import as_user_error, import_module
 
 _CLASS, _ARGUMENTS = "own_class", "own_arguments"
 """Fields of the config that say how the model is made again."""

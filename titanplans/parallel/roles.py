@@ -17,8 +17,8 @@ from titanplans.tensor_parallel.plan import TPOptions
 from titanplans.tensor_parallel.projections import Packed
 from titanplans.tensor_parallel.registry import registered_plans
 from titanplans.tensor_parallel.styles import find_target, held
-from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.torch_private import CHECKPOINTED
+from titanplans.user_code import as_user_error
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WRAPPED = re.compile(rf"(^|\.){CHECKPOINTED}(?=\.|$)")

@@ -34,8 +34,8 @@ from titanplans.tensor_parallel.styles import (
     target,
     targets,
 )
-from titanplans.tensor_parallel.user_code import as_user_error
 from titanplans.tensor_parallel.vocab import VocabEmbedding
+from titanplans.user_code import as_user_error
 
 Fault = tuple[str, str]
 """A plan key, and what is wrong there."""

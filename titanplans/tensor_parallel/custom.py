@@ -19,7 +19,7 @@ from titanplans.tensor_parallel.decoder import find_decoder, spelled_out
 from titanplans.tensor_parallel.float8 import recipe_of
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.registry import faulty_plans, plan_for_model, registered_plans
-from titanplans.tensor_parallel.user_code import as_user_error, import_module
+from titanplans.user_code import as_user_error, import_module
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 

@@ -20,7 +20,7 @@ from titanplans.tensor_parallel.collectives import Group, group_of, sum_in_regio
 from titanplans.tensor_parallel.decoder import Decoder, join
 from titanplans.tensor_parallel.local_parameters import subclass
 from titanplans.tensor_parallel.styles import find_target, split_key
-from titanplans.tensor_parallel.user_code import as_user_error
+from titanplans.user_code import as_user_error
 
 if TYPE_CHECKING:
     from titanplans.tensor_parallel.plan import TPPlan

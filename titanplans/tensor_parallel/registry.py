@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from titanplans.errors import PlanError, UserError
-from titanplans.tensor_parallel.user_code import as_user_error
+from titanplans.user_code import as_user_error
 
 if TYPE_CHECKING:
     from titanplans.tensor_parallel.plan import TPPlan

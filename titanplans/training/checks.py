@@ -31,7 +31,6 @@ from titanplans.parallel.optimizers import group_parameters
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.loss import FusedLoss
-from titanplans.tensor_parallel.user_code import import_module
 from titanplans.torchrun import restarted
 from titanplans.training import documents, resolve
 from titanplans.training.checkpoint.match import (
@@ -47,6 +46,7 @@ from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer
 from titanplans.training.data import check_checkpoint as check_data_position
 from titanplans.training.memory import check_memory
 from titanplans.training.outputs import check_outputs
+from titanplans.user_code import import_module
 
 _INITIAL = "checkpoint.initial_load_path"
 _log = logging.getLogger(__name__)
@@ -74,9 +74,8 @@ def check_job(job: JobConfig, world_size: int) -> None:
         raise ConfigError(
             f'{key} = "{published}" is no folder, and checkpoint.initial_load_in_hf = true needs one'
         )
+    config = resolve.hf_config(job)  # before the tokenizer and the data, which take longer to read
     tokens = check_data(job)
-
-    config = resolve.hf_config(job)
     kernels.install(device_type)  # some models can't be built on a CPU without
     model = modeling.build(config)
     vocab_size = config.get_text_config().vocab_size

@@ -10,11 +10,10 @@ from transformers import PretrainedConfig
 
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
+from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
 from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.process_group import default_device_type
 from titanplans.training.data.vocabulary import default_tokenizer_path
-
-DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
 
 
 def published_folder(job: JobConfig) -> str | None:

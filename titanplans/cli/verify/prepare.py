@@ -22,7 +22,7 @@ from titanplans.parallel.memory import memory
 from titanplans.proof.conditions import Batch
 from titanplans.proof.sample import Sampler
 from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.user_code import as_user_error
+from titanplans.user_code import as_user_error
 
 _TOKENS = 16
 """In a sequence, where no image needs more: two to a rank at degree 8."""

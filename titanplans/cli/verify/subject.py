@@ -21,7 +21,7 @@ from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.tensor_parallel import TPPlan, registered_plans
 from titanplans.tensor_parallel.custom import PlanSource
-from titanplans.tensor_parallel.user_code import import_module
+from titanplans.user_code import import_module
 
 _FORMS = "a job.toml, a config.json, or a plan as module:Class"
 

@@ -5,15 +5,19 @@ Only data comes from here, and reading it imports no model library. What such a 
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
 from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
-from titanplans.errors import ModelError
-from titanplans.tensor_parallel.user_code import import_module
+from titanplans.config.other_names import MODELS_OF_OTHERS
+from titanplans.errors import ModelError, nearest
+from titanplans.user_code import import_module
+
+DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
+"""A job's, where it says nothing else."""
 
 MODELS = "titanplans.models"
 """The package that holds the files, and the group of entry points by which other packages add theirs."""
@@ -49,6 +53,39 @@ def families() -> dict[str, Family]:
         ModelError: a file of this project is not what `titanplans.models` says; the message names it.
     """
     return find_families().families
+
+
+def find_flavor(name: str, flavor: str) -> Family:
+    """The family of that name, which has that flavor. One of this project's own is found without the others' packages.
+
+    Raises:
+        ModelError: there is no such family or flavor; the message has the nearest, and all.
+    """
+    own = dict(_files(resources.files(MODELS)))
+    known = {name: read_family(own[name])} if name in own else families()
+    if name not in known:
+        if (theirs := MODELS_OF_OTHERS.get(name)) is not None:
+            raise ModelError(
+                f"model {name!r} (torchtitan's) has no flavor {flavor!r} here; available: {', '.join(theirs)}"
+                f"{_meant(flavor, theirs)}"
+            )
+        raise ModelError(
+            f"model {name!r} is unknown; available: {', '.join(known)}{_meant(name, [*known, *MODELS_OF_OTHERS])} "
+            "(any other Hugging Face model: give its config.json)"
+            f"{''.join(f'. Not read: {fault}' for fault in find_families().faults)}"
+        )
+    if flavor not in known[name].flavors:
+        flavors = list(known[name].flavors)
+        raise ModelError(
+            f"model {name!r} has no flavor {flavor!r}; available: {', '.join(flavors)}{_meant(flavor, flavors)}"
+        )
+    return known[name]
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    names = {name.casefold(): name for name in known}
+    close = nearest(word.casefold(), list(names))
+    return f"; did you mean {names[close]!r}?" if close else ""
 
 
 @cache

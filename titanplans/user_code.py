@@ -5,17 +5,18 @@ hide the line that matters. Errors in the project's own code are not caught here
 """
 
 import importlib
+import importlib.util
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from titanplans.errors import PlanError, UserError
 
-_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+_TORCH = importlib.util.find_spec("torch")  # which is not imported for it
+_FOLDERS = _TORCH.submodule_search_locations if _TORCH else None
+_NOT_THEIRS = (*(_FOLDERS or ()), str(Path(__file__).parent), "<frozen")
 
 
 @contextmanager

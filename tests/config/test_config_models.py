@@ -1,0 +1,110 @@
+"""A job's model, by its name here or in torchtitan: found, or refused before anything else of the job is looked at."""
+
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+
+from titanplans.config import load_job
+from titanplans.config.families import MODELS, find_flavor, read_family
+from titanplans.config.other_names import MODELS_OF_OTHERS
+from titanplans.errors import ModelError
+
+# [model] of the 14 job files of torchtitan 0.2.2 whose other keys are read, and the same model here.
+TORCHTITAN = {
+    ("llama3", "debugmodel"): ("llama", "debugmodel"),  # its integration tests' file, too
+    ("llama3", "8B"): ("llama", "3.1-8B"),
+    ("llama3", "70B"): ("llama", "3.1-70B"),
+    ("llama3", "405B"): ("llama", "3.1-405B"),
+    ("llama4", "debugmodel"): ("llama4_text", "debugmodel"),
+    ("llama4", "17bx16e"): ("llama4_text", "17bx16e"),
+    ("qwen3", "0.6B"): ("qwen3", "0.6B"),
+    ("qwen3", "1.7B"): ("qwen3", "1.7B"),
+    ("qwen3", "32B"): ("qwen3", "32B"),
+    ("qwen3", "debugmodel_moe"): ("qwen3_moe", "debugmodel_moe"),
+    ("deepseek_v3", "debugmodel"): ("deepseek_v2", "debugmodel"),
+    ("deepseek_v3", "671B"): ("deepseek_v3", "671B"),
+    ("gpt_oss", "debugmodel"): ("gpt_oss", "debugmodel"),
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return a function that writes a job of a model, whose tokenizer and data are nowhere, and returns its path."""
+
+    def write(name: str, flavor: str) -> str:
+        path = tmp_path / "job.toml"
+        path.write_text(
+            f'[model]\nname = "{name}"\nflavor = "{flavor}"\nhf_assets_path = "/nowhere"\n'
+            '[training]\ndataset = "no/where"\n'
+        )
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("theirs", TORCHTITAN, ids="-".join)
+def test_a_job_of_torchtitan_names_a_model_that_is_here(job, theirs):
+    loaded = load_job([job(*theirs)])
+    ours = TORCHTITAN[theirs]
+    assert (loaded.model.name, loaded.model.flavor) == ours
+    note = (
+        f'model.name = "{theirs[0]}", flavor = "{theirs[1]}" (torchtitan): read as model.name = "{ours[0]}"'
+    )
+    assert [line.startswith(note) for line in loaded.notes] == [True] * (theirs != ours)
+
+
+def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
+    own = {file.name.removesuffix(".toml"): file for file in resources.files(MODELS).iterdir()}
+    for name, flavors in MODELS_OF_OTHERS.items():
+        for flavor, ours in flavors.items():
+            assert find_flavor(*ours)
+            assert name not in own or flavor not in read_family(own[name]).flavors
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "words"),
+    [
+        ("llamma", "debug", "model 'llamma' is unknown; available: abc, bitnet, .*; did you mean 'llama'"),
+        ("qwen3", "7B", "model 'qwen3' has no flavor '7B'; available: debug, .*; did you mean '1.7B'"),
+        (
+            "llama3",
+            "8b",
+            r"model 'llama3' \(torchtitan's\) has no flavor '8b' here; available: debugmodel, 8B, 70B, 405B; did you mean '8B'",
+        ),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused(job, name, flavor, words):
+    with pytest.raises(ModelError, match=words):
+        load_job([job(name, flavor)])
+
+
+def test_the_command_line_names_another_flavor(job):
+    assert load_job([job("llama3", "none"), "--model.flavor", "8B"]).model.flavor == "3.1-8B"
+
+
+@pytest.mark.parametrize("option", [[], ["--print-config"]], ids=["run", "print"])
+def test_the_model_is_refused_first_and_without_torch(job, tmp_path, option):
+    """Another package's sizes are looked at, too, since the name might be one of theirs."""
+    (tmp_path / "sizes").mkdir()
+    (tmp_path / "sizes" / "__init__.py").touch()
+    (tmp_path / "sizes-1.dist-info").mkdir()
+    (tmp_path / "sizes-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: sizes\nVersion: 1\n"
+    )
+    (tmp_path / "sizes-1.dist-info" / "entry_points.txt").write_text("[titanplans.models]\nsizes = sizes\n")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from titanplans.cli.main import main\n"
+        "status = main(['train', *sys.argv[2:]])\n"
+        "assert 'sizes' in sys.modules and 'torch' not in sys.modules\n"
+        "sys.exit(status)"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path), job("qwen33", "debug"), *option]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: model 'qwen33' is unknown")
+    assert "did you mean 'qwen3'?" in line
