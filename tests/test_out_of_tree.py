@@ -71,6 +71,13 @@ def is_listed_and_proved(words):
     assert hf_config(load_job(["job.toml"])).own_arguments == {"width": 128}
 
 
+def is_decided(words):
+    install()
+    from titanplans.cli.verify.main import main
+
+    assert main(["async-tp", "own.toml", "--seq-len", "32", "--batch-size", "1"]) == 0
+
+
 def trains(words):
     install()
     from titanplans.cli.main import run
@@ -83,6 +90,13 @@ def test_it_is_listed_and_proved(installed):
     assert "my_models.plans:MyPlan" in out
     assert "packed: 'qkv_proj'; numbers of its own: 'decay'" in out
     assert out.count("all 2 cases right") == 2
+
+
+def test_async_tp_is_decided(installed):
+    """Its weights lie on meta until the model is split, as those of a model of transformers."""
+    out = said(installed, is_decided)
+    assert "2 x Block (Mixer, MLP), 1 graph" in out
+    assert "forward   all-gather      mixer in        fused with qkv_proj" in out
 
 
 def test_it_trains_on_two_ranks(installed):

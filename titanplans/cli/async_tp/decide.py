@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
@@ -206,9 +205,9 @@ def _prepare_block(block: nn.Module) -> bool:
 
 def _give_values(model: nn.Module) -> None:
     """Give this rank's shards of a model on meta memory and values: collectives of ranks that don't exist give any."""
-    if isinstance(model, PreTrainedModel) and any(p.is_meta for p in model.parameters()):
+    if any(p.is_meta for p in model.parameters()):
         model.to_empty(device="cpu")
-        modeling.initialize(model, seed=0)
+        modeling.initialize(model, seed=0)  # pyrefly: ignore[bad-argument-type]  what lies on meta, `modeling.build` made
 
 
 def _step(model: nn.Module, inputs: Mapping[str, Any]) -> None:
