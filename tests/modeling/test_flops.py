@@ -1,10 +1,14 @@
 """FLOPs per token against sums done by hand."""
 
+import logging
+
 import pytest
+from torch import nn
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from titanplans import modeling
 from titanplans.modeling.kernels import install
+from titanplans.modeling.own import own_config
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,6 +115,44 @@ def test_a_token_is_multiplied_with_its_experts_only():
     sizes |= dict(vocab_size=128, moe_intermediate_size=32, num_experts=8)
     one, two = (_count(Qwen3MoeConfig(**sizes, num_experts_per_tok=k), 32)[1] for k in (1, 2))
     assert two - one == 6 * 2 * 3 * 64 * 32  # layers x (gate, up, down) of one expert
+
+
+class GatedLinearAttention(nn.Module):
+    """One's own, which has nothing of FLA's but the name."""
+
+
+class OddAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim, self.window_size = 4, 8, (-1, -1)
+
+
+class Own(nn.Module):
+    """A model of one's own, whose config says nothing of its experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attn": make(), "experts": nn.ModuleList(nn.Linear(32, 32) for _ in range(2))})
+            for make in (GatedLinearAttention, OddAttention)
+        )
+        self.lm_head = nn.Linear(32, 16)
+
+
+def test_experts_of_which_the_config_says_nothing_count_all_and_the_log_says_so(caplog):
+    config = own_config(f"{__name__}:Own", {})
+    with caplog.at_level(logging.INFO, "titanplans"):
+        total, flops = _count(config, 64)
+    assert flops == 6 * (total - 16 * 32 + 4 * 2 * 8 * 64)
+    assert [record.message for record in caplog.records] == [
+        "the config of Own does not say how many of its experts a token passes (num_experts and num_experts_per_tok): "
+        "FLOPs and MFU count all of them"
+    ]
+    config.num_experts, config.num_experts_per_tok = 2, 1
+    caplog.clear()
+    assert flops - _count(config, 64)[1] == 6 * 2 * (32 * 32 + 32)
+    assert not caplog.records
 
 
 def test_learned_positions_are_looked_up():

@@ -4,10 +4,13 @@ An estimate by formula, in the convention of published MFU figures: what activat
 recomputes, what causality would save and what is elementwise do not count.
 """
 
+import logging
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+_logger = logging.getLogger(__name__)
 
 _GLA_CHUNK = 64
 """Tokens that FLA's chunked kernels multiply with each other directly; chunks are joined by a state."""
@@ -31,6 +34,9 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
       state, and attention inside chunks of C = 64 tokens (arXiv:2312.06635, section 4);
     - any other mixer: nothing beyond its parameters, so that the result is a lower bound.
 
+    Where the config does not say how many of its experts a token passes, all count, which the log says. A model of any class
+    is counted: what its modules do not say is not there.
+
     Of a model with a vision tower the tower and the projector count as parameters but do no FLOPs: they run once
     an image, not once a token, and on text alone not at all.
     """
@@ -40,13 +46,19 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
     } - set(tied.values())
     config = model.config.get_text_config()
     of_text = _text_modules(model)
+    routed = _share_of_experts(config)
+    if routed is None and any(".experts." in name for name, _ in model.named_parameters()):
+        _logger.info(
+            f"the config of {type(model).__name__} does not say how many of its experts a token passes (num_experts and "
+            "num_experts_per_tok): FLOPs and MFU count all of them"
+        )
     total, per_token = 0, 0.0
     for name, parameter in model.named_parameters():
         if name in tied:
             continue
         total += parameter.numel()
         if name not in looked_up and model.get_submodule(name.rpartition(".")[0]) in of_text:
-            share = _share_of_experts(config) if ".experts." in name else _passes(model, name)
+            share = (routed or 1.0) if ".experts." in name else _passes(model, name)
             # A frozen one gets no gradient of its own, which is a third of its work.
             per_token += parameter.numel() * share * (6 if parameter.requires_grad else 4)
     per_token += 6 * sum(_mixer_products(module, seq_len) for module in of_text)
@@ -61,17 +73,29 @@ def _text_modules(model: PreTrainedModel) -> set[nn.Module]:
     return {*model.get_decoder().modules(), *(head.modules() if head is not None else ())}
 
 
-def _share_of_experts(config: PretrainedConfig) -> float:
-    """The part of a layer's routed experts that one token passes through."""
-    experts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return config.num_experts_per_tok / next(count for count in experts if count)
+def _share_of_experts(config: PretrainedConfig) -> float | None:
+    """The part of a layer's routed experts that one token passes through; None if the config does not say."""
+    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    passed = _number(config, "num_experts_per_tok")
+    return passed / experts if passed and experts else None
+
+
+def _number(owner: Any, *names: str) -> int | None:
+    """Return the first of these attributes that is a positive integer."""
+    values = (getattr(owner, name, None) for name in names)
+    return next((x for x in values if isinstance(x, int) and not isinstance(x, bool) and x > 0), None)
+
+
+def _is_flas(module: nn.Module, *names: str) -> bool:
+    """Whether FLA's class of one of these names made `module`: one's own may be called so."""
+    return type(module).__name__ in names and type(module).__module__.startswith("fla.")
 
 
 def _passes(model: PreTrainedModel, name: str) -> float:
     """How often a token passes a parameter: in a mixture of memories, once for each that it is routed to."""
     path, _, own = name.partition(".attn.")
     mixer: Any = model.get_submodule(f"{path}.attn") if own else None
-    if type(mixer).__name__ != "MomAttention":
+    if mixer is None or not _is_flas(mixer, "MomAttention"):
         return 1.0
     part, shared = own.partition(".")[0], int(mixer.shared_mem)
     if part == "q_proj":
@@ -83,23 +107,22 @@ def _passes(model: PreTrainedModel, name: str) -> float:
 
 def _mixer_products(module: Any, seq_len: int) -> int:
     """Multiply-adds per token of a token mixer beyond its projections; 0 for any other module."""
-    kind = type(module).__name__
-    if kind == "GatedLinearAttention":
+    if _is_flas(module, "GatedLinearAttention"):
         d_k, d_v = module.head_k_dim, module.head_v_dim
         return module.num_heads * (2 * d_k * d_v + min(_GLA_CHUNK, seq_len) * (d_k + d_v))
     config = getattr(module, "config", None)
-    heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    heads = _number(module, "num_heads") or _number(config, "num_attention_heads")
+    size = _number(module, "head_dim")
     if (
-        not kind.endswith("Attention")
-        or kind in _RECURRENT
+        not type(module).__name__.endswith("Attention")
+        or _is_flas(module, *_RECURRENT)
         or heads is None
-        or not hasattr(module, "head_dim")
+        or size is None
     ):
         return 0
     # FLA's name; then transformers', on the module where layers differ in it (None: full) and else on the config.
-    window = getattr(module, "window_size", None) or getattr(
-        module, "sliding_window", getattr(config, "sliding_window", None)
-    )
-    d_qk = getattr(module, "qk_head_dim", module.head_dim)
-    d_v = getattr(module, "v_head_dim", module.head_dim)
+    owner = module if hasattr(module, "sliding_window") else config
+    window = _number(module, "window_size") or _number(owner, "sliding_window")
+    d_qk = _number(module, "qk_head_dim") or size
+    d_v = _number(module, "v_head_dim") or size
     return heads * (d_qk + d_v) * min(seq_len, window or seq_len)
