@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanplans import modeling
 from titanplans.parallel import FSDP2Config, ParallelError
 from titanplans.parallel.fsdp import shard
+from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.gradient_sync import accumulate, unsharded
-from titanplans.parallel.fsdp.units import find_units, split_dtypes
+from titanplans.parallel.fsdp.units import find_units
 
 BATCH, LENGTH, LAYERS = 8, 8, 3
 GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"

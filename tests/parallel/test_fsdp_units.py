@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from titanplans.parallel import ParallelError
-from titanplans.parallel.fsdp.units import find_units, managed, split_dtypes
+from titanplans.parallel.fsdp.dtypes import split_dtypes
+from titanplans.parallel.fsdp.units import find_units, managed
 
 
 class Node(nn.Module):

@@ -12,14 +12,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 
 from titanplans.errors import ModelError
 from titanplans.modeling.own import construct_own, is_own
+from titanplans.tensor_parallel.kept_dtypes import keeps_float32
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model of `config`, parameters and buffers on the meta device.
 
-    Parameters have the default dtype at the time of the call, whatever dtype the config names. The
-    model's config is a copy with `use_cache=False`: training keeps no key/value cache or recurrent
-    state from one step to the next. Tied weights are one parameter.
+    Parameters have the default dtype at the time of the call, whatever dtype the config names; in 16 bits, what the model's
+    class keeps in float32 is float32, as `from_pretrained` has it. The model's config is a copy with `use_cache=False`:
+    training keeps no key/value cache or recurrent state from one step to the next. Tied weights are one parameter.
 
     On a CPU without flash-attn, FLA's softmax attention can't be constructed before
     `kernels.install("cpu")`.
@@ -44,7 +45,7 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
         )
     try:
         with device:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ImportError as error:
         # A failed `import` names its module. A constructor that misses an optional package raises without a name.
         if error.name is not None:
@@ -66,6 +67,11 @@ def construct(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
             f"model_type {kind!r} can't be built with the values of its config: {' '.join(str(error).split())} "
             f"({_place(error)})"
         ) from error
+    kept = keeps_float32(model, dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if kept(name):
+            tensor.data = tensor.data.float()
+    return model
 
 
 def _named(config: PretrainedConfig, error: KeyError) -> str:

@@ -5,6 +5,7 @@ and the files of a tokenizer.
 import copy
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -71,7 +72,8 @@ def write_config(
     """Write config.json, with the class that `from_pretrained` makes and the dtype of its weights."""
     config = copy.deepcopy(config)
     config.architectures = [type(plain).__name__]
-    dtype = next(dtype for dtype in dtypes.values() if dtype.is_floating_point)
+    found = Counter(dtype for dtype in dtypes.values() if dtype.is_floating_point)
+    ((dtype, _),) = found.most_common(1)  # some may be kept in float32
     for each in (config, *(getattr(config, name) for name in config.sub_configs)):
         if isinstance(each, PretrainedConfig):
             each.dtype = str(dtype).removeprefix("torch.")

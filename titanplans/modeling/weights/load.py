@@ -22,6 +22,7 @@ from titanplans.modeling.weights.folder import Folder, open_folder
 from titanplans.modeling.weights.lazy import LazyTensor
 from titanplans.modeling.weights.names import from_published
 from titanplans.tensor_parallel import nf4
+from titanplans.tensor_parallel.kept_dtypes import keeps_float32
 from titanplans.tensor_parallel.shards import copy_shard, local_shard
 from titanplans.text import some
 
@@ -79,14 +80,15 @@ def load_weights(
         What was read, and what was not.
 
     Raises:
-        ModelError: the folder is damaged or of another model; a tensor is still on the meta device; tied weights have two
-            values.
+        ModelError: the folder is damaged or of another model; a tensor is still on the meta device, or has 16 bits where
+            the model's class keeps float32; tied weights have two values.
     """
     start = time.perf_counter()
     targets = named_tensors(model)
     small = {without_wrappers(name): module for name, module in nf4.quantised(model).items()}
     opened = open_folder(folder)
     match = match_folder(model, opened, strict=strict)
+    _check_kept(model, {name: targets[name].dtype for name in match.tensors.keys() & targets.keys()})
     with torch.no_grad():
         for name, lazy in match.tensors.items():
             owner = name.rpartition(".")[0]
@@ -170,6 +172,16 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
             + ". Name its own folder, or take the config.json that belongs to this one"
         )
     return Match(tensors, again, tied, tuple(missing), tuple(unexpected))
+
+
+def _check_kept(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
+    """Refuse a model that has in 16 bits what its class keeps in float32."""
+    keeps = {dtype: keeps_float32(model, dtype) for dtype in set(dtypes.values())}
+    if narrow := [name for name, dtype in dtypes.items() if keeps[dtype](name)]:
+        raise ModelError(
+            f"{type(model).__name__} keeps {some(sorted(narrow))} in float32, and this model has it in "
+            f"{str(dtypes[narrow[0]]).removeprefix('torch.')}: build it with modeling.build, or cast it to float32"
+        )
 
 
 def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathLike[str]) -> None:

@@ -30,6 +30,7 @@ from titanplans.modeling.weights.gather import from_first, rank
 from titanplans.modeling.weights.lazy import Box, LazyTensor
 from titanplans.modeling.weights.merged import handed_on
 from titanplans.modeling.weights.names import to_published
+from titanplans.tensor_parallel.kept_dtypes import keeps_float32
 
 _SHOWN = 3
 
@@ -51,7 +52,7 @@ def save_weights(
     Args:
         model: of transformers or FLA, as `titanplans.modeling.build` or the library made it.
         folder: is not there yet, or empty.
-        dtype: of all floating-point tensors; None leaves each as it is.
+        dtype: of all floating-point tensors but those that the model keeps in float32; None leaves each as it is.
         max_shard_size: bytes of a file at most, or with a unit, "500MB"; a larger tensor has a file of its own.
         tokenizer: a folder whose tokenizer files are copied, if there is one.
         config: what config.json says; None for the model's own, which generates with a cache.
@@ -126,8 +127,10 @@ def write_folder(
     """
     plain = build(config)
     published = _published(plain, tensors)
+    kept = keeps_float32(plain, dtype)
     dtypes = {
-        name: dtype if dtype and t.dtype.is_floating_point else t.dtype for name, t in published.items()
+        name: dtype if dtype and t.dtype.is_floating_point and not kept(t.name) else t.dtype
+        for name, t in published.items()
     }
     metas = {name: torch.empty(t.shape, dtype=dtypes[name], device="meta") for name, t in published.items()}
     try:

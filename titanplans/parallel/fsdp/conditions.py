@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError
-from titanplans.parallel.fsdp.sharding import apply_units, check_mesh, check_unsharded
-from titanplans.parallel.fsdp.units import Unit, has_forward, has_parameters, refuse_ties, split_dtypes
+from titanplans.parallel.fsdp.dtypes import split_dtypes
+from titanplans.parallel.fsdp.sharding import apply_units, check_mesh, check_unsharded, param_dtype
+from titanplans.parallel.fsdp.units import Unit, has_forward, has_parameters, refuse_ties
 from titanplans.tensor_parallel.decoder import find_decoder
 
 Condition = Callable[[str, nn.Module], bool]
@@ -76,7 +77,7 @@ def shard_model(
         if name in chosen
     ]
     refuse_ties(model, units)
-    units = split_dtypes(model, units)
+    units = split_dtypes(model, units, param_dtype(config))
     apply_units(model, units, mesh, config)
     return units
 

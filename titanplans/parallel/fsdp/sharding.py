@@ -6,6 +6,7 @@ of the whole batch before the backward.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError, either
 from titanplans.parallel.fsdp.construction import independent_of_world
+from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
-from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module, split_dtypes
+from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module
 from titanplans.parallel.record import record_of
 from titanplans.tensor_parallel.partial_gradients import summed
 from titanplans.tensor_parallel.replaced import replacing
@@ -63,7 +65,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]
 def check_shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]:
     """Return the units that `shard` would make, with nothing touched; raises what `shard` does."""
     check_unsharded(model)
-    units = split_dtypes(model, find_units(model, config.fsdp_towers))
+    units = split_dtypes(model, find_units(model, config.fsdp_towers), param_dtype(config))
     check_mesh(mesh, config)
     for option in ("fsdp_forward_prefetch", "fsdp_backward_prefetch"):
         check_depth(config, option, len(units), shard_size(mesh))
@@ -112,6 +114,11 @@ def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
         raise config.error("pin_cpu_memory", "there is no accelerator to pin for: leave it out")
 
 
+def param_dtype(config: FSDP2Config) -> torch.dtype | None:
+    """Return what FSDP2 casts parameters to for the forward and the backward, if it does."""
+    return None if config.mixed_precision_param is None else getattr(torch, config.mixed_precision_param)
+
+
 def shard_size(mesh: DeviceMesh) -> int:
     """Return the number of ranks that share one copy of the parameters: the last dimension's size."""
     if mesh.ndim > 2:
@@ -124,13 +131,10 @@ def shard_size(mesh: DeviceMesh) -> int:
 
 def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: FSDP2Config) -> None:
     """Shard the given units, the root among them, innermost first."""
-    param, reduce, output = (
+    param = param_dtype(config)
+    reduce, output = (
         None if name is None else getattr(torch, name)
-        for name in (
-            config.mixed_precision_param,
-            config.mixed_precision_reduce,
-            config.mixed_precision_output,
-        )
+        for name in (config.mixed_precision_reduce, config.mixed_precision_output)
     )
     inside = MixedPrecisionPolicy(param, reduce, None, config.mixed_precision_cast_inputs)
     outside = MixedPrecisionPolicy(param, reduce, output, config.mixed_precision_cast_inputs)
@@ -146,11 +150,14 @@ def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, confi
                 modules = [model.get_submodule(name) for name in part.names]
                 reshard = _reshards(unit, config)  # what is inside a unit lives as long as the unit itself
                 to_some = not isinstance(reshard, bool)
+                policy = outside if part.role == "root" else inside
+                if part.kept:  # the model casts its inputs itself, as it does without FSDP
+                    policy = replace(policy, param_dtype=torch.float32, cast_forward_inputs=False)
                 with replacing(*modules):
                     fully_shard(
                         modules if len(modules) > 1 else modules[0],
                         mesh=mesh,
-                        mp_policy=outside if part.role == "root" else inside,
+                        mp_policy=policy,
                         offload_policy=offload,
                         reshard_after_forward=True if to_some and shared else reshard,
                     )

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from titanplans.modeling.weights.load import match_folder
 from titanplans.modeling.weights.merged import merged, merges
 from titanplans.modeling.weights.save import lazily, write_folder
 from titanplans.parallel.adapters import add_adapters
+from titanplans.tensor_parallel.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card
@@ -159,7 +160,8 @@ def import_folder(
                 f"import {folder}: its config.json ties {name} to {match.tied[name]}, and they differ"
             )
     tensors = {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
-    planner = _LazyPlanner(tensors, None if dtype is None else getattr(torch, dtype))
+    to = None if dtype is None else getattr(torch, dtype)
+    planner = _LazyPlanner(tensors, to, keeps_float32(plain, to))
     state = planner.described
     writer = Writer(checkpoint, Card(0, "weights", model_card(hf_config), {}, {}))
     writer.single_file_per_rank = False  # torch keeps all tensors of a file until it is written
@@ -270,15 +272,16 @@ class _ReadOnce(Reader):
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Saves tensors that are read when they are written."""
+    """Saves tensors that are read when they are written, in `dtype` those that are `kept` in none."""
 
-    def __init__(self, tensors: dict[str, LazyTensor], dtype: torch.dtype | None):
+    def __init__(
+        self, tensors: dict[str, LazyTensor], dtype: torch.dtype | None, kept: Callable[[str], bool]
+    ):
         super().__init__()
         self._tensors = tensors
+        cast = {name for name, t in tensors.items() if dtype and t.dtype.is_floating_point and not kept(name)}
         self.described = {
-            name: torch.empty(
-                t.shape, dtype=dtype if dtype and t.dtype.is_floating_point else t.dtype, device="meta"
-            )
+            name: torch.empty(t.shape, dtype=dtype if name in cast else t.dtype, device="meta")
             for name, t in tensors.items()
         }
 

@@ -28,6 +28,7 @@ from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
 from titanplans.modeling.weights.adapters import load_adapter, trained_names
 from titanplans.modeling.weights.gather import of_all
 from titanplans.modeling.weights.load import load_weights
+from titanplans.tensor_parallel.kept_dtypes import keeps_float32
 from titanplans.tensor_parallel.low_rank import adapted
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
@@ -211,6 +212,10 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
                 if name in trained or not isinstance(value, torch.Tensor)
             }
         holds = "training" if TRAIN_STATE in state_dict else "weights"
+        if holds == "weights":  # torchtitan has cast them all
+            kept = keeps_float32(self._lm, self.export_dtype)
+            weights = self.states[MODEL].state_dict()
+            state_dict = {name: weights[name] if kept(name) else value for name, value in state_dict.items()}
         step = int(checkpoint.name.removeprefix("step-"))
         writer = Writer(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))
         self._refuse_full(state_dict)

@@ -1,0 +1,149 @@
+"""Units inside units, for what has another dtype than the rest of one, or computes in another one.
+
+FSDP2 gathers a unit in one dtype and reduces its gradients in one dtype.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import nn
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.fsdp.units import Unit, flat, has_forward, refuse_ties
+from titanplans.tensor_parallel.decoder import join
+from titanplans.tensor_parallel.kept_dtypes import keeps_float32
+
+Kind = Hashable | None
+"""What the parameters of a unit have in common; None of a parameter that fits any unit."""
+
+
+def split_dtypes(
+    model: nn.Module, units: Sequence[Unit], param_dtype: torch.dtype | None = None
+) -> list[Unit]:
+    """Return `units`, each with the parts of it whose parameters have another dtype as units inside.
+
+    The dtype of most elements stays. Frozen parameters of any dtype may stay, since they have no gradients to reduce. What
+    the model keeps in float32 where FSDP casts to `param_dtype` has units of its own (`Unit.kept`), frozen or not.
+
+    Raises:
+        ParallelError: a module itself holds parameters of two kinds; a parameter has no dimension.
+    """
+    for name, param in model.named_parameters():
+        if param.ndim == 0:
+            raise ParallelError(
+                f"{name} is a single number without a dimension, of which FSDP can shard none: give it the shape (1,)"
+            )
+    split = list(units)
+    keeps = keeps_float32(model, param_dtype)
+    if any(keeps(name) for name, _ in model.named_parameters()):
+
+        def refuse_kept(named: dict[Kind, str], module: str) -> ParallelError:
+            return ParallelError(
+                f"{type(model).__name__} keeps {named[True]} in float32, and {named[False]} of the same module, {module}, "
+                f"would compute in {str(param_dtype).removeprefix('torch.')}: FSDP casts all parameters of a module itself "
+                "to one dtype; leave mixed_precision_param out, or take autocast_dtype"
+            )
+
+        split = _split(model, split, lambda name, param: keeps(name), refuse_kept)
+    parts = iter(
+        _split(model, list(flat(split)), lambda _, p: p.dtype if p.requires_grad else None, _refuse_dtypes)
+    )
+    done = []
+    for unit in split:
+        whole = next(parts)
+        inner = [
+            part for own in islice(parts, len(unit.inner)) for part in (*own.inner, replace(own, inner=()))
+        ]
+        done.append(replace(whole, inner=(*inner, *whole.inner)))
+    refuse_ties(model, done)
+    return done
+
+
+def _refuse_dtypes(named: dict[Kind, str], module: str) -> ParallelError:
+    return ParallelError(
+        ", ".join(f"{key} is {str(dtype).removeprefix('torch.')}" for dtype, key in named.items())
+        + ": FSDP reduces the gradients of one module in one dtype; cast one, freeze one, or move it to "
+        f"a module of its own inside {module}"
+    )
+
+
+def _split(
+    model: nn.Module,
+    units: Sequence[Unit],
+    kind: Callable[[str, nn.Parameter], Kind],
+    refuse: Callable[[dict[Kind, str], str], ParallelError],
+) -> list[Unit]:
+    """Return `units`, each with the parts of another kind as units inside, those first that stand inside others.
+
+    `kind` is asked of each parameter; `refuse` makes the error of a module that has one of each kind.
+    """
+    taken = {name for unit in units for name in unit.names}
+
+    def of_module(name: str) -> tuple[Kind, int, list[tuple[str, Kind]]]:
+        """Return the kind that stays with the module, its number of elements, and what to split off, inner first."""
+        numels: Counter[Kind] = Counter()
+        named: dict[Kind, str] = {}
+        for key, param in _own(model, name).items():
+            if (its := kind(key, param)) is not None:
+                numels[its] += param.numel()
+                named[its] = key
+        if len(numels) > 1:
+            raise refuse(named, name or type(model).__name__)
+        parts = [(child, *of_module(child)) for child in _children(model, name) if child not in taken]
+        kept = next(iter(numels)) if numels else _most([(its, numel) for _, its, numel, _ in parts])
+        off = [sub for *_, subs in parts for sub in subs]
+        off += [(child, its) for child, its, *_ in parts if its not in (kept, None)]
+        return kept, numels.total() + sum(numel for _, its, numel, _ in parts if its == kept), off
+
+    split = []
+    for unit in units:
+        parts = [(name, *of_module(name)) for name in unit.names]
+        kept = _most([(its, numel) for _, its, numel, _ in parts])
+        inner = [sub for *_, subs in parts for sub in subs]
+        inner += [(name, its) for name, its, *_ in parts if its not in (kept, None)]
+        names = tuple(name for name in unit.names if name not in dict(inner))
+        inside = tuple(
+            Unit(names, "dtype", kept=its is True or unit.kept) for names, its in _inner_units(inner)
+        )
+        split.append(replace(unit, names=names, inner=inside, kept=kept is True or unit.kept))
+    return split
+
+
+def _inner_units(parts: Sequence[tuple[str, Kind]]) -> list[tuple[tuple[str, ...], Kind]]:
+    """Return one unit a kind, or one a part where a part stands inside another, which goes last."""
+    if any(name.startswith(f"{other}.") for name, _ in parts for other, _ in parts):
+        return [((name,), its) for name, its in parts]
+    return [
+        (tuple(name for name, its in parts if its == kind), kind)
+        for kind in dict.fromkeys(its for _, its in parts)
+    ]
+
+
+def _most(numels: Sequence[tuple[Kind, int]]) -> Kind:
+    totals: Counter[Kind] = Counter()
+    for kind, numel in numels:
+        if kind is not None:
+            totals[kind] += numel
+    return totals.most_common(1)[0][0] if totals else None
+
+
+def _own(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Return the parameters that the module holds itself, or in a container that has no forward."""
+    module = model.get_submodule(name)
+    params = {join(name, key): param for key, param in module._parameters.items() if param is not None}
+    for key, child in module.named_children():
+        if not has_forward(child):
+            params |= _own(model, join(name, key))
+    return params
+
+
+def _children(model: nn.Module, name: str) -> Iterator[str]:
+    """Yield the children that can be called, through containers that can't."""
+    for key, child in model.get_submodule(name).named_children():
+        if has_forward(child):
+            yield join(name, key)
+        else:
+            yield from _children(model, join(name, key))
