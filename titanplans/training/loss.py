@@ -95,7 +95,7 @@ class CrossEntropyLoss(titan.BaseLoss):
         """
         if self.config.fused:
             raise error
-        _log.info(f"the loss is computed from logits, not in the head (loss.fused is unset): {error}")
+        _log.info(f"the loss is computed from logits, not in the head (loss.fused is unset): {error.reason}")
 
     def _is_compiled(self, compile_config: Any) -> bool:
         return compile_config is not None and compile_config.enable and "loss" in compile_config.components

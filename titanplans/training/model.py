@@ -23,7 +23,7 @@ from titanplans.errors import ModelError
 from titanplans.parallel import add_adapters, freeze, parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
-from titanplans.tensor_parallel.loss import REMEDY, FusedLoss, NotFused, Objective, StandIn, added_loss
+from titanplans.tensor_parallel.loss import FusedLoss, NotFused, Objective, StandIn, added_loss
 from titanplans.training import documents
 
 
@@ -124,7 +124,7 @@ class LanguageModel(BaseModel):
             with self.fused(labels, **objective._asdict()):
                 output = self.lm(**inputs, use_cache=False)
             if not isinstance(output.logits, StandIn):
-                raise NotFused(f"{type(self.lm).__name__} returns other logits than its head: {REMEDY}")
+                raise NotFused(f"{type(self.lm).__name__} returns other logits than its head")
             output.logits.check()
         except NotFused as error:
             assert self.leave_logits is not None

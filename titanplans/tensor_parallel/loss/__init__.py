@@ -4,11 +4,10 @@ from titanplans.tensor_parallel.loss.balance import added_loss
 from titanplans.tensor_parallel.loss.cross_entropy import count_tokens, cross_entropy
 from titanplans.tensor_parallel.loss.head import FusedLoss, NotFused
 from titanplans.tensor_parallel.loss.shares import IGNORED, Objective, entropy_and_gradient
-from titanplans.tensor_parallel.loss.stand_in import REMEDY, StandIn
+from titanplans.tensor_parallel.loss.stand_in import StandIn
 
 __all__ = [
     "IGNORED",
-    "REMEDY",
     "FusedLoss",
     "NotFused",
     "Objective",

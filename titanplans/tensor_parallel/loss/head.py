@@ -29,7 +29,7 @@ from titanplans.tensor_parallel.loss.shares import (
     entropy_and_gradient,
     share_of,
 )
-from titanplans.tensor_parallel.loss.stand_in import REMEDY, Computed, NotFused, StandIn, stand_in
+from titanplans.tensor_parallel.loss.stand_in import Computed, NotFused, StandIn, stand_in
 from titanplans.tensor_parallel.stream import border_of_model
 from titanplans.torch_private import version
 
@@ -57,9 +57,7 @@ class FusedLoss:
             (n for n in HEADS if n in model._modules), None
         )
         if name is None:
-            raise NotFused(
-                f"{type(model).__name__} has no head under the names {' or '.join(HEADS)}: {REMEDY}"
-            )
+            raise NotFused(f"{type(model).__name__} has no head under the names {' or '.join(HEADS)}")
         if chunk_tokens < 1:
             raise ParallelError(f"chunk_tokens = {chunk_tokens}: at least 1")
         self.head, self.chunk_tokens, self.compute = model.get_submodule(name), chunk_tokens, compute
@@ -89,14 +87,14 @@ class FusedLoss:
         if "forward" in self.head.__dict__:
             raise NotFused(
                 f"the head of {self._model} has a forward that was set on this module, by a library or by another "
-                f"FusedLoss, which would not be called: {REMEDY}"
+                f"FusedLoss, which would not be called"
             )
         called = False
 
         def forward(input: torch.Tensor) -> StandIn:
             nonlocal called
             if called:
-                raise NotFused(f"{self._model} calls its head twice in one forward: {REMEDY}")
+                raise NotFused(f"{self._model} calls its head twice in one forward")
             called = True
             return self._loss(input, labels, objective)
 
@@ -106,13 +104,13 @@ class FusedLoss:
         finally:
             del self.head.__dict__["forward"]
         if not called:
-            raise NotFused(f"the forward of {self._model} did not call its head: {REMEDY}")
+            raise NotFused(f"the forward of {self._model} did not call its head")
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, objective: Objective) -> StandIn:
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
-                f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head: one label for each "
-                "position, the next token's, and no logits_to_keep"
+                f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",
+                "give one label for each position, the next token's, and no logits_to_keep",
             )
         head = self.head
         weight, bias = local_parameter(head, "weight"), local_parameter(head, "bias")
@@ -150,20 +148,20 @@ def _refuse_head(head: nn.Module, name: str) -> None:
         NotFused: names its class.
     """
     if not isinstance(head, nn.Linear):
-        raise NotFused(f"{name} is a {type(head).__name__}, and no nn.Linear: {REMEDY}")
+        raise NotFused(f"{name} is a {type(head).__name__}, and no nn.Linear")
     own = next(cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _reads_parameters(cls))
     if own is not nn.Linear or head._modules:
         raise NotFused(
-            f"{name} is a {own.__name__}, which does more than multiply by its weight (float8, adapters): {REMEDY}"
+            f"{name} is a {own.__name__}, which does more than multiply by its weight (float8, adapters)"
         )
     if more := head._parameters.keys() - {"weight", "bias"}:
-        raise NotFused(f"{name} has {' and '.join(sorted(more))} beside its weight (an adapter): {REMEDY}")
+        raise NotFused(f"{name} has {' and '.join(sorted(more))} beside its weight (an adapter)")
     weight = head._parameters["weight"]
     if weight is None or not weight.is_floating_point():
-        raise NotFused(f"{name} keeps its weight in another form than numbers: {REMEDY}")
+        raise NotFused(f"{name} keeps its weight in another form than numbers")
     if isinstance(weight, DTensor) and "_tp_readings" not in head.__dict__ and _splits(weight):
         raise NotFused(
-            f"{name} is split by a style that is not a plan's own, which reads its weight as a DTensor: {REMEDY}"
+            f"{name} is split by a style that is not a plan's own, which reads its weight as a DTensor"
         )
 
 

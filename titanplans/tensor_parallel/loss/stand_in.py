@@ -59,7 +59,14 @@ REMEDY = "switch the fused loss off (loss.fused = false)"
 
 
 class NotFused(ParallelError):
-    """A model, or what is done with its logits, for which the head can't compute the loss."""
+    """A model, or what is done with its logits, for which the head can't compute the loss: why not, and what would help."""
+
+    def __init__(self, reason: str, remedy: str = REMEDY):
+        super().__init__(reason, remedy)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class Computed(NamedTuple):
@@ -122,7 +129,7 @@ class StandIn(torch.Tensor):
             at = int((probe - expected).abs().argmax())
             raise NotFused(
                 f"behind its head the model makes {probe[at].item():.6g} of a logit of {PROBE[at].item():.6g}, and the "
-                f"head, which computes the loss, {expected[at].item():.6g}: its config says nothing of that; {REMEDY}"
+                f"head, which computes the loss, {expected[at].item():.6g}, and its config says nothing of that"
             )
 
     def _collect(self) -> torch.Tensor:
@@ -152,8 +159,8 @@ class StandIn(torch.Tensor):
                     probe = func(first.of.probe, *args[1:], **kwargs)
                     return stand_in(_Collect.apply(first), first.shape, first.of._replace(probe=probe))
         raise NotFused(
-            f"{name} of logits that don't exist, since the head computes the loss chunk by chunk: leave them to "
-            f"cross_entropy, or {REMEDY}"
+            f"{name} of logits that don't exist, since the head computes the loss chunk by chunk",
+            f"leave them to cross_entropy, or {REMEDY}",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
