@@ -6,15 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zoo
 from jobs import Job
 from torch import nn
+from transformers import Ernie4_5_MoeConfig
 
 from titanplans import modeling
 from titanplans.config import Compile
 from titanplans.errors import ModelError, ParallelError
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.compile import apply_compile, one_graph_a_block
-from titanplans.tensor_parallel.loss import added_loss
+from titanplans.tensor_parallel.loss import added_loss, still_biases
+from titanplans.training.checkpoint.storage import Reader
 from titanplans.training.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next line imports
@@ -48,6 +51,42 @@ def test_the_balance_is_in_the_loss_at_every_degree(tmp_path):
     assert len(found[1]) == 3
     assert found[2] == pytest.approx(found[1], abs=2e-4)
     assert found[2][0] == pytest.approx(math.log(4096) + 0.5 * 2, abs=0.1)
+
+
+def test_a_job_says_that_nothing_moves_the_biases_and_keeps_them_in_float32(tmp_path):
+    job, bias = Job(tmp_path), "model.layers.1.mlp.gate.e_score_correction_bias"
+    config = zoo.config("deepseek_v3", vocab_size=4096)
+    config.save_pretrained(tmp_path)
+    words = (
+        "--model.config=config.json",
+        "--training.steps=2",
+        "--checkpoint.interval=1",
+        "--training.dtype=bfloat16",
+    )
+    assert job.run(*words, "--checkpoint.export_dtype=bfloat16") == 0, job.err
+    assert f"nothing moves the routers' balance biases ({bias}" in job.out + job.err
+    for step in (1, 2):
+        saved = Reader(tmp_path / "out" / "checkpoint" / f"step-{step}").read_metadata().state_dict_metadata
+        dtypes = {
+            name: entry.properties.dtype
+            for name, entry in saved.items()
+            if name.startswith(("model.", "lm_head."))
+        }
+        assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {bias}
+        assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("config", "bias"),
+    [
+        (zoo.config("glm4_moe"), "model.layers.1.mlp.gate.e_score_correction_bias"),
+        (Ernie4_5_MoeConfig(num_hidden_layers=2), "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"),
+        (zoo.config("mixtral"), None),
+    ],
+)  # fmt: skip
+def test_biases_that_no_gradient_moves(config, bias):
+    said = still_biases(modeling.build(config))
+    assert said is bias or said.startswith(f"nothing moves the routers' balance biases ({bias})")
 
 
 def test_a_model_without_a_balance_refuses_the_option():

@@ -30,7 +30,7 @@ from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.optimizers import group_parameters
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
-from titanplans.tensor_parallel.loss import FusedLoss
+from titanplans.tensor_parallel.loss import FusedLoss, still_biases
 from titanplans.torchrun import restarted
 from titanplans.training import documents, resolve
 from titanplans.training.checkpoint.match import (
@@ -89,6 +89,8 @@ def check_job(job: JobConfig, world_size: int) -> None:
     check_parallelism(job, model)
     if job.loss.fused:
         FusedLoss(model)
+    if (said := still_biases(model)) is not None:
+        _log.info(said)
     group_parameters(model, job.optimizer)  # with its adapters
     check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:

@@ -1,4 +1,4 @@
-"""What a model adds to its loss itself: the balance of its routers."""
+"""The balance of a model's routers: what it adds to its loss itself, or biases that nothing here moves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from titanplans.errors import ModelError, either
+from titanplans.text import some
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_scale")
 """Under these names configs keep the weight of the balance of routers."""
+_BALANCING = ("e_score_correction_bias", "expert_bias", "balancing_biases")
+"""What transformers' routers call the bias that is to keep their experts equally busy."""
 _EXPERTS = ("num_experts", "num_local_experts", "num_memories")
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "topk")
 
@@ -45,6 +48,18 @@ def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     if weight and function is not None and (logits := fields.get("router_logits")):
         return weight * function(logits, _first(config, _EXPERTS), _first(config, _EXPERTS_A_TOKEN))
     return None
+
+
+def still_biases(model: nn.Module) -> str | None:
+    """Return in words which biases of `model`'s routers no gradient moves, and so nothing in a job; None if it has none."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    tensors = [*frozen, *(name for name, _ in model.named_buffers())]
+    if not (found := [name for name in tensors if name.endswith(_BALANCING)]):
+        return None
+    return (
+        f"nothing moves the routers' balance biases ({some(found, most=1)}): they stay as they are initialised or loaded, "
+        "so nothing keeps the experts equally busy"
+    )
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:
