@@ -79,6 +79,23 @@ def test_the_job_knows_that_it_is_finished(job, at):
     )
 
 
+def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):
+    shutil.copytree(at, job.folder / "prolonged" / "checkpoint")
+    options = ("--job.dump_folder=prolonged", "--training.steps=3", "--checkpoint.interval=1")
+    assert job.run(*options) == 0, job.err
+    assert (
+        "the job goes on from step-1, and takes the steps up to 2 again: step-2 holds only the weights; "
+        "checkpoint.last_save_model_only = false saves the last step whole"
+    ) in job.out + job.err
+    assert [step for step, _ in job.losses] == [2, 3]
+    shutil.copytree(at / "step-1", job.folder / "whole" / "checkpoint" / "step-1")
+    options = ("--job.dump_folder=whole", "--checkpoint.no-last_save_model_only")
+    assert job.run(*options, "--training.steps=2") == 0, job.err
+    assert job.run(*options, "--training.steps=3") == 0, job.err
+    assert [step for step, _ in job.losses] == [3]
+    assert "again" not in job.out + job.err
+
+
 def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
     other = job.folder / "again" / "checkpoint"
     other.mkdir(parents=True)

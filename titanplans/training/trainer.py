@@ -221,8 +221,8 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
-            f"step {self.step}: the {what} is not finite, so the weights are lost; {self.left()}. Lower optimizer.lr, "
-            "lengthen lr_scheduler.warmup_steps, or set training.skip_nan_inf = true to leave such steps out"
+            f"step {self.step}: the {what} is not finite, so the weights are lost; {self.left()}. Start the job again with "
+            "a lower optimizer.lr or more lr_scheduler.warmup_steps"
         )
 
     def left(self) -> str:

@@ -115,6 +115,12 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         if step != -1 and not (self.config.restarted and has_gone_on_from(self.path, step)):
             return step
         newest = to_resume(self.path)
+        last = folder.steps(self.path)[-1:]
+        if newest is not None and newest.name != f"step-{last[0]}":
+            logger.info(
+                f"the job goes on from {newest.name}, and takes the steps up to {last[0]} again: step-{last[0]} holds only "
+                "the weights; checkpoint.last_save_model_only = false saves the last step whole"
+            )
         return -1 if newest is None else int(newest.name.removeprefix("step-"))
 
     def dcp_load(
@@ -169,8 +175,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         if self._should_save(curr_step, last_step) and not self.finite():
             raise Diverged(
                 f"step {curr_step} is not saved: since the last checkpoint a loss, a gradient's norm or a weight was not "
-                f"finite; {self.left()}. Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or set "
-                "training.skip_nan_inf = true to leave such steps out"
+                f"finite; {self.left()}. Start the job again with a lower optimizer.lr or more lr_scheduler.warmup_steps"
             )
         saved = super()._save(curr_step, last_step)
         if saved:
