@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titanplans.cli.main import main
+from titanplans.config.options import Options, options_of
 from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
@@ -439,6 +440,8 @@ def of_type(hint):
         return st.dictionaries(
             st.sampled_from(TEXTS[:-1]).filter(_is_written), of_type(arguments[1]), max_size=2
         )
+    if isinstance(hint, type) and issubclass(hint, Options):
+        return st.fixed_dictionaries({}, optional={f.name: of_type(f.hint) for f in options_of(hint)})
     return {
         bool: st.booleans(),
         int: st.sampled_from(NUMBERS),

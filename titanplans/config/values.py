@@ -38,6 +38,7 @@ class InPython:
 PositiveInt = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 NaturalInt = Annotated[int, Rule("at least 0", lambda value: value >= 0)]
 Natural32 = Annotated[int, Rule("from 0 to 2^31 - 1", lambda value: 0 <= value < 2**31)]
+Positive32 = Annotated[int, Rule("from 1 to 2^31 - 1", lambda value: 1 <= value < 2**31)]
 Seed = Annotated[int, Rule("from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)]
 PositiveOrAuto = Annotated[int, Rule("at least 1, or -1", lambda value: value >= 1 or value == -1)]
 PositiveFloat = Annotated[float, Rule("above 0", lambda value: value > 0)]

@@ -3,7 +3,7 @@
 from typing import ClassVar, Literal
 
 from titanplans.config.options import Options
-from titanplans.config.values import FractionBelowOne, PositiveFloat, PositiveInt
+from titanplans.config.values import FractionBelowOne, Positive32, PositiveFloat
 
 
 class LoRA(Options):
@@ -11,7 +11,7 @@ class LoRA(Options):
 
     section: ClassVar[str] = "lora"
 
-    rank: PositiveInt | None = None
+    rank: Positive32 | None = None
     """Rows of each lora_A, columns of each lora_B; unset: no adapters."""
 
     alpha: PositiveFloat | None = None
