@@ -36,6 +36,8 @@ ANOTHER = {
     "training.dtype": "bfloat16",
     "training.global_batch_size": 16,
     "training.chat.train_on": "last",
+    "training.chat.format": "sharegpt",
+    "training.chat.roles": {"bard": "assistant"},
     "training.chat.chat_template_kwargs": {"mood": "glad"},
     "training.chat.truncation": "left",
     "loss.fused": True,

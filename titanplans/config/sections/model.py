@@ -75,14 +75,32 @@ class Chat(Options):
     enable: bool = False
     """Read rows of messages, or of a prompt and its completion, instead of text."""
 
-    messages_column: Name = "messages"
-    """Column or field that holds a conversation, a list of {role, content}."""
+    format: Literal["messages", "sharegpt", "alpaca"] = "messages"
+    """Names of what the next keys leave unset: "messages", "sharegpt" (conversations, from, value), or "alpaca"."""
 
-    prompt_column: Name = "prompt"
-    """Column or field that holds a prompt, a text or a list of messages, in rows without messages_column."""
+    messages_column: Name | None = None
+    """Column or field that holds a conversation, a list of messages; unset: "messages", of "sharegpt" "conversations"."""
 
-    completion_column: Name = "completion"
-    """Column or field that holds what the assistant answers to the prompt, a text or a list of messages."""
+    role_key: Name | None = None
+    """Key of a message that says who speaks; unset: "role", of "sharegpt" "from"."""
+
+    content_key: Name | None = None
+    """Key of a message with what is said; unset: "content", of "sharegpt" "value"."""
+
+    roles: dict[str, Name] | None = None
+    """The template's names of those who speak, by the rows'; others are refused. Of "sharegpt" they are added to its own."""
+
+    prompt_column: Name | None = None
+    """Column or field with a prompt, a text or messages, in rows without messages; unset: "prompt" or "instruction"."""
+
+    input_column: Name | None = None
+    """Column or field with a text that follows the prompt's, if it is not empty; unset: of "alpaca" "input"."""
+
+    completion_column: Name | None = None
+    """Column or field with what the assistant answers to the prompt, a text or messages; unset: "completion" or "output"."""
+
+    system_column: Name | None = None
+    """Column or field with a system's text, which comes first; unset: of "sharegpt" and "alpaca" "system", if there."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What counts in the loss: "assistant" what the assistant says, "last" its last answer alone, "all" every token."""

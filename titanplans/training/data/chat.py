@@ -16,7 +16,8 @@ import numpy as np
 
 from titanplans.config.sections.model import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.messages import Conversation, columns_of, conversation_of
+from titanplans.training.data.formats import columns_of, laid_out
+from titanplans.training.data.messages import Conversation, conversation_of
 from titanplans.training.data.template import ChatTemplate
 from titanplans.training.reading import refusing
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _log = logging.getLogger(__name__)
-_VERSION = 1
+_VERSION = 2
 """Of what these files make of a row: raise it with a change, so that no cache is read that another version wrote."""
 
 
@@ -82,15 +83,22 @@ class ChatFormat:
         self._template = ChatTemplate(chat, folder)
         self.vocabulary = self._template.vocabulary
         self._less = 0  # conversations that this process has left out or cut, of a stream
-        chosen = [chat.train_on, chat.messages_column, chat.prompt_column, chat.completion_column]
+        chosen = [chat.train_on, laid_out(chat)]
         digest = hashlib.sha256(json.dumps([*chosen, *self._template.depends_on]).encode()).hexdigest()[:16]
         self.key = ["chat", digest, transformers.__version__, _VERSION]
         self.identity = {"chat": f"{digest}, train_on = {chat.train_on!r}"}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
         """See Reader."""
-        found = filter(None, columns_of(there, self._chat, where))
-        return [*found, *(name for name in ("tools",) if name in there)]
+        names = columns_of(there, self._chat, where)
+        found = (
+            names.messages_column,
+            names.prompt_column,
+            names.input_column,
+            names.completion_column,
+            names.system_column,
+        )
+        return [*filter(None, found), *(name for name in ("tools",) if name in there)]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
         """See Reader. A conversation in which nothing counts has no tokens."""
