@@ -1,5 +1,6 @@
 """Activation checkpointing: what is recomputed is counted, operator by operator, in real backwards."""
 
+import copy
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ import worlds
 import zoo
 from language import Halves
 from tiny import Tiny, TinyPlan
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanplans import modeling
+from titanplans import apply_plan, modeling
 from titanplans.parallel import ActivationCheckpoint, ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
+from titanplans.proof import threads
 
 TOKENS = torch.arange(16).reshape(2, 8) % 7
 PRODUCTS = {"mm", "addmm"}
@@ -215,6 +218,30 @@ def test_kernels_of_a_function_of_their_own():
     assert runs_under(per_op(keep_operators=("titanplans_test::square",))) == (2, 1)
     assert runs_under(per_op(keep_operators=("titanplans_test::square.default",))) == (2, 1)
     assert runs_under(KEEP_MIXER) == (1, 1)
+
+
+@pytest.mark.parametrize("policy", [FULL, KEEP_MIXER, MLP, per_op()], ids=str)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_model_that_would_keep_a_cache(policy, tp):
+    """As from_pretrained gives it; by a plan, too. Its gradients are those of the model that keeps none."""
+    found = []
+    for cached in (False, True):
+        whole = zoo.build("llama", options=False).train()
+        whole.config.use_cache = cached
+
+        def work(rank, whole=whole):
+            model = copy.deepcopy(whole)
+            if tp > 1:
+                apply_plan(model, rank.mesh, loss_parallel=False)
+            apply_activation_checkpointing(model, policy)
+            assert not model.config.use_cache
+            model(torch.arange(14).view(2, 7)).logits.square().mean().backward()
+            return [
+                p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+            ]
+
+        found.append(threads.run(tp, torch.device("cpu"), work))
+    torch.testing.assert_close(*found)
 
 
 def test_what_a_kept_mixer_returned_may_not_change():

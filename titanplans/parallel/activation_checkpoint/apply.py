@@ -31,6 +31,8 @@ _NOTHING = {
 def apply_activation_checkpointing(model: nn.Module, options: Any, dump_folder: str = "") -> None:
     """Let the blocks of `model` recompute what `options` say, in place.
 
+    The model's config gets `use_cache = False`: a block that is computed again would put its keys into the cache twice.
+
     Args:
         model: the model, before it is compiled.
         options: an `ActivationCheckpoint`, or a torchtitan ActivationCheckpointing.Config, whose policies treat the
@@ -40,6 +42,10 @@ def apply_activation_checkpointing(model: nn.Module, options: Any, dump_folder: 
     Raises:
         PlanError, ParallelError: as `check_activation_checkpointing`; nothing is touched then.
     """
+    names = (
+        check_activation_checkpointing(model, options) if isinstance(options, ActivationCheckpoint) else []
+    )
+    _switch_cache_off(model)
     if not isinstance(options, ActivationCheckpoint):
         for layers in dict.fromkeys(name.rpartition(".")[0] for name in find_decoder(model).names):
             blocks = nn.Module()
@@ -50,7 +56,7 @@ def apply_activation_checkpointing(model: nn.Module, options: Any, dump_folder: 
         name: getattr(options, name)
         for name in ("preserve_rng_state", "determinism_check", "early_stop", "debug")
     }
-    for name in check_activation_checkpointing(model, options):
+    for name in names:
         module = model.get_submodule(name)
         if options.mode == "memory_budget":
             module.__dict__[_BUDGET] = _budget_settings(options, dump_folder)
@@ -128,6 +134,13 @@ def memory_budget(block: nn.Module) -> dict[str, Any] | None:
 def is_recomputed(module: nn.Module) -> bool:
     """Whether `module` was wrapped, or given a budget."""
     return isinstance(module, ActivationWrapper) or memory_budget(module) is not None
+
+
+def _switch_cache_off(model: nn.Module) -> None:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "use_cache", False):
+        text.use_cache = False
 
 
 def _budget_settings(options: ActivationCheckpoint, dump_folder: str) -> dict[str, Any]:
