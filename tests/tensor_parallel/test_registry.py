@@ -1,14 +1,18 @@
 """Plans are found by walking `titanplans.plans` and by entry points of the group of that name."""
 
+import copy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import titanplans.plans
-from tiny import Tiny
+import torch
+from tiny import Tiny, TinyPlan
 from titanplans.plans.hf.llama import LlamaPlan
 
-from titanplans import PlanError, registered_plans
+from titanplans import PlanError, apply_plan, check_plan, register_plan, registered_plans
 from titanplans.cli.verify.listing import listing
+from titanplans.proof import threads
 from titanplans.tensor_parallel import registry
 
 PLAN = """
@@ -63,6 +67,57 @@ def test_an_entry_point_that_fails_is_named(another):
         registry.plan_for_model(model)
     assert f"Not loaded: {fault}" in str(error.value)
     assert f"not loaded: {fault}" in listing()
+
+
+@pytest.mark.parametrize("how", ["config", "class attribute", "class name", "empty config"])
+def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
+    """As a job finds that of `model.class`."""
+
+    class Own(Tiny):
+        pass
+
+    name = "Own" if how in ("class name", "empty config") else f"own_{how.split()[0]}"
+    register_plan(name)(type("OwnPlan", (TinyPlan,), {}))
+    model = Own()
+    model.config = {
+        "config": SimpleNamespace(model_type=name),
+        "empty config": SimpleNamespace(model_type=""),  # as PretrainedConfig has it
+    }.get(how)
+    if how == "class attribute":
+        del model.config
+        Own.model_type = name
+    styles = check_plan(model, 2)
+    assert styles.keys() == check_plan(model, 2, plan=TinyPlan).keys()
+
+    def work(rank):
+        split = copy.deepcopy(model)
+        return type(apply_plan(split, rank.mesh).plan).__name__
+
+    assert threads.run(2, torch.device("cpu"), work) == "OwnPlan"
+
+
+@pytest.mark.parametrize(
+    ("register", "words"),
+    [
+        (
+            lambda: register_plan("x")(int),
+            r"register_plan\('x'\): <class 'int'> is no subclass of titanplans.TPPlan",
+        ),
+        (lambda: register_plan("x")(lambda: 1), r"register_plan\('x'\): .* is no subclass"),
+        (lambda: register_plan(TinyPlan), r"register_plan\(<class 'tiny.TinyPlan'>\): give the names"),
+        (lambda: register_plan()(TinyPlan), r"register_plan\(\): give the names"),
+    ],
+)
+def test_what_can_t_be_registered(another, register, words):
+    before = registered_plans()
+    with pytest.raises(PlanError, match=words):
+        register()
+    assert registered_plans() == before
+
+
+def test_a_mesh_that_is_none():
+    with pytest.raises(PlanError, match=r"apply_plan needs a 1-D DeviceMesh, got 'tp': give mesh\['tp'\]"):
+        apply_plan(Tiny(), "tp", plan=TinyPlan)
 
 
 def test_a_plan_beside_the_others_is_found_by_walking(another, monkeypatch):

@@ -313,7 +313,7 @@ def test_more_ranks_than_key_value_heads():
 
 def test_unregistered_architecture():
     message = refused(None)
-    assert "config.model_type = 'tiny'" in message
+    assert "(model_type = 'tiny')" in message
     assert ", ".join(sorted(registered_plans())) in message
 
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from titanplans.errors import ModelError
 from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.tensor_parallel.registry import model_type_of
 from titanplans.user_code import as_user_error, import_module
 
 _CLASS, _ARGUMENTS = "own_class", "own_arguments"
@@ -75,7 +76,7 @@ def own_config(source: str, arguments: Mapping[str, Any]) -> PretrainedConfig:
                 "is not known: give it a config, a transformers PretrainedConfig with vocab_size"
             )
         config = OwnConfig()
-        config.model_type = getattr(model, "model_type", type(model).__name__)  # type: ignore[assignment]
+        config.model_type = model_type_of(model)  # type: ignore[assignment]
         config.vocab_size = model.get_submodule(embedding).num_embeddings
     elif not isinstance(config, PretrainedConfig):
         raise ModelError(

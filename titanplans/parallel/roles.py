@@ -15,7 +15,7 @@ from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
 from titanplans.tensor_parallel.decoder import find_decoder, join
 from titanplans.tensor_parallel.plan import TPOptions
 from titanplans.tensor_parallel.projections import Packed
-from titanplans.tensor_parallel.registry import registered_plans
+from titanplans.tensor_parallel.registry import model_type_of, registered_plans
 from titanplans.tensor_parallel.styles import find_target, held
 from titanplans.torch_private import CHECKPOINTED
 from titanplans.user_code import as_user_error
@@ -119,7 +119,7 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _sections(model: nn.Module, plan: PlanSource) -> dict[str, Sections]:
-    if plan is None and getattr(getattr(model, "config", None), "model_type", None) not in registered_plans():
+    if plan is None and model_type_of(model) not in registered_plans():
         return {}
     source = resolve_plan(plan, model, TPOptions(1))
     with as_user_error(f"plan {type(source).__name__}"):

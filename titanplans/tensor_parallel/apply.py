@@ -67,7 +67,8 @@ def check_plan(
         sequence_parallel: shard the sequence between the regions.
         sequence_dim: the dimension of the hidden states that is the sequence.
         plan: a plan of the user's own (a TPPlan class, its "module:Class", or a dict of module
-            names and styles); None looks up the one registered for `model.config.model_type`.
+            names and styles); None looks up the one registered for `model.config.model_type`,
+            or for a model without one by its own `model_type`, or its class's name.
 
     Returns:
         The styles by fully qualified module name.
@@ -98,6 +99,11 @@ def apply_plan(
 
     Args and errors: see `check_plan`.
     """
+    if not isinstance(tp_mesh, DeviceMesh):
+        raise PlanError(
+            f"apply_plan needs a 1-D DeviceMesh, got {tp_mesh!r}: give mesh['tp'] of init_device_mesh, or "
+            "manager.mesh.get_mesh('tp')"
+        )
     if tp_mesh.ndim != 1:
         raise PlanError(
             f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"

@@ -1,6 +1,6 @@
 """Which plan belongs to which architecture, and to which token mixer.
 
-An architecture is known by its `config.model_type`; a mixer by its class's qualified name, because
+An architecture is known by its `config.model_type`, or where it has none by its class; a mixer by its class's qualified name, because
 hybrid models put softmax and linear layers into one stack. No model library is imported to look them up. Plans are
 found at the first look-up: every module below `titanplans.plans`, and the entry points of the group of that name.
 """
@@ -40,10 +40,20 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
             a mixer uses this plan's `attn_plan` for it.
 
     Raises:
-        PlanError: a name is taken by another class.
+        PlanError: a name is taken by another class, or is no string; there is none; or what is registered is no TPPlan class.
     """
+    if not (model_types or mixer) or not all(isinstance(name, str) for name in (*model_types, mixer or "")):
+        given = ", ".join(map(repr, model_types))
+        raise PlanError(
+            f"register_plan({given}): give the names that it is for, as in @register_plan('my_arch')"
+        )
 
     def decorate(plan: P) -> P:
+        from titanplans.tensor_parallel.plan import TPPlan
+
+        if not (isinstance(plan, type) and issubclass(plan, TPPlan)):
+            names = ", ".join(map(repr, model_types or [mixer]))
+            raise PlanError(f"register_plan({names}): {plan!r} is no subclass of titanplans.TPPlan")
         for table, names in ((_BY_MODEL_TYPE, model_types), (_BY_MIXER, (mixer,) if mixer else ())):
             for name in names:
                 holder = table.get(name)
@@ -95,18 +105,24 @@ def registered_mixers() -> dict[str, type[TPPlan]]:
     return dict(sorted(_BY_MIXER.items()))
 
 
+def model_type_of(model: nn.Module) -> str:
+    """Return the name by which a plan of `model` is registered: its config's `model_type`, or its own, or its class's name."""
+    of_config = getattr(getattr(model, "config", None), "model_type", None)
+    return of_config or getattr(model, "model_type", None) or type(model).__name__
+
+
 def plan_for_model(model: nn.Module) -> type[TPPlan]:
-    """Return the plan class registered for `model.config.model_type`.
+    """Return the plan class registered for `model_type_of(model)`.
 
     Raises:
-        PlanError: the model has no `config.model_type`, or no plan is registered for it.
+        PlanError: none is.
     """
     _discover()
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    plan = _BY_MODEL_TYPE.get(model_type) if model_type is not None else None
+    model_type = model_type_of(model)
+    plan = _BY_MODEL_TYPE.get(model_type)
     if plan is None:
         raise PlanError(
-            f"no plan is registered for {type(model).__name__} (config.model_type = {model_type!r}); registered: "
+            f"no plan is registered for {type(model).__name__} (model_type = {model_type!r}); registered: "
             f"{', '.join(sorted(_BY_MODEL_TYPE))}. Register one with @register_plan({model_type!r}), or name one: "
             "[model] plan = 'module:Class'; a model's own tp_plan is not read, and none is derived"
             f"{''.join(f'. Not loaded: {fault}' for fault in faulty_plans())}"
