@@ -386,6 +386,21 @@ def check_shared_shardings():
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
 
 
+@needs("refuse_plain", without="torch's cross entropy of sharded logits says nothing of ours")
+def check_refuse_plain():
+    op, handlers = torch.ops.aten.hypot.default, DTensor._op_dispatcher._custom_op_handlers
+    private.refuse_plain(op, lambda: KeyError("ours"))
+    try:
+        plain = torch.full((2,), 3.0)
+        tensor = DTensor.from_local(plain, DeviceMesh("cpu", [0]), [Replicate()])
+        for _ in range(2):
+            assert torch.equal(torch.hypot(tensor, tensor).to_local(), plain * 2**0.5)
+            with pytest.raises(KeyError, match="ours"):
+                torch.hypot(tensor, plain)
+    finally:
+        del handlers[op]
+
+
 @needs("abort_process_group", without="after an exception a rank waits for others that will not come")
 def check_abort_process_group():
     # What it does to other ranks is in parallel/test_process_group.py.

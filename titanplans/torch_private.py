@@ -296,6 +296,26 @@ def groups_of_threads() -> Iterator[None]:
             os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
 
 
+def refuse_plain(op: OpOverload, refusal: Callable[[], Exception]) -> None:
+    """Let `op` of a DTensor and a plain tensor raise `refusal()`, where torch has a sentence of its own; all else stays.
+
+    In the table by which torch's `loss_parallel` does more; what that puts there comes first.
+    """
+
+    def handle(called: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        if any(x.ndim and not isinstance(x, DTensor) for x in given):
+            raise refusal()
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        handlers.pop(called, None)
+        try:
+            return called(*args, **kwargs)
+        finally:
+            handlers[called] = handle
+
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(op, handle)
+
+
 @contextmanager
 def shared_shardings() -> Iterator[None]:
     """Let threads that are ranks share how DTensor shards an operator, which it finds out by thread, in milliseconds."""

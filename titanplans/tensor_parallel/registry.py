@@ -1,8 +1,8 @@
 """Which plan belongs to which architecture, and to which token mixer.
 
-An architecture is known by its `config.model_type`, or where it has none by its class; a mixer by its class's qualified name, because
-hybrid models put softmax and linear layers into one stack. No model library is imported to look them up. Plans are
-found at the first look-up: every module below `titanplans.plans`, and the entry points of the group of that name.
+An architecture is known by its `config.model_type`, or where it has none by its class; a mixer by its class's qualified
+name, because hybrid models put softmax and linear layers into one stack. No model library is imported to look them up.
+Plans are found at the first look-up: every module below `titanplans.plans`, and the entry points of the group of that name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
             a mixer uses this plan's `attn_plan` for it.
 
     Raises:
-        PlanError: a name is taken by another class, or is no string; there is none; or what is registered is no TPPlan class.
+        PlanError: a name is taken by another class, or is no string; there is none; or what is decorated is no TPPlan class.
     """
     if not (model_types or mixer) or not all(isinstance(name, str) for name in (*model_types, mixer or "")):
         given = ", ".join(map(repr, model_types))
@@ -106,7 +106,7 @@ def registered_mixers() -> dict[str, type[TPPlan]]:
 
 
 def model_type_of(model: nn.Module) -> str:
-    """Return the name by which a plan of `model` is registered: its config's `model_type`, or its own, or its class's name."""
+    """Return by which name a plan of `model` is registered: its config's `model_type`, its own, or its class's name."""
     of_config = getattr(getattr(model, "config", None), "model_type", None)
     return of_config or getattr(model, "model_type", None) or type(model).__name__
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanplans.tensor_parallel.collectives import collect, shard_size, sum_ranks
 from titanplans.tensor_parallel.layout import Layout
 from titanplans.tensor_parallel.local_parameters import read_inside, subclass
+from titanplans.tensor_parallel.loss.cross_entropy import refuse_torchs
 from titanplans.tensor_parallel.loss.stand_in import StandIn
 from titanplans.tensor_parallel.sent import Call, Sent, entered, even
 from titanplans.tensor_parallel.stream import Border, Stream
@@ -112,6 +113,8 @@ class VocabHead(Style):
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         border = border_of(module, mesh, self.stream)
+        if self.loss_parallel:
+            refuse_torchs()
         module.__class__ = read_inside(type(module), tuple(held(module)))
         module.register_forward_pre_hook(partial(_enter, border))
         vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]

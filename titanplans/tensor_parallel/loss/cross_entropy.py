@@ -18,6 +18,7 @@ from titanplans.tensor_parallel.loss.shares import (
     share_of,
 )
 from titanplans.tensor_parallel.loss.stand_in import StandIn
+from titanplans.torch_private import refuse_plain
 
 
 def cross_entropy(
@@ -76,6 +77,20 @@ def cross_entropy(
     if z_loss:
         total = total + z_loss * torch.where(ids != IGNORED, flat.logsumexp(-1).square(), 0).sum()
     return total / tokens
+
+
+def refuse_torchs() -> None:
+    """Let torch's own cross entropy of logits that are a DTensor and of plain labels name this one in its error."""
+    for op in (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default):
+        refuse_plain(op, _refusal_of_torchs)
+
+
+def _refusal_of_torchs() -> ParallelError:
+    return ParallelError(
+        "torch's cross_entropy was given logits that are a DTensor, as a plan leaves them sharded over the vocabulary, and "
+        "labels that are a plain tensor: call titanplans.parallel.cross_entropy(logits, labels, tokens) or "
+        "manager.cross_entropy(logits, labels), or split the model with loss_parallel = False"
+    )
 
 
 def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
