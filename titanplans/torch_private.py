@@ -768,3 +768,10 @@ def float8_data(tensor: Any) -> torch.Tensor:
 def float8_scale(tensor: Any) -> torch.Tensor:
     """Return the scale of torchao's Float8TrainingTensor."""
     return tensor._scale
+
+
+def cast_to_float8() -> Any:
+    """Return torchao's autograd function that casts a tensor with a scale that is known."""
+    from torchao.float8.float8_training_tensor import _ToFloat8ConstrFunc
+
+    return _ToFloat8ConstrFunc

@@ -18,6 +18,7 @@ from titanplans.tensor_parallel import gradients
 from titanplans.tensor_parallel.float8 import float8_linears
 from titanplans.torch_private import (
     LocalTensor,
+    cast_to_float8,
     dtensor_api,
     float8_data,
     float8_scale,
@@ -166,6 +167,8 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         torch.ops.aten.mm.default,
         float8_utils.amax_to_scale,
     )
+    casting = cast_to_float8()
+    cast = casting.forward
 
     def multiply(func: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
         a, b = args
@@ -178,9 +181,15 @@ def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         with without_torch_function():  # scales are float32, also under `Widen`
             return scale(*args, **kwargs)
 
+    def cast_by_float32(*args: Any) -> torch.Tensor:
+        with without_torch_function():  # in a forward as in a backward, where `Widen` does not reach
+            return cast(*args)
+
     product = table[operator]
     table[operator], float8_utils.amax_to_scale = multiply, amax_to_scale
+    casting.forward = staticmethod(cast_by_float32)
     try:
         yield
     finally:
         table[operator], float8_utils.amax_to_scale = product, scale
+        casting.forward = staticmethod(cast)

@@ -61,6 +61,14 @@ def split_linear(module: nn.Module, split: Split) -> None:
     module.__class__ = _with_split_product(type(module))
 
 
+def comes_from_product(x: torch.Tensor) -> bool:
+    """Whether the gradient of `x` goes straight into the product of a split module, which alone can read it in float8.
+
+    A bias sums it, too; other code may select tokens. In a graph that is being traced it is taken to be so.
+    """
+    return torch.compiler.is_compiling() or isinstance(getattr(x.grad_fn, "split", None), Split)
+
+
 @cache
 def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:

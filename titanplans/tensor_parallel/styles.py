@@ -108,12 +108,12 @@ class Style(ParallelStyle):
         self, module: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout], memo: ParameterMemo
     ) -> None:
         """Distribute parameters of `module` by `layouts` over the 1-D TP `mesh` and install the hooks."""
-        localize(module, mesh, layouts, memo)
         if is_float8(module) and (split := self.split(module, mesh)):
             from titanplans.tensor_parallel.float8_linear import Split, split_linear  # imports torchao
 
             group = group_of(mesh)
             split_linear(module, Split(group, rank=mesh.get_local_rank(), **split))
+        localize(module, mesh, layouts, memo)  # around the product: a packed weight is read within a forward alone
         place_dropout(module, layouts, mesh.get_local_rank(), mesh.size())
         self.install(module, mesh)
 
@@ -173,7 +173,7 @@ class Region(Style):
             otherwise a `Rowwise` inside has to.
         input_name: keyword under which the input comes if it is not the first positional argument.
         float8_input: only the projections inside read the input, so that in a model converted to float8 it may
-            come in float8.
+            come in float8. Where a mask says which tokens count it does not: the module may leave the others out first.
         shared: other regions read what it returns, such as keys and values for several blocks; nothing leaves.
         arguments: what the module is called with, whatever its caller gives: for a path of its code that can be split.
     """
@@ -206,22 +206,35 @@ class Region(Style):
         return (entered(call),) if self.shared else (entered(call), left(call))
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        border = border_of(module, mesh, self.stream)
-        module.register_forward_pre_hook(partial(self._enter, border), with_kwargs=True)
+        borders = border_of(module, mesh, self.stream), Border(mesh, self.stream)
+        module.register_forward_pre_hook(partial(self._enter, *borders), with_kwargs=True)
         if self.reduce_output:
-            module.register_forward_hook(partial(self._leave, border), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, *borders), with_kwargs=True)
 
-    def _enter(self, border: Border, module, args, kwargs):
-        return on_input(border.enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
+    def _enter(self, border: Border, plain: Border, module, args, kwargs):
+        at = plain if _masks_tokens(args, kwargs) else border
+        return on_input(at.enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
 
-    def _leave(self, border: Border, module, args, kwargs, output):
+    def _leave(self, border: Border, plain: Border, module, args, kwargs, output):
         shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]
+        # What the module does behind its last product is not known of a graph that is being traced.
+        at = plain if torch.compiler.is_compiling() else border
 
         def leave(x: torch.Tensor) -> torch.Tensor:
             # A mixture of experts may return its tokens in a row, where a sequence can't be found.
-            return border.leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x)
+            return at.leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x)
 
         return on_output(leave, output)
+
+
+def _masks_tokens(args: Any, kwargs: Any) -> bool:
+    """Whether a mask [batch, sequence] is among a module's arguments, beside its input.
+
+    The module may take the tokens that count out of the sequence, and give its projections these alone, whose scale is
+    another one than that of all.
+    """
+    named = (value for name, value in kwargs.items() if "mask" in name)
+    return any(isinstance(value, torch.Tensor) and value.ndim == 2 for value in (*args[1:], *named))
 
 
 def on_input(
