@@ -4,7 +4,7 @@ import traceback
 
 from torch import nn
 
-from titanplans.errors import PlanError
+from titanplans.errors import ParallelError, PlanError
 
 
 def _modules(error: Exception) -> list[tuple[str, int]]:
@@ -39,7 +39,12 @@ def first_line(error: Exception) -> str:
 
 
 def does_not_run(model: nn.Module, error: Exception, place: str) -> PlanError:
-    """Return the error that says with which one the whole `model` ends, where that was raised, and at which `place`."""
+    """Return the error that says with which one the whole `model` ends, where that was raised, and at which `place`.
+
+    What was refused of how it was made, a `ParallelError`, says all of that.
+    """
+    if isinstance(error, ParallelError):
+        return PlanError(str(error))
     return PlanError(
         f"{type(model).__name__}, unsplit, does not run on {next(model.parameters()).device.type}: {first_line(error)} "
         f"({raised_at(error)}, {place}); if its kernels need a GPU, prove it there under torchrun "

@@ -17,7 +17,7 @@ from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import OptionError, VerifyError
 from titanplans.parallel import Float8, add_adapters, freeze
-from titanplans.parallel.float8 import convert_to_float8
+from titanplans.parallel.float8 import check_calls, convert_to_float8
 from titanplans.parallel.memory import memory
 from titanplans.proof.conditions import Batch
 from titanplans.proof.sample import Sampler
@@ -95,6 +95,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, s
     model.to(device)
     if subject.float8.recipe_name is not None:
         convert_to_float8(model, subject.float8, device.type)
+        check_calls(model)
     _adapted(model, subject)
     return model
 
@@ -123,6 +124,7 @@ def _converted(model: nn.Module, float8: Float8, device: torch.device) -> str:
     """Convert `model`, and say so."""
     try:
         done = convert_to_float8(model, float8, device.type)
+        check_calls(model)
     except OptionError as error:
         option = "--float8" if error.option.endswith(".recipe_name") else "--float8-filter"
         value = error.value if isinstance(error.value, str) else ",".join(error.value)
