@@ -11,6 +11,7 @@ from titanplans.plans.fla.transformer import TransformerPlan
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torchao import quantization
 
 from titanplans import (
     PlanError,
@@ -50,6 +51,16 @@ def refused(plan, degree=2, model=None, **options) -> str:
         apply_plan(model, mesh, plan=plan, **options)
     assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}, "something moved"
     return str(error.value)
+
+
+@pytest.mark.parametrize("quantisation", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_that_torchao_has_quantised_are_refused(quantisation):
+    model = Tiny()
+    quantization.quantize_(model, getattr(quantization, quantisation)())
+    message = refused(TinyPlan, model=model)
+    kind = "Int8Tensor" if "Int8" in quantisation else "Float8Tensor"
+    assert f"weight' is torchao's {kind}, whose numbers and scales no plan can split" in message
+    assert "before quantize_" in message
 
 
 def test_right_plan_is_accepted_and_complete():

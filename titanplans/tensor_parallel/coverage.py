@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
 from titanplans.tensor_parallel.decoder import MIXERS, MLPS, Decoder, find_decoder, join, within
+from titanplans.tensor_parallel.float8 import is_quantised_by_torchao
 from titanplans.tensor_parallel.low_rank import FACTORS, is_adapted, is_factor
 from titanplans.tensor_parallel.plan_styles import Plan
 from titanplans.tensor_parallel.styles import Style, find_target, held
@@ -71,7 +72,7 @@ def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> s
 
 
 def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
-    """Refuse the parameters that no key covers, all at once: they would stay plain tensors beside DTensors."""
+    """Refuse the parameters that no key covers, which would stay plain tensors beside DTensors; and any that can't be split."""
     uncovered: list[tuple[str, nn.Module, str]] = []
     every: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -81,6 +82,12 @@ def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
             own = join(name, param_name)
             if isinstance(param, DTensor):
                 raise PlanError(f"parameter '{own}' is a DTensor already: apply a plan once, before FSDP")
+            if is_quantised_by_torchao(param):
+                raise PlanError(
+                    f"parameter '{own}' is torchao's {type(param).__name__}, whose numbers and scales no plan can split: "
+                    "apply the plan to the model as it was before quantize_, or keep frozen weights in NF4 beside adapters "
+                    '(lora.quantize_base = "nf4")'
+                )
             every[_numberless(own)] += 1
             if not _covered(plan, name, module, param_name):
                 uncovered.append((name, module, param_name))

@@ -55,6 +55,12 @@ def is_cast(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "Float8TrainingTensor"
 
 
+def is_quantised_by_torchao(param: torch.Tensor) -> bool:
+    """Whether `param` is a tensor of torchao's in place of a plain one, but for what casts a weight when FSDP2 gathers it."""
+    names = {cls.__name__ for cls in type(param).__mro__ if cls.__module__.partition(".")[0] == "torchao"}
+    return bool(names) and "WeightWithDynamicFloat8CastTensor" not in names
+
+
 def float8_linears(model: nn.Module) -> dict[str, Any]:
     """Return the converted modules of `model` by fully qualified name."""
     return {name: module for name, module in model.named_modules() if is_float8(module)}
