@@ -200,3 +200,27 @@ def test_in_float8_the_router_reads_the_sequence_as_it_is():
     assert all(crossings["model.layers.1.mlp"])
     report = proved(of, build=build)
     assert report.passed, report.table()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "dtype", "multiple"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 12}, None, 16),  # rows of 6 numbers, 24 bytes
+        ("qwen3_moe", {"moe_intermediate_size": 24}, torch.bfloat16, 32),  # as mixed precision casts them
+        ("gpt_oss", {"intermediate_size": 12}, None, 16),
+    ],
+)
+def test_widths_that_grouped_mm_does_not_take_are_refused(name, fields, dtype, multiple):
+    """torch would end the first forward: "strides should be multiple of 16 bytes"."""
+    of = config(name, **fields)
+    with torch.device("meta"):
+        model = modeling.build(of)
+    width = next(iter(fields.values()))
+    words = rf"16 bytes, as grouped_mm needs, of .* = {width} .*experts.down_proj.*a width of {multiple}, or .*batched_mm"
+    with pytest.raises(PlanError, match=words):
+        check_plan(model, 2, dtype=dtype)
+    with torch.device("meta"):
+        fits = modeling.build(config(name, **dict.fromkeys(fields, multiple)))
+    check_plan(fits, 2, dtype=dtype)
+    model.set_experts_implementation("batched_mm")
+    check_plan(model, 2, dtype=dtype)

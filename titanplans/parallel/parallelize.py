@@ -154,6 +154,7 @@ def apply_steps(
             loss_parallel=not config.disable_loss_parallel,
             sequence_parallel=config.enable_sequence_parallel,
             plan=config.plan,
+            dtype=dtype(config.mixed_precision_param),
         )
         counts = Counter(type(style).__name__ for style in applied.styles.values())
         _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))

@@ -6,6 +6,7 @@ weights are one. A foreign `ParallelStyle` says what it does only by doing it: w
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,6 +58,7 @@ def check_plan(
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
     plan: PlanSource = None,
+    dtype: torch.dtype | None = None,
 ) -> Plan:
     """Resolve the plan of `model` and check it, moving nothing and needing no process group.
 
@@ -69,6 +71,7 @@ def check_plan(
         plan: a plan of the user's own (a TPPlan class, its "module:Class", or a dict of module
             names and styles); None looks up the one registered for `model.config.model_type`,
             or for a model without one by its own `model_type`, or its class's name.
+        dtype: to which the weights are cast for products, by FSDP2's mixed precision; None: they stay as they are.
 
     Returns:
         The styles by fully qualified module name.
@@ -79,7 +82,7 @@ def check_plan(
             does not divide a size.
     """
     options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim)
-    return check(resolve_plan(plan, model, options), model).styles
+    return check(resolve_plan(plan, model, options), model, dtype=dtype).styles
 
 
 def apply_plan(
@@ -90,6 +93,7 @@ def apply_plan(
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
     plan: PlanSource = None,
+    dtype: torch.dtype | None = None,
 ) -> AppliedPlan:
     """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
 
@@ -110,7 +114,7 @@ def apply_plan(
         )
     options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim)
     source = resolve_plan(plan, model, options)
-    checked = check(source, model, dist.get_backend(tp_mesh.get_group()))
+    checked = check(source, model, dist.get_backend(tp_mesh.get_group()), dtype)
 
     whole = parameters_of(model)
     for name, functions in checked.functions.items():

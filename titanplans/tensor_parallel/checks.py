@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from titanplans.errors import PlanError, either
@@ -60,13 +61,16 @@ class Checked:
     """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
 
 
-def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Checked:
+def check(
+    source: TPPlan, model: nn.Module, backend: str | None = None, dtype: torch.dtype | None = None
+) -> Checked:
     """Check the plan `source` against `model`, which is left as it is.
 
     Args:
         source: the plan, with its options.
         model: not yet split.
         backend: that of the TP group; None if there is no group yet.
+        dtype: of the weights in products; None: their own.
 
     Raises:
         PlanError: see `apply.check_plan`.
@@ -86,7 +90,7 @@ def check(source: TPPlan, model: nn.Module, backend: str | None = None) -> Check
     _refuse(packed_faults(styles, model, decoder, source), styles, model)
     check_tied(styles, model)
     check_dropout(model, source.options.degree)
-    check_degree(styles, source, model, decoder)
+    check_degree(styles, source, model, decoder, dtype)
     check_float8(styles, model, source.options.degree)
     check_torchao_styles(styles, model, backend)
     begins_at = None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -11,6 +12,7 @@ from titanplans.errors import PlanError, either, near_multiples
 from titanplans.tensor_parallel.collectives import shard_size
 from titanplans.tensor_parallel.decoder import Decoder, within
 from titanplans.tensor_parallel.plan import Plan, TPPlan
+from titanplans.tensor_parallel.projections import Rowwise
 from titanplans.tensor_parallel.styles import layouts_at, own_styles, split_key, targets
 
 _DEGREES = 256
@@ -30,9 +32,12 @@ class Size(NamedTuple):
     """What would work beside another degree."""
 
 
-def check_degree(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> None:
-    """Refuse a degree that does not suit every size, with the degrees that do."""
-    degree, sizes = source.options.degree, list(_sizes(plan, source, model, decoder))
+def check_degree(
+    plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder, dtype: torch.dtype | None
+) -> None:
+    """Refuse a degree that does not suit every size, with the degrees that do; `dtype` is that of weights in products."""
+    degree = source.options.degree
+    sizes = [*_sizes(plan, source, model, decoder), *_widths_of_experts(plan, model, degree, dtype)]
     for size in sizes:
         if not size.suits(degree):
             largest = max(s.value for s in sizes)
@@ -73,6 +78,37 @@ def _sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> It
                 )
 
 
+def _widths_of_experts(
+    plan: Plan, model: nn.Module, degree: int, dtype: torch.dtype | None
+) -> Iterator[Size]:
+    """Yield the width of stacked experts that are multiplied by torch's grouped_mm, as transformers does by default.
+
+    It takes rows of a multiple of 16 bytes. There is none of float64.
+    """
+    for key, style, found in targets(plan, model):
+        config = getattr(found.module, "config", None)
+        grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
+        if not (grouped and found.parameter is not None and isinstance(style, Rowwise)):
+            continue
+        weight = found.module._parameters[found.parameter]
+        assert weight is not None
+        if (size := (dtype or weight.dtype).itemsize) > 4:
+            continue
+        also = (
+            f", or a width of {_next_multiple(weight.shape[style.dim], degree * 16 // size)}, or "
+            'model.set_experts_implementation("batched_mm")'
+        )
+        yield Size(
+            f"dimension {style.dim} of {found.parameter}",
+            weight.shape[style.dim],
+            f"{key}, {type(found.module).__name__}",
+            partial(_fills_rows, weight.shape[style.dim], 16 // size),
+            f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are no multiple of 16 bytes, "
+            "as grouped_mm needs, of",
+            also,
+        )
+
+
 def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator[Size]:
     degree = plan.options.degree
     for name, count in plan.heads(mixer).items():
@@ -92,6 +128,11 @@ def _divides(value: int, degree: int) -> bool:
 
 def _divides_either_way(value: int, degree: int) -> bool:
     return value % degree == 0 or degree % value == 0
+
+
+def _fills_rows(width: int, numbers: int, degree: int) -> bool:
+    """Whether every rank has a multiple of so many `numbers` of `width`, or all of it."""
+    return degree == 1 or shard_size(width, degree) % numbers == width % numbers == 0
 
 
 def _fills(value: int, degree: int) -> bool:

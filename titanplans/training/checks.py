@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from titanplans import modeling
-from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
+from titanplans.config import ConfigError, FSDP2Config, JobConfig, by_job_key, strategy_of
 from titanplans.config.values import show
 from titanplans.modeling import kernels
 from titanplans.modeling.own import is_own
@@ -28,6 +28,7 @@ from titanplans.parallel.adapters import add_adapters, freeze
 from titanplans.parallel.compile import holds_fla
 from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.optimizers import group_parameters
+from titanplans.parallel.parallelize import dtype
 from titanplans.parallel.process_group import default_device_type
 from titanplans.tensor_parallel import check_plan
 from titanplans.tensor_parallel.loss import FusedLoss, still_biases
@@ -182,6 +183,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             loss_parallel=not parallelism.disable_loss_parallel,
             sequence_parallel=parallelism.enable_sequence_parallel,
             plan=job.model.plan,
+            dtype=dtype(spread.mixed_precision_param) if isinstance(spread, FSDP2Config) else None,
         )
     if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
