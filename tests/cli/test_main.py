@@ -39,6 +39,8 @@ def run(*argv: str) -> tuple[int, str, str]:
         ("list --help", 0, "list"),
         ("async-tp --help", 0, "--tp"),
         ("sweep --help", 0, "--dry-run"),
+        ("plot --help", 0, "--output"),
+        ("plot configs", 2, "error: plot configs: there is no metrics.jsonl in it"),
         ("train configs/gla_debug.toml --print-config", 0, "tensor_parallel_degree = 2"),
         ("trian configs/gla_debug.toml", 2, "error: trian: no such command; did you mean train?"),
         ("publish", 2, "error: publish: no such command; there are train, verify, list, async-tp, sweep"),

@@ -6,6 +6,7 @@
     titanplans list                                       # the registered plans; list gla: what is split of it
     titanplans async-tp gla --tp 2                        # which collectives async TP would fuse
     titanplans sweep configs/experiments/tp_variants.toml # a grid of jobs, and a table of them
+    titanplans plot outputs/gla_debug                     # losses, norms and tokens/s of runs, or a sweep's table
     titanplans check outputs/gla_debug/checkpoint         # whether checkpoints are as they were written
     titanplans export outputs/gla_debug/checkpoint/step-50 gla-50  # a Hugging Face folder of a checkpoint
     titanplans import Qwen3-0.6B seed                     # a checkpoint to start from, of a Hugging Face folder
@@ -25,7 +26,7 @@ from titanplans.disk import is_refusal, reason
 from titanplans.errors import as_line, nearest
 from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
-COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "check", "export", "import")
+COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "plot", "check", "export", "import")
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -89,6 +90,10 @@ def main(argv: list[str]) -> int:
         from titanplans.cli.sweep.main import main as sweep
 
         return sweep(rest)
+    if command == "plot":
+        from titanplans.cli.plot.main import main as plot
+
+        return plot(rest)
     if command == "check":
         from titanplans.cli.check import main as check
 

@@ -19,9 +19,9 @@ from titanplans.cli.sweep.spec import Spec
 from titanplans.training.jsonl import FILE_NAME, read_rows
 
 PARALLELISM = "parallelism.json"
-_LOSS = "loss_metrics/global_avg_loss"
-_VALIDATION_LOSS = "validation_metrics/loss"
-_TOKENS = "throughput/all_devices(tps)"
+LOSS = "loss_metrics/global_avg_loss"
+VALIDATION_LOSS = "validation_metrics/loss"
+TOKENS = "throughput/all_devices(tps)"
 # What an accelerator's allocator reserved, or on a CPU the resident set; of validations, too.
 _MEMORY = [
     prefix + name
@@ -83,16 +83,16 @@ def read_figures(folder: Path, skip_steps: int) -> Figures:
 def _logged(ranks: list[list[dict[str, Any]]], skip_steps: int) -> Figures:
     if not ranks:
         return dict.fromkeys((figure.name for figure in FIGURES[1:6]), f"the run wrote no {FILE_NAME}")
-    steps = [row for row in ranks[0] if _LOSS in row]
-    validations = [row for row in ranks[0] if _VALIDATION_LOSS in row]
+    steps = [row for row in ranks[0] if LOSS in row]
+    validations = [row for row in ranks[0] if VALIDATION_LOSS in row]
     begins = [0, *(row["step"] for row in steps)]
-    speeds = [row[_TOKENS] for begin, row in zip(begins, steps, strict=False) if begin >= skip_steps]
+    speeds = [row[TOKENS] for begin, row in zip(begins, steps, strict=False) if begin >= skip_steps]
     peaks = [row[key] for rows in ranks for row in rows for key in _MEMORY if row.get(key) is not None]
     too_short = f"no interval was logged that begins after step {skip_steps}"
     return {
-        "loss_first": _loss(steps[:1], _LOSS, "no step was logged"),
-        "loss_last": _loss(steps[-1:], _LOSS, "no step was logged"),
-        "loss_validation": _loss(validations[-1:], _VALIDATION_LOSS, "validation.enable = false"),
+        "loss_first": _loss(steps[:1], LOSS, "no step was logged"),
+        "loss_last": _loss(steps[-1:], LOSS, "no step was logged"),
+        "loss_validation": _loss(validations[-1:], VALIDATION_LOSS, "validation.enable = false"),
         "tokens_per_second": statistics.median(speeds) if speeds else too_short,
         "peak_memory_gib": max(peaks) if peaks else "the run logged none",
     }

@@ -1,0 +1,132 @@
+"""`titanplans plot`: the logged figures of runs and of a sweep's table, in the terminal and as pictures."""
+
+import math
+
+import pytest
+
+from titanplans.cli.plot import draw
+from titanplans.cli.plot.main import main
+from titanplans.cli.plot.read import Curve, read
+from titanplans.cli.sweep.table import FIGURES, csv_table
+from titanplans.training.jsonl import JsonlWriter
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return a function that writes what a run logs: a loss that falls, and a validation after each 4th step."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(folder: str, losses: list[float], file: str = "metrics.jsonl") -> str:
+        writer = JsonlWriter(tmp_path / folder / file)
+        for step, loss in enumerate(losses, 1):
+            figures = {"loss_metrics/global_avg_loss": loss, "grad_norm": step / 4}
+            writer.log(figures | {"throughput/all_devices(tps)": 1000.0 + step}, step)
+            if step % 4 == 0:
+                writer.log({"validation_metrics/loss": loss + 0.5}, step)
+        writer.close()
+        return folder
+
+    return write
+
+
+def drawn(capsys, *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(list(words)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return err
+
+
+def test_the_curves_are_what_was_logged(run):
+    panels, notes = read([run("a", [8.0, 6.0, math.nan, 4.0]), run("b", [7.0])])
+    loss, norm, speed = panels
+    assert loss.curves == {
+        "a": Curve(0, False, [1, 2, 4], [8.0, 6.0, 4.0]),
+        "a, validation": Curve(0, True, [4], [4.5]),
+        "b": Curve(1, False, [1], [7.0]),
+    }
+    assert norm.curves["a"] == Curve(0, False, [1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
+    assert speed.curves["b"].values == [1001.0]
+    assert notes == ["a: loss, nats/token is not finite at step 3"]
+
+
+def test_runs_lie_over_each_other_in_the_terminal(run, capsys):
+    """Each value is a character of its run, on the line of its size, without codes of colours where nobody reads them."""
+    out = drawn(capsys, run("high", [8.0] * 8), run("low", [2.0] * 8))
+    assert "\x1b" not in out
+    assert out.splitlines()[:4] == ["* high", "o high, validation", "+ low", "x low, validation"]
+    titles = ["loss, nats/token", "norm of the gradient", "tokens/s"]
+    assert [line.strip() for line in out.splitlines() if line.strip() in titles] == titles
+    loss = out.partition("norm of the gradient")[0].splitlines()
+    ticks = {line.partition("┤")[0].strip(): line.rpartition("┤")[2] for line in loss if "┤" in line}
+    assert {height: set(ticks[height].strip(" │")) for height in ("8.5", "2.0")} == {
+        "8.5": {"o"},
+        "2.0": {"+"},
+    }
+
+
+def test_runs_of_one_folder_name_have_their_paths(run):
+    panels, _ = read([run("one/job", [1.0]), run("two/job", [2.0])])
+    assert list(panels[0].curves) == ["one/job", "two/job"]
+
+
+def test_a_run_may_have_a_file_for_each_rank_or_be_one(run):
+    run("ranks", [3.0], "rank_0/metrics.jsonl")
+    run("ranks", [9.0], "rank_1/metrics.jsonl")
+    assert read(["ranks"])[0][0].curves["ranks"].values == [3.0]
+    assert list(read([f"{run('a', [1.0])}/metrics.jsonl"])[0][0].curves) == ["a"]
+
+
+def sweep(folder):
+    folder.mkdir()
+    rows = []
+    for name, state, loss in (("tp1", "finished", 3.25), ("tp2", "finished", 2.5), ("tp4", "refused", None)):
+        figures = dict.fromkeys((figure.name for figure in FIGURES), None)
+        rows.append({"cell": name, "state": state, **figures, "loss_last": loss, "reason": ""})
+    (folder / "table.csv").write_text(csv_table(rows))
+    return str(folder)
+
+
+def test_the_table_of_a_sweep_is_a_bar_for_each_cell(tmp_path, capsys):
+    out = drawn(capsys, sweep(tmp_path / "sweep"))
+    (one,) = [line for line in out.splitlines() if line.startswith("tp1  3.25000")]
+    (two,) = [line for line in out.splitlines() if line.startswith("tp2  2.50000")]
+    assert one.count("█") / two.count("█") == pytest.approx(1.3, rel=0.05)
+    assert out.count("┌") == 1  # what no cell has is not drawn
+    assert out.endswith("tp4: refused\n")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture(run, tmp_path, capsys, suffix):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"x.{suffix}"
+    assert drawn(capsys, run("a", [8.0, 4.0]), "--output", str(picture)) == f"{picture}\n"
+    begins = picture.read_bytes()[:200]
+    assert begins.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in begins or b"DOCTYPE svg" in begins
+    less = picture.stat().st_size
+    drawn(capsys, run("a", [8.0, 4.0]), run("b", [6.0, 5.0] * 9), "--output", str(picture))
+    assert picture.stat().st_size > less
+
+
+def test_a_picture_of_a_sweep(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert drawn(capsys, sweep(tmp_path / "sweep"), "--output", str(tmp_path / "x.pdf")).endswith("refused\n")
+    assert (tmp_path / "x.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_what_cannot_be_drawn_is_one_line(run, tmp_path, monkeypatch, capsys):
+    a, grid = run("a", [1.0]), sweep(tmp_path / "sweep")
+    assert "there is no such folder or file" in refused(capsys, "nowhere")
+    assert f"{grid} is a sweep, which is drawn alone" in refused(capsys, a, grid)
+    assert "ends with .png, .svg, .pdf" in refused(capsys, a, "--output", "x.gif")
+    assert "there is no folder no" in refused(capsys, a, "--output", "no/x.png")
+    (tmp_path / "a" / "metrics.jsonl").write_text("no row\n")
+    assert "a/metrics.jsonl, line 1 is no row of metrics" in refused(capsys, a)
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    assert "no figure is logged there yet" in refused(capsys, a)
+    monkeypatch.setattr(draw.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'titanplans[plot]'" in refused(capsys, a, "--output", "x.png")
