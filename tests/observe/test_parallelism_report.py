@@ -473,7 +473,8 @@ def test_a_failure_of_the_step_is_raised(two):
 
 def test_the_report_in_words(two):
     report = two["tp, aot_eager"]["report"]
-    (where, what), (first, *_) = at_start(report), after_step(report)
+    (where, what, waits), (first, *_) = at_start(report), after_step(report)
+    assert waits.startswith("compiling blocks by aot_eager in the first step")
     assert "fsdp2 on 2 ranks, tp 2 (gloo); applied in order: tensor parallelism, compile, FSDP2" in where
     assert "TinyPlan with sequence parallel and loss parallel" in what
     assert f"compiled by aot_eager: {LAYERS} of {LAYERS} blocks" in what

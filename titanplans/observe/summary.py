@@ -19,10 +19,16 @@ def at_start(report: Report) -> list[str]:
         if report[name] is None:
             why = report["reasons"].get(name)
             absent.append(f"no {name.replace('_', ' ')}" if why is None else f"{name} unknown: {why}")
-    return [
+    lines = [
         f"Parallelism: {where}; applied in order: {', '.join(report['steps_taken'] or ()) or 'nothing'}",
         f"Parallelism: {'; '.join([*_done(report), *absent])}",
     ]
+    if (compiled := report["compile"]) is not None:
+        parts = ", ".join("blocks" if name == "model" else name for name in compiled["components"])
+        lines.append(
+            f"compiling {parts} by {compiled['backend']} in the first step, which may take minutes: its line comes then"
+        )
+    return lines
 
 
 def _done(report: Report) -> Iterator[str]:
