@@ -219,6 +219,34 @@ def test_only_rank_0_prints(write, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("word", "keys"),
+    [
+        ("parallelism", [key for key in keys() if key.startswith("parallelism.")]),
+        ("training.chat", [key for key in keys() if key.startswith("training.chat.")]),
+        ("quantize", [key for key in keys() if key.startswith("quantize.linear.float8.")]),
+        ("training.steps", ["training.steps"]),
+        ("seq_len", ["training.seq_len", "validation.seq_len"]),
+    ],
+)
+def test_help_of_a_section_or_a_key_is_that_alone(capsys, word, keys):
+    with pytest.raises(SystemExit) as ended:
+        load_job(["--help", word])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  --")] == [f"--{key}" for key in keys]
+    assert "usage" not in lines[0]
+
+
+def test_help_of_what_is_not_there():
+    assert "--help paralelism: no section [paralelism]; did you mean [parallelism]?" in refusal(
+        ["paralelism", "--help"]
+    )
+    assert "--help training.stepz: no such key; did you mean training.steps?" in refusal(
+        ["--help", "training.stepz"]
+    )
+
+
 def test_help_names_every_key_with_its_documentation(capsys):
     with pytest.raises(SystemExit) as end:
         load_job(["--help"])

@@ -14,8 +14,8 @@ from titanplans.training.checkpoint.folder import checkpoint_path, steps
 from titanplans.training.exit_status import refuse
 
 
-def main(argv: list[str]) -> int:
-    """Check what `argv` names; return 0, 1 if something is damaged, or 2 if there is nothing to check."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="titanplans check",
         description="Read every file of the checkpoints in a folder, and compare it with the checksum that was taken as "
@@ -26,7 +26,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "folder", metavar="FOLDER", help="the folder of a job's checkpoints, or one step-N in it"
     )
-    folder = Path(parser.parse_args(argv).folder)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Check what `argv` names; return 0, 1 if something is damaged, or 2 if there is nothing to check."""
+    folder = Path(parser().parse_args(argv).folder)
     try:
         checkpoints = _checkpoints(folder)
     except UserError as error:

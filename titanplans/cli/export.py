@@ -19,8 +19,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def main(argv: list[str]) -> int:
     """Do what `argv`, which begins with the command, says; return 0, 1 if the disk refuses, 2 if it can't be done so."""
     command, *rest = argv
-    parser = _parser(command)
-    arguments = parser.parse_args(rest)
+    arguments = parser(command).parse_args(rest)
     with redirect_stdout(sys.stderr):  # whatever libraries log
         init_logging(0)
     try:
@@ -55,7 +54,12 @@ def _converted(command: str, arguments: argparse.Namespace) -> str:
     )
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of the options of "export" or "import".
+
+    Args:
+        command: which of the two.
+    """
     exports = command == "export"
     parser = argparse.ArgumentParser(
         prog=f"titanplans {command}",

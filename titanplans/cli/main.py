@@ -10,9 +10,10 @@
     titanplans check outputs/gla_debug/checkpoint         # whether checkpoints are as they were written
     titanplans export outputs/gla_debug/checkpoint/step-50 gla-50  # a Hugging Face folder of a checkpoint
     titanplans import Qwen3-0.6B seed                     # a checkpoint to start from, of a Hugging Face folder
+    titanplans completion bash                            # a script that completes all of this in a shell
 
-Each command's own options: `titanplans COMMAND --help`. Exit status: 0 done, 1 failed or proved wrong, 2 it can't be
-done as written (one line says why), 128 + N stopped by signal N.
+Each command's own options: `titanplans COMMAND --help`. Versions: `titanplans --version`. Exit status: 0 done, 1 failed or
+proved wrong, 2 it can't be done as written (one line says why), 128 + N stopped by signal N.
 """
 
 import os
@@ -20,13 +21,17 @@ import select
 import signal
 import sys
 import threading
+from importlib import metadata
 from typing import NoReturn
 
 from titanplans.disk import is_refusal, reason
 from titanplans.errors import as_line, nearest
 from titanplans.training.exit_status import exit_now, finish, mute_stdout
 
-COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "plot", "check", "export", "import")
+COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "plot", "check", "export", "import", "completion")
+
+_BELOW = ("torch", "torchtitan", "torchao", "transformers", "flash-linear-attention")
+"""Whose versions decide what a run does."""
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -82,6 +87,9 @@ def main(argv: list[str]) -> int:
     if command in ("-h", "--help"):
         print(__doc__)
         return 0
+    if command == "--version":
+        print(", ".join(f"{name} {metadata.version(name)}" for name in ("titanplans", *_BELOW)))
+        return 0
     if command == "train":
         from titanplans.training.main import main as train
 
@@ -90,6 +98,10 @@ def main(argv: list[str]) -> int:
         from titanplans.cli.sweep.main import main as sweep
 
         return sweep(rest)
+    if command == "completion":
+        from titanplans.cli.completion import main as completion
+
+        return completion(rest)
     if command == "plot":
         from titanplans.cli.plot.main import main as plot
 

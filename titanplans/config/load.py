@@ -33,7 +33,9 @@ def load_job(argv: list[str]) -> JobConfig:
     arguments = parse_arguments(argv, takes_no_value)
     read_options(option for option in arguments.options if option[1] is None)  # "--training.steps --help"
     if arguments.help:
-        _print_and_exit(usage())
+        word = arguments.path
+        is_job = word is None or word.endswith(".toml") or os.path.isfile(word)
+        _print_and_exit(usage(None if is_job else word))
     if arguments.path is None:
         raise ConfigError(
             "no job file given: titanplans train JOB.toml [--section.key value ...], see --help"

@@ -7,10 +7,12 @@ from typing import Any, get_args, get_origin
 from titanplans.config.options import Field, options_of
 from titanplans.config.other_names import INERT, REFUSED, RENAMED
 from titanplans.config.schema import Key, keys
+from titanplans.config.translate import unknown, unknown_section
 from titanplans.config.values import describe, in_toml, is_options, show, without_none_type
+from titanplans.errors import ConfigError
 
 HEAD = """\
-usage: titanplans train JOB.toml [--section.key value ...] [--max-restarts N] [--print-config] [--help]
+usage: titanplans train JOB.toml [--section.key value ...] [--max-restarts N] [--print-config] [--help [SECTION]]
 
 Train the job in JOB.toml; options override it. Under torchrun, every process is given the same line.
 
@@ -18,13 +20,29 @@ Train the job in JOB.toml; options override it. Under torchrun, every process is
   --section.flag          true; --section.no-flag is false
   --max-restarts N        start all ranks again, N times at most, where one fails or is killed
   --print-config          print the job as it would run, as TOML, and start nothing
+  --help SECTION          what is below of one section, or of one key
 """
 
 
-def usage() -> str:
-    """Return the text of `--help`: every section with its keys, types, defaults and documentation."""
-    blocks = [HEAD]
-    for section, group in itertools.groupby(keys().values(), key=lambda key: key.section):
+def usage(of: str | None = None) -> str:
+    """Return the text of `--help`: every section with its keys, types, defaults and documentation.
+
+    Args:
+        of: only this section with those in it, or only this key, in whichever sections.
+
+    Raises:
+        ConfigError: there is no such section and no such key.
+    """
+    asked = [
+        key
+        for name, key in keys().items()
+        if of is None or of in (name, key.name) or name.startswith(f"{of}.")
+    ]
+    if not asked:
+        assert of is not None
+        raise ConfigError(f"--help {of}: {unknown(of) if '.' in of else unknown_section(of)}")
+    blocks = [HEAD] if of is None else []
+    for section, group in itertools.groupby(asked, key=lambda key: key.section):
         lines = [f"[{section}]"]
         for key in group:
             lines.append(

@@ -31,7 +31,7 @@ from titanplans.training.signals import Stopped
 def main(argv: list[str]) -> int:
     """Run the sweep that `argv` names; return the exit status."""
     try:
-        arguments = _parse(argv)
+        arguments = parser().parse_args(argv)
         if "RANK" in os.environ:
             raise UserError("a sweep starts its jobs itself, on this machine; run it without torchrun")
         spec = read_spec(arguments.sweep)
@@ -55,7 +55,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see titanplans sweep --help")
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options; what it refuses is a ConfigError."""
     parser = _Parser(
         prog="titanplans sweep",
         description="Run a grid of jobs, one after another, and write a table of their results.",
@@ -76,7 +77,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         choices=("changed", "all"),
         help="run finished cells again, whose settings have changed, or all of them; what they wrote is deleted",
     )
-    return parser.parse_args(argv)
+    return parser
 
 
 def _select(spec: Spec, cells: list[Cell], only: list[str]) -> list[Cell]:

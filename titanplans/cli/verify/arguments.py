@@ -35,23 +35,19 @@ class _Parser(argparse.ArgumentParser):
         raise VerifyError(f"{message}; see {self.prog} --help")
 
 
-def parse(argv: list[str]) -> Namespace:
-    """Return the options of a command line, None for what is not given; `words` are the line itself.
-
-    `--help` prints, and ends the process with status 0.
-
-    Args:
-        argv: without the program's name.
-
-    Raises:
-        VerifyError: an option that is not there, or a value that can't be read.
-    """
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the three; what it refuses is a VerifyError."""
     parser = _Parser(
         prog="titanplans",
         description="Prove that a plan splits a model right, list the plans, or say what async tensor parallelism fuses.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True)
+    add_commands(parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True))
+    return parser
+
+
+def add_commands(commands: Any) -> None:
+    """Add the three commands to `commands`, argparse's subparsers."""
     listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
     words = "only their plans, and what of their mixers these split"
     listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
@@ -75,7 +71,20 @@ def parse(argv: list[str]) -> Namespace:
     )
     _add_subject(async_tp, tokens="128, or what an image needs", degrees="the job's, or 2")
     async_tp.set_defaults(loss_parallel=None, sequence_parallel=None, ranks=None)
-    request = parser.parse_args(argv)
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Return the options of a command line, None for what is not given; `words` are the line itself.
+
+    `--help` prints, and ends the process with status 0.
+
+    Args:
+        argv: without the program's name.
+
+    Raises:
+        VerifyError: an option that is not there, or a value that can't be read.
+    """
+    request = parser().parse_args(argv)
     request.words = shlex.join(argv)
     if request.command == "list":
         return request
