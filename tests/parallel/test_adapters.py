@@ -189,7 +189,7 @@ def test_verify_takes_adapters_on_the_command_line(capsys):
         main([*words, "--lora=rank=2", "--lora=target_modules=q_proj,down_proj", "--lora=dropout=0.5"]) == 0
     )
     assert (
-        "4 Linear modules have adapters of rank 2, whole and split, with lora.dropout = 0"
+        "4 Linear modules have adapters of rank 2, whole and split, with the same draws of lora.dropout = 0.5"
         in capsys.readouterr().out
     )
     for wrong, said in {

@@ -19,6 +19,7 @@ from titanplans.proof.world import World, Worlds
 from titanplans.tensor_parallel.custom import PlanSource
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.float8 import float8_linears
+from titanplans.tensor_parallel.low_rank import draws
 from titanplans.tensor_parallel.plan import TPOptions
 
 CONDITIONS = ("pairs", "each", "plain")
@@ -129,6 +130,8 @@ class Proof:
             unreached.append("values that differ before the split: simulated ranks share the whole model")
         if any(one.ranks == "simulated" and one.scenario.fused for one in results.values()):
             unreached.append("a loss that the head computes: simulated ranks have no tensors of their own")
+        if draws(self.model) and any(one.ranks == "simulated" and one.scenario.recomputed for one in results.values()):
+            unreached.append("recomputed blocks: of a model that drops numbers simulated ranks would draw others")
         # Of the plain scenario and the newest: what explained one failing case is tried on the next.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, beside=True))
         blame = Blame(

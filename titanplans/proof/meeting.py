@@ -19,10 +19,16 @@ class Left(BaseException):
 
 
 class Meeting:
-    """Where the ranks wait for each other, and hand over to the next."""
+    """Where the ranks wait for each other, and hand over to the next.
 
-    def __init__(self, ranks: int, replica: int):
-        self.ranks = ranks
+    Args:
+        ranks: how many.
+        replica: which of the world's two they are.
+        drawing: each has a state of the default generator of its own, as it would in a process.
+    """
+
+    def __init__(self, ranks: int, replica: int, *, drawing: bool = False):
+        self.ranks, self.drawing = ranks, drawing
         self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
         """The ranks' numbers in the world."""
         self.asked: dict[str, None] = {}
@@ -96,8 +102,12 @@ class Meeting:
         if len(self._brought) == self.ranks:
             self._settle([self._brought[r] for r in range(self.ranks)])
             self._brought.clear()
+        # The default generator is one for the process, and each rank has numbers of its own to draw.
+        state = torch.get_rng_state() if self.drawing else None
         self.hand_over(rank)
         self.wait(rank)
+        if state is not None:
+            torch.set_rng_state(state)
 
     def _settle(self, brought: list[tuple[Any, Any, Callable]]) -> None:
         """Do what all ranks came for. Called by the last to arrive; what it leaves is read before the next time."""

@@ -3,7 +3,7 @@
 One rank runs at a time, from one collective to the next, in the order of the ranks. So what is global in a
 process is never seen half done, runs are reproducible, and a rank that fails ends the others: they leave their
 work at their next collective instead of waiting for it. Each thread has autograd, grad mode and function modes
-of its own; what is one for the process, as the default random generator, is shared by all ranks.
+of its own, and of a model that drops numbers the default generator's state; what else is one for the process is shared.
 
 The world is that of a job with two data-parallel replicas, and the threads are one of them, the second if nothing is said:
 at degree 2 they are ranks 2 and 3 of 4. So `dist.get_rank()` is no rank's number in the mesh, and the default group is not
@@ -65,10 +65,14 @@ class Pool:
     """Threads that are ranks, a world of them for each degree that was asked for, until the context ends.
 
     A world is kept, since torch remembers by thread and by mesh how DTensors are sharded.
+
+    Args:
+        device: of the meshes.
+        drawing: as for `Meeting`.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, *, drawing: bool = False):
+        self.device, self.drawing = device, drawing
         self._worlds: dict[tuple[int, int], _Ranks] = {}
         self._stack = ExitStack()
 
@@ -96,15 +100,15 @@ class Pool:
             Exception: what `work` raised on the first rank to fail; `Apart` where the ranks lost each other.
         """
         if (degree, replica) not in self._worlds:
-            self._worlds[degree, replica] = _Ranks(degree, replica, self.device)
+            self._worlds[degree, replica] = _Ranks(degree, replica, self.device, self.drawing)
         return self._worlds[degree, replica].run(work)
 
 
 class _Ranks:
     """The threads of one world, each of which waits for work."""
 
-    def __init__(self, degree: int, replica: int, device: torch.device):
-        self.degree, self.replica, self.device = degree, replica, device
+    def __init__(self, degree: int, replica: int, device: torch.device, drawing: bool):
+        self.degree, self.replica, self.device, self.drawing = degree, replica, device, drawing
         self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(degree)]
         self._ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         # Daemons: an interrupted process ends, whatever they wait for.
@@ -115,7 +119,7 @@ class _Ranks:
             thread.start()
 
     def run(self, work: Callable[[Thread], T]) -> T:
-        meeting = ThreadGroup.meeting = Meeting(self.degree, self.replica)
+        meeting = ThreadGroup.meeting = Meeting(self.degree, self.replica, drawing=self.drawing)
         for queue in self._work:
             queue.put((work, meeting))
         try:

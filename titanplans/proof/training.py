@@ -7,6 +7,7 @@ In the last step all forwards run before one backward of all losses, and what wa
 """
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from titanplans.proof.script import Script
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.gradients import align_gradients, total_norm
 from titanplans.tensor_parallel.loss import IGNORED, FusedLoss, StandIn, added_loss, cross_entropy
+from titanplans.tensor_parallel.low_rank import draws
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What a model raises that does not run here, or is split wrongly: no driver, shapes that don't match, a parameter
@@ -63,6 +65,7 @@ class Training:
         fused: bool = False,
     ):
         self._fused = FusedLoss(model) if fused else None
+        self._draws = draws(model)
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
         self._point = "the first step"
         self.records: dict[str, Recorder] = {}
@@ -126,6 +129,8 @@ class Training:
         """Yield loss and logits of micro batches, by the names of their points, after one backward of all of them."""
         logits, losses = {}, {}
         for name, sample in batches.items():
+            if self._draws:
+                torch.manual_seed(zlib.crc32(name.encode()))  # the whole model and each rank draw the same
             with self._recorded(name), self._fusing(name, sample.labels):
                 # Forwards alone are recorded: a block that is recomputed runs again.
                 output = call(self.model, sample.inputs)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanplans.errors import PlanError, either
 from titanplans.proof import simulate, threads
+from titanplans.tensor_parallel.low_rank import draws
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class Worlds:
     def __enter__(self) -> "Worlds":
         # Ranks that are threads take turns, and their tensors are small: cores that help each of them cost more than
         # they bring, several times as much on a machine that has other work.
-        self._intra_op = torch.get_num_threads()
+        self._intra_op, self._drawn = torch.get_num_threads(), torch.get_rng_state()
         dtype = next(self.model.parameters()).dtype
         if choose(self.ranks, 2, self.model) == "threads" and is_small(self.model, dtype):
             torch.set_num_threads(1)
@@ -141,13 +142,14 @@ class Worlds:
     def __exit__(self, *_: object) -> None:
         self._close()
         torch.set_num_threads(self._intra_op)
+        torch.set_rng_state(self._drawn)  # each forward of a model that draws begins with a seed
 
     def run(self, degree: int, work: Callable[[Any], T], replica: int = 1) -> T:
         """Run `work` on every rank, and return what it returns on the first. `replica`: as for `threads.Pool`."""
         ranks = choose(self.ranks, degree, self.model)
         if ranks == "threads":
             if self._pool is None:
-                self._pool = threads.Pool(self.device).__enter__()
+                self._pool = threads.Pool(self.device, drawing=draws(self.model)).__enter__()
             return self._pool.run(degree, work, replica)
         self._close()
         return (run_group if ranks == "process_group" else simulate.run)(degree, self.device, work)

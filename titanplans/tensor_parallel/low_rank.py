@@ -153,6 +153,11 @@ class LowRankDropout(nn.Module):
         return x * kept.narrow(-1, first, own) / (1 - self.p)
 
 
+def draws(model: nn.Module) -> bool:
+    """Whether an adapter of `model` has a dropout."""
+    return any(isinstance(module, LowRankDropout) for module in model.modules())
+
+
 def place_dropout(module: nn.Module, layouts: Mapping[str, Layout], rank: int, ranks: int) -> None:
     """Tell the dropout of the adapter of `module`, if it has one, which part of its input this rank has."""
     dropout: Any = module._modules.get("lora_dropout")

@@ -3,7 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -105,10 +105,8 @@ def _adapted(model: nn.Module, subject: Subject) -> list[str]:
     notes = []
     try:
         if subject.lora.rank is not None:
-            done = add_adapters(model, replace(subject.lora, dropout=0.0))
-            dropped = (
-                f", with lora.dropout = 0 instead of {subject.lora.dropout}" if subject.lora.dropout else ""
-            )
+            done = add_adapters(model, subject.lora)
+            dropped = f", with the same draws of lora.dropout = {subject.lora.dropout}" if subject.lora.dropout else ""
             notes.append(
                 f"{len(done.modules)} Linear modules have adapters of rank {subject.lora.rank}, whole and split{dropped}"
             )
