@@ -14,7 +14,7 @@ from torch import nn
 from titanplans.errors import PlanError, VerifyError
 from titanplans.proof.compare import Comparison
 from titanplans.proof.conditions import Scenario
-from titanplans.proof.localise import localise
+from titanplans.proof.localise import localise, may_be_partial
 from titanplans.proof.meeting import Apart
 from titanplans.proof.patches import unpatched
 from titanplans.proof.raised import first_line
@@ -66,7 +66,12 @@ def prove_case(
             # Checkpointing brings back the state of one generator, and simulated ranks have one each.
             if scenario.recomputed and (world.ranked or not draws(model)):
                 recompute(applied.decoder)
-            training = reference.training(model, ranked=world.ranked, fused=scenario.fused and world.ranked)
+            training = reference.training(
+                model,
+                ranked=world.ranked,
+                watched=[name for name in reference.watched if not may_be_partial(name, applied.styles)],
+                fused=scenario.fused and world.ranked,
+            )
             comparison.run(training)
         except (PlanError, VerifyError):
             raise

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 import torch
 
 from titanplans.proof.conditions import Scenario
+from titanplans.proof.record import module_name
 from titanplans.proof.reference import Point, Reference
 from titanplans.proof.report import CaseResult, Check
+from titanplans.proof.scale import SCALE, fit_of
 from titanplans.proof.tolerance import difference, largest
 from titanplans.proof.training import Key, Training
 from titanplans.proof.world import World, wholes
@@ -57,6 +59,9 @@ class Comparison:
         at: Point = (point, *key)
         if not self.world.first or at not in self.reference.expected:
             return
+        if key[0] == SCALE:
+            self._compare_scale(at, values)
+            return
         what, where = key
         bound, (first, *others) = self.reference.bound, values
         others = [value for value in others if not _same(value, first)]
@@ -71,6 +76,21 @@ class Comparison:
         self._note(
             "replicas", apart / unit if unit else apart and float("inf"), allowed, where or what, point
         )
+
+    def _compare_scale(self, at: Point, values: list[torch.Tensor]) -> None:
+        point, what, where = at
+        found = fit_of(values, self.reference.expected[at])
+        if found is None or at not in self.reference.units or point not in self.reference.shown:
+            return
+        if at not in self.reference.noise or not math.isfinite(found.slope):
+            name = f"{'gradient of the output of ' * where.endswith(chr(39))}{module_name(where)}"
+            self._note(
+                what,
+                abs(found.slope) / self.reference.units[at],
+                self.reference.bound.units(self.world.mesh.size()),
+                f"{name}, {1 + found.slope:.3g} times the right one",
+                point,
+            )
 
     def _compare_names(self, point: str, found: dict[Key, torch.Tensor]) -> None:
         wanted = [where for at, what, where in self.reference.expected if at == point and what == "gradients"]

@@ -151,7 +151,7 @@ class _Search:
         if not self.world.first:
             return None
         expected, unit = self.reference.expected[at], self.reference.units[at]
-        partial = _may_be_partial(module_name(key), self.styles)
+        partial = may_be_partial(module_name(key), self.styles)
         if not partial and self.options.sequence_parallel and self._is_one_token(expected):
             held = held[:1]  # on the stream the others have padding, of the same shape
         packings = _packings(module_name(key), self.styles, self.world.mesh.size())
@@ -213,7 +213,7 @@ def diagnose(
     return f"exactly {ratio:.4g} times the right one"
 
 
-def _may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
+def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     """Whether a module's output, and its gradient, may be a part of a sum on each rank: inside a region only.
 
     What closes a region, and what works on the stream after that, has the sum itself.

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from titanplans.proof.conditions import Scenario
 from titanplans.proof.raised import does_not_run
 from titanplans.proof.sample import Sampler, freeze, moved
 from titanplans.proof.script import write_script
+from titanplans.proof.scale import SCALE, Fit, fit, units, watched
 from titanplans.proof.tolerance import Bound
 from titanplans.proof.training import FAILURES, Loss, Training, call, logits_of
 from titanplans.tensor_parallel.checks import tied_parameters
@@ -40,6 +41,7 @@ class Reference:
         orders: keys of the modules' outputs as they finished, by point, if recording.
         bound: how many units a right plan may be off.
         tied: names of parameters that are one, group by group.
+        watched: modules of which a scale is compared.
         draws: perturbed trainings by which the units are measured.
         undecided: gradients of the first step, or its logits, that this dtype's rounding hides.
         shown: the points before the first step of which rounding hides so many gradients that nothing from there on can
@@ -71,6 +73,7 @@ class Reference:
         if scenario.frozen:
             freeze(self.pristine)
         self.tied = tied_parameters(self.pristine)
+        self.watched = watched(self.pristine) if dtype.itemsize < 4 else frozenset()
         self.expected: dict[Point, torch.Tensor] = {}
         self.units: dict[Point, float] = {}
         self._newest: Training | None = None
@@ -96,7 +99,8 @@ class Reference:
         logits = [tensor for (_, what, _), tensor in self.expected.items() if what == "logits"]
         self.bound = Bound(training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps))
         self._optimizer = training.optimizer
-        self._changes = dict.fromkeys(self.expected, 0.0)
+        self._changes = dict.fromkeys((key for key in self.expected if key[1] != SCALE), 0.0)
+        self._fits: dict[Point, list[Fit]] = {key: [] for key in self.expected if key[1] == SCALE}
         self.draws = 0
         # A recorded one explains a case that is wrong already.
         self.draw(tolerance.DRAWS if self.recording else tolerance.FIRST_DRAWS)
@@ -119,18 +123,29 @@ class Reference:
         self.undecided = self._refuse_undecidable(self.units)
         self.shown = self._shown(list(dict.fromkeys(point for point, *_ in self.expected)))
         self.hidden = len(self.shown) < len({point for point, *_ in self.expected})
-        self.noise = frozenset(key for key in self.expected if key[0] in self.shown and self._is_hidden(key))
+        self.noise = frozenset(key for key in self.units if key[0] in self.shown and self._is_hidden(key))
 
-    def training(self, model: nn.Module, *, ranked: bool = True, fused: bool = False) -> Training:
+    def training(
+        self,
+        model: nn.Module,
+        *,
+        ranked: bool = True,
+        watched: Collection[str] | None = None,
+        fused: bool = False,
+    ) -> Training:
         """Return the training of `model`, this one or a split one, that has not begun.
 
         Args:
             model: as `pristine`, or split.
             ranked: its code may ask which rank it is, as further losses do, to find which shard is theirs.
+            watched: modules of which a scale is compared; None for all of `watched`.
             fused: its head computes the loss in the last step.
         """
         losses = self.losses if ranked else None
-        return Training(model, self.script, losses, recording=self.recording, fused=fused)
+        watched = self.watched if watched is None else watched
+        return Training(
+            model, self.script, losses, recording=self.recording, watched=watched, fused=fused
+        )
 
     def _training(self, draw: int | None = None) -> Training:
         model = copy.deepcopy(self.pristine)
@@ -148,13 +163,15 @@ class Reference:
         self.expected |= outputs(training)
 
     def _note(self, key: Point, tensor: torch.Tensor) -> None:
+        if key in self._fits and (one := fit(tensor, self.expected[key])) is not None:
+            self._fits[key].append(one)
         if key in self._changes:
             self._changes[key] = max(self._changes[key], self.bound.difference(tensor, self.expected[key]))
 
     def _measured(self) -> dict[Point, float]:
         """Return the unit of each quantity."""
         measured = {
-            key: max(self.bound.rounding(tensor), self._changes[key]) for key, tensor in self.expected.items()
+            key: max(self.bound.rounding(self.expected[key]), change) for key, change in self._changes.items()
         }
         # A gradient that is exactly zero has no scale of its own; its siblings' is taken.
         sizes = [
@@ -165,6 +182,10 @@ class Reference:
             key: unit or (scale if key[1] == "gradients" else self.bound.eps)
             for key, unit in measured.items()
         }
+        least = {key: self.bound.eps / max(self.expected[key].numel(), 1) ** 0.5 for key in self._fits}
+        for kept in (False, True):  # outputs, and their gradients
+            fits = {key: found for key, found in self._fits.items() if found and key[2].endswith("'") == kept}
+            measured |= units(fits, least, tolerance.VISIBLE)
         if self.bound.exact:
             steps = len(self.script.steps)
             for key in [key for key in measured if key[1] == "AdamW"]:
@@ -214,7 +235,8 @@ class Reference:
         """Whether rounding hides the quantity of that name."""
         if self.bound.exact:
             return False
-        return self.bound.units(2) * self.units[key] > tolerance.VISIBLE * self.bound.size(self.expected[key])
+        size = 1.0 if key[1] == SCALE else self.bound.size(self.expected[key])
+        return self.bound.units(2) * self.units[key] > tolerance.VISIBLE * size
 
     def _shown(self, points: Sequence[str]) -> frozenset[str]:
         """Return those of `points`, in order, that come before most gradients are hidden."""

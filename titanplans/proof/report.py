@@ -13,7 +13,7 @@ class Check:
     """One quantity of the split model against the same one of the whole model."""
 
     what: str
-    """runs, loss, logits, gradients, replicas, norm, AdamW or tied."""
+    """runs, loss, logits, gradients, replicas, scale, norm, AdamW or tied."""
 
     error: float
     """The worst difference, in epsilons: units of what one rounding of every weight changes."""

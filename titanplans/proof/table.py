@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from titanplans.proof.conditions import PLAIN, Scenario
 from titanplans.proof.report import CaseResult, Report, epsilons
+from titanplans.proof.scale import SCALE
 from titanplans.text import columns
 
 CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
@@ -13,7 +14,7 @@ CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
 def table(report: Report) -> str:
     """Return `report` as text, its numbers in epsilons."""
     found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
-    checks = (*CHECKS, *(what for what in found if what.endswith(" loss")))
+    checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
     letters = {training: chr(ord("A") + at) for at, training in enumerate(report.trainings)}
     head = ("tp", "loss", "sequence", "training", *checks, "verdict", "worst")
     rows = [head, *(_row(case, checks, _training(case, letters)) for case in report.cases)]

@@ -8,7 +8,7 @@ In the last step all forwards run before one backward of all losses, and what wa
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from titanplans.proof.modes import Widen
 from titanplans.proof.record import Recorder
 from titanplans.proof.sample import Sample
+from titanplans.proof.scale import recorded
 from titanplans.proof.script import Script
 from titanplans.tensor_parallel.decoder import Decoder
 from titanplans.tensor_parallel.gradients import align_gradients, total_norm
@@ -47,6 +48,7 @@ class Training:
         script: what it is given.
         losses: further ones, compared where they leave the model, at its logits.
         recording: keep what each module gives.
+        watched: modules of which the outputs of a step, and their gradients, are quantities.
         fused: in the last step the head computes the loss.
 
     Attributes:
@@ -62,11 +64,13 @@ class Training:
         losses: Mapping[str, Loss] | None = None,
         *,
         recording: bool = False,
+        watched: Collection[str] = (),
         fused: bool = False,
     ):
         self._fused = FusedLoss(model) if fused else None
         self._draws = draws(model)
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
+        self.watched = watched
         self._point = "the first step"
         self.records: dict[str, Recorder] = {}
         self.raw: dict[str, torch.Tensor] = {}
@@ -127,11 +131,12 @@ class Training:
         self, batches: Mapping[str, Sample], tokens: int
     ) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
         """Yield loss and logits of micro batches, by the names of their points, after one backward of all of them."""
-        logits, losses = {}, {}
+        logits, losses, records = {}, {}, {}
         for name, sample in batches.items():
             if self._draws:
                 torch.manual_seed(zlib.crc32(name.encode()))  # the whole model and each rank draw the same
-            with self._recorded(name), self._fusing(name, sample.labels):
+            records[name] = Recorder(self.model, self.watched)
+            with self._recorded(name), records[name], self._fusing(name, sample.labels):
                 # Forwards alone are recorded: a block that is recomputed runs again.
                 output = call(self.model, sample.inputs)
             logits[name] = logits_of(output)
@@ -141,6 +146,7 @@ class Training:
         torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():
             found: dict[Key, torch.Tensor] = {("loss", ""): losses[name].detach()}
+            found |= recorded(records.pop(name), self.watched)
             if isinstance(logits[name], StandIn):
                 yield name, found
                 continue
