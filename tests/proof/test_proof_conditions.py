@@ -12,7 +12,7 @@ from tiny import Tiny, TinyPlan
 from titanplans import PlanError, TPOptions
 from titanplans.errors import KernelError
 from titanplans.proof import verify
-from titanplans.proof.conditions import PLAIN, Batch, Scenario, cover, simpler, trainings, words
+from titanplans.proof.conditions import FROZEN, PLAIN, Batch, Scenario, cover, simpler, trainings, words
 from titanplans.proof.refused import leave_out_what_is_refused
 from titanplans.proof.sample import Sampler
 from titanplans.proof.script import write_script
@@ -75,7 +75,7 @@ def test_the_first_training_holds_each_condition():
 def settings(case):
     options, scenario = case
     return (
-        options.degree, options.loss_parallel, options.sequence_parallel, scenario.steps, scenario.frozen,
+        options.degree, options.loss_parallel, options.sequence_parallel, scenario.steps, bool(scenario.frozen),
         scenario.recomputed, scenario.differing,
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_a_quick_cover_has_each_condition_once():
 
 def test_every_condition_can_be_taken_away():
     for training in TRAINED:
-        scenario = Scenario(training.steps, TRAINED[0].evaluated, True, True, True, True, True, "bfloat16")
+        scenario = Scenario(training.steps, TRAINED[0].evaluated, True, FROZEN[1], True, True, True, "bfloat16")
         assert len(words(scenario, PLAIN)) > 10
         assert simpler(scenario, PLAIN, lambda _: True) == PLAIN
         assert simpler(scenario, PLAIN, lambda _: False) == scenario
@@ -130,7 +130,7 @@ def test_every_condition_can_be_taken_away():
 )
 def test_what_is_left_is_what_is_needed(needed, said):
     first = TRAINED[0]
-    scenario = Scenario(first.steps, first.evaluated, True, True, True, True, True, "bfloat16")
+    scenario = Scenario(first.steps, first.evaluated, True, FROZEN[1], True, True, True, "bfloat16")
     assert words(simpler(scenario, PLAIN, needed), PLAIN) == said
 
 

@@ -59,6 +59,10 @@ def larger_gradient(call: Call) -> Any:
     return call.output
 
 
+def detached(call: Call) -> Any:
+    return (call.output[0].detach(), *call.output[1:]) if isinstance(call.output, tuple) else call.output.detach()
+
+
 def wrong(
     base: type, part: str, key: str, when: Callable[[Call], Any], effect: Callable[[Call], Any] = larger
 ) -> type:
@@ -200,6 +204,14 @@ FAULTS = {
     "a weight that was kept for evaluations": Fault(
         lambda c: not c.module.training and kept(c, c.module.weight), "2 steps", part="mlp_plan", key="up_proj",
         model="qwen3",
+    ),
+    "a mixer in which nothing trains": Fault(
+        lambda c: not any(p.requires_grad for p in c.module.parameters()) and c.output[0].requires_grad,
+        "frozen mixers", key="", model="qwen3", effect=detached,
+    ),
+    "an MLP in which nothing trains": Fault(
+        lambda c: not any(p.requires_grad for p in c.module.parameters()) and c.output.requires_grad,
+        "frozen mixers", part="mlp_plan", key="", effect=detached,
     ),
     "a weight that was frozen": Fault(
         lambda c: not c.module.__dict__.setdefault("trained", c.weight.requires_grad) and c.weight.requires_grad,

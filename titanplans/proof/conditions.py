@@ -52,9 +52,8 @@ class Scenario:
     cached: bool = False
     """After the second step it is called with a cache."""
 
-    frozen: bool = False
-    """What stands before the blocks, the first block, and every second parameter of the others get no gradient, until of
-    several steps the last: there all others get none."""
+    frozen: str = ""
+    """One of `FROZEN`: what gets no gradient, until of several steps the last: there all others get none."""
 
     recomputed: bool = False
     """Each block of the split model is run again in the backward."""
@@ -74,6 +73,10 @@ class Scenario:
 
 
 PLAIN = Scenario()
+
+FROZEN = ("mixers and MLPs", "parameters")
+"""What is frozen, of one training the first, of the next the second: all mixers and MLPs and the head, so that embeddings and
+norms train through them; or what stands before the blocks, the first block, and every second parameter of the others."""
 
 # Every pair of two columns is in one of the rows, "block" being a long one; the two of a step differ in length. Columns:
 # sequences, length, padding or documents, ignored labels, repeated tokens, text alone.
@@ -183,7 +186,7 @@ def cover(
             options,
             replace(
                 trained[t],
-                frozen=frozen,
+                frozen=FROZEN[t % len(FROZEN)] if frozen else "",
                 recomputed=again,
                 differing=differing,
                 fused=fuse and (_apart(options, grid) if number < len(fixed) else number) % 2 == 0,
@@ -275,7 +278,7 @@ def words(scenario: Scenario, plain: Scenario) -> tuple[str, ...]:
         for name, text in (
             ("evaluated", "an evaluation"),
             ("cached", "a cache"),
-            ("frozen", "frozen parameters"),
+            ("frozen", f"frozen {scenario.frozen}"),
             ("recomputed", "recomputed blocks"),
             ("differing", "values that differ between the ranks before the split"),
             ("fused", "a loss that the head computes"),

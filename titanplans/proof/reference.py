@@ -71,7 +71,7 @@ class Reference:
         if scenario.frozen or dtype != next(pristine.parameters()).dtype:
             self.pristine = copy.deepcopy(pristine).to(dtype)
         if scenario.frozen:
-            freeze(self.pristine)
+            freeze(self.pristine, scenario.frozen)
         self.tied = tied_parameters(self.pristine)
         self.watched = watched(self.pristine) if dtype.itemsize < 4 else frozenset()
         self.expected: dict[Point, torch.Tensor] = {}

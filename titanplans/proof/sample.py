@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.proof.conditions import Batch
-from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.proof.conditions import FROZEN, Batch
+from titanplans.tensor_parallel.decoder import find_decoder, within
 from titanplans.tensor_parallel.loss import IGNORED
 
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
@@ -194,20 +194,25 @@ def randomise(model: nn.Module, seed: int) -> None:
                 param.add_(0.3 * noise)
 
 
-def freeze(model: nn.Module) -> None:
-    """Freeze what stands before the blocks of `model`, its first block, and every second parameter of the others.
+def freeze(model: nn.Module, what: str) -> None:
+    """Freeze parameters of `model`: those that `what`, of `titanplans.proof.conditions.FROZEN`, stands for.
 
-    So a block gets no gradient of its input, and trained parameters stand beside frozen ones. One parameter stays.
+    All mixers, MLPs and the head: a gradient passes modules that train nothing. Or what stands before the blocks, the first
+    block, and every second parameter of the others: a block gets no gradient of its input, and trained parameters stand beside
+    frozen ones, as also where the former would leave nothing to train, of adapters for one. One parameter stays.
     """
     decoder = find_decoder(model, required=False)
-    names = [name for name, _ in model.named_parameters()]
-    first = f"{decoder.blocks[0].name}." if len(decoder.blocks) > 1 else None
-    until = max((at for at, name in enumerate(names) if first and name.startswith(first)), default=-1)
-    parameters = list(model.parameters())
-    kept = [at > until and not at % 2 for at in range(len(names))]
-    for param, keep in zip(
-        parameters, kept if any(kept) else [at == 0 for at in range(len(names))], strict=True
-    ):
+    named = dict(model.named_parameters())
+    names = list(named)
+    frozen = (*decoder.mixers, *decoder.mlps, decoder.head) if what == FROZEN[0] else ()
+    kept = [bool(frozen) and not any(module and within(name, module) for module in frozen) for name in names]
+    if not any(keep and named[name].requires_grad for name, keep in zip(names, kept, strict=True)):
+        first = f"{decoder.blocks[0].name}." if len(decoder.blocks) > 1 else None
+        until = max((at for at, name in enumerate(names) if first and name.startswith(first)), default=-1)
+        kept = [at > until and not at % 2 for at in range(len(names))]
+    if not any(kept):
+        kept = [at == 0 for at in range(len(names))]
+    for param, keep in zip(named.values(), kept, strict=True):
         if not keep:
             param.requires_grad_(False)
 

@@ -49,7 +49,7 @@ def write_script(
         padding = wanted if wanted in sampler.caches else sampler.caches[0]
         filled = sampler.tokens(Batch(first[0].size, first[0].length, padding), number + 2, cached=True)
         cached = moved(filled, device, dtype), moved(one_more(filled, sampler), device, dtype)
-    thaws = scenario.frozen and len(scenario.steps) > 1
+    thaws = bool(scenario.frozen) and len(scenario.steps) > 1
     return Script(tuple(map(tuple, steps)), evaluated, cached, thaws)
 
 

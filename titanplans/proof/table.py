@@ -31,7 +31,7 @@ def table(report: Report) -> str:
 def _training(case: CaseResult, letters: Mapping[Scenario, str]) -> str:
     """Return the letter of a case's training, and what is true throughout it."""
     scenario = case.scenario
-    plain = replace(scenario, dtype=PLAIN.dtype, frozen=False, recomputed=False, differing=False, fused=False)
+    plain = replace(scenario, dtype=PLAIN.dtype, frozen="", recomputed=False, differing=False, fused=False)
     words = [name for name in ("frozen", "recomputed", "differing", "fused") if getattr(scenario, name)]
     dtype = [scenario.dtype] if scenario.dtype != PLAIN.dtype else []
     return ", ".join([letters.get(plain, "own"), *words, *dtype])
