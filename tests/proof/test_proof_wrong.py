@@ -189,6 +189,26 @@ def test_is_rejected_and_found(name):
     assert place in report.table()
 
 
+class OnStream(TinyPlan):
+    def layer_plan(self, layer):
+        return super().layer_plan(layer) | {"mlp_norm": self.replicated_off_stream()}
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "plan", "place", "style"),
+    [
+        (Tiny, attn(q_norm=lambda p: p.replicated_off_stream()), "attn.q_norm", "replicated_in_region()"),
+        (Tiny, OnStream, "mlp_norm", "replicated_on_stream()"),
+        (PostNormed, attn(post_norm=lambda p: p.replicated_off_stream()), "attn.post_norm", "replicated_on_stream()"),
+    ],
+)
+def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
+    """And is right: the plans differ from right ones in that style alone."""
+    (case,) = verify(model_fn, plan, degrees=[2], loss_parallel=True, sequence_parallel=True).cases
+    assert case.finding.first.name == f"layers.1.{place}.weight"
+    assert f"not summed over the ranks; {style} sums it;" in str(case.finding)
+
+
 @pytest.mark.parametrize(
     ("plan", "place"),
     [

@@ -15,14 +15,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.proof.assemble import best_fit
 from titanplans.proof.record import gradient_key, module_name
 from titanplans.proof.reference import Reference
+from titanplans.proof.remedy import summing_style
 from titanplans.proof.report import CaseResult, Finding, Place, epsilons
 from titanplans.proof.tolerance import difference
 from titanplans.proof.training import Training
 from titanplans.proof.world import World, from_first, wholes
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.layout import Rows, rows_of
 from titanplans.tensor_parallel.plan import TPOptions
 from titanplans.tensor_parallel.projections import Packed
 from titanplans.tensor_parallel.styles import Style
+
+_UNSUMMED = "each rank has its own share: not summed over the ranks"
 
 BESIDE = 2
 """How many right places are named beside a wrong one."""
@@ -182,7 +186,12 @@ class _Search:
         reason = diagnose(
             first.values[0], first.held, first.expected, first.unit * tolerance, self.world.mesh.size()
         )
-        return Finding(direction, replace(first.place, note=""), tuple(beside), reason)
+        remedy, name = "", first.place.name
+        if reason == _UNSUMMED and name in dict(self.training.model.named_parameters()):
+            order = next(iter(self.reference.orders.values()))
+            decoder = find_decoder(self.training.model, required=False)
+            remedy = summing_style(name, self.styles, order, decoder, self.options)
+        return Finding(direction, replace(first.place, note=""), tuple(beside), reason, remedy)
 
 
 def diagnose(
@@ -202,7 +211,7 @@ def diagnose(
     if not value.any():
         return "all zeros"
     if held is not None and difference(torch.stack(held).sum(0), expected) <= allowed:
-        return "each rank has its own share: not summed over the ranks"
+        return _UNSUMMED
     ratio = ((value * expected).sum() / (expected * expected).sum()).item()
     if not math.isfinite(ratio) or difference(value, expected * ratio) > allowed * max(1.0, abs(ratio)):
         return ""

@@ -72,8 +72,12 @@ class Finding:
     reason: str = ""
     """What the error is, where that is certain: "exactly 2 times too large"."""
 
+    remedy: str = ""
+    """The style that would sum a gradient that is not summed, where the parameter's place says it."""
+
     def __str__(self) -> str:
         reason = f", {self.reason}" if self.reason else ""
+        reason += f"; {self.remedy} sums it" if self.remedy else ""
         beside = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
         error = epsilons(self.first.error)
         return f"{self.direction}: first off at {self.first.name}: {error} epsilons{reason}{beside}"
