@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
 from titanplans import load_weights, modeling
+from titanplans.config import Float8
 from titanplans.errors import ModelError
 from titanplans.modeling.weights.save import save_weights
 from titanplans.parallel import Degrees, FSDP2Config, ParallelError, ParallelManager
+from titanplans.parallel.float8 import convert_to_float8
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.units import Unit, find_units, managed
 
@@ -197,6 +199,14 @@ def test_units_of_what_is_kept():
     assert [*managed(model, block.inner[1], units)] == ["layers.0.gate.bias"]
     for dtype in (None, torch.float16):
         assert not any(unit.kept or unit.inner for unit in split_dtypes(model, find_units(model), dtype))
+
+
+def test_float8_leaves_it_out():
+    model = nn.ModuleDict({"gate": nn.Linear(16, 16), "proj": nn.Linear(16, 16)})
+    model._get_dtype_plan = lambda dtype: {"gate.weight": torch.float32}
+    done = convert_to_float8(model, Float8(recipe_name="tensorwise", emulate=True))
+    assert done.converted == ("proj",)
+    assert done.filtered == {"gate": "the model keeps it in float32"}
 
 
 def test_one_module_of_both_is_refused():

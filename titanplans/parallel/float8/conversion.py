@@ -29,6 +29,7 @@ from titanplans.tensor_parallel.float8 import (
     float8_linears,
     keep_border_plain,
 )
+from titanplans.tensor_parallel.kept_dtypes import keeps_float32
 from titanplans.torch_private import gains_by_float8, hooks_of, is_float8_gathered
 
 SMALL = "auto_filter_small_kn"
@@ -73,7 +74,9 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
             f"{next(iter(found))} is converted to float8 already: once is enough; build the model again"
         )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    filtered = _filtered(linears, options)
+    kept = keeps_float32(model, torch.bfloat16)
+    filtered = {name: "the model keeps it in float32" for name in linears if kept(f"{name}.weight")}
+    filtered |= _filtered(linears, options)
     chosen = {}
     for name, module in linears.items():
         if name in filtered:
