@@ -2,6 +2,7 @@
 
 import functools
 import json
+import resource
 from pathlib import Path
 
 import peft
@@ -112,6 +113,16 @@ def test_what_peft_has_written_is_read(tmp_path):
     add_adapters(model, adapter_options(tmp_path))
     load_adapter(model, tmp_path)
     torch.testing.assert_close(logits(model), logits(theirs), rtol=0, atol=1e-5)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(ModelError, match=r"adapter can't be written \(File too large\)"):
+            save_adapter(whole("qwen3"), tmp_path / "adapter")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_files_of_other_adapters_are_refused_with_all_that_differs(tmp_path):

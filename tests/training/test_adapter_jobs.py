@@ -1,5 +1,7 @@
 """Jobs that train adapters: checkpoints of these alone, from which a job goes on, and a start from peft's files."""
 
+import copy
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from titanplans.cli.export import main
 from titanplans.config import load_job, strategy_of
 from titanplans.errors import OptionError
+from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.storage import Reader
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
@@ -87,6 +90,11 @@ JOBS = {
     "merged": ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=float32"),
     "nf4": ("--lora.quantize_base=nf4", "--checkpoint.no-last_save_model_only"),
     "alone": ("--checkpoint.save_adapters_only", "--checkpoint.no-last_save_model_only"),
+    "nf4 alone": (
+        "--checkpoint.save_adapters_only",
+        "--lora.quantize_base=nf4",
+        "--lora.modules_to_save=norm",
+    ),
 }
 
 
@@ -104,13 +112,26 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path):
         return folder / name / "checkpoint" / "step-2"
 
     assert main(["export", str(step("nf4")), str(folder / "out")]) == 0
-    assert main(["export", str(step("alone")), str(folder / "adapter")]) == 0
+    assert main(["export", str(step("alone")), str(folder / "adapter"), "--adapter"]) == 0
     assert main(["export", str(step("nf4")), str(folder / "adapter of nf4"), "--adapter"]) == 0
+    assert main(["export", str(step("alone")), str(folder / "alone, merged")]) == 0
+    assert main(["export", str(step("nf4 alone")), str(folder / "nf4 alone, merged")]) == 0
+    assert main(["export", str(folder / "adapter"), str(folder / "of peft, merged"), "--dtype=float32"]) == 0
+    assert damage(step("merged")) is None
     by = {
         "merged": AutoModelForCausalLM.from_pretrained(step("merged")),
         "nf4": AutoModelForCausalLM.from_pretrained(folder / "out"),
-        "alone": peft.PeftModel.from_pretrained(base, folder / "adapter"),
+        "nf4 alone": AutoModelForCausalLM.from_pretrained(folder / "nf4 alone, merged"),
     }
+    for name, kept in (("alone", folder / "adapter"), ("merged", step("merged") / "adapter")):
+        one = peft.PeftModel.from_pretrained(copy.deepcopy(base), kept)
+        assert one.peft_config["default"].base_model_name_or_path == str(folder / "hf")
+        by[f"{name}, by peft"] = one
+        by[f"{name}, merged by peft"] = peft.PeftModel.from_pretrained(
+            copy.deepcopy(base), kept
+        ).merge_and_unload()
+    for name in ("alone", "of peft"):
+        by[f"alone, {name}"] = AutoModelForCausalLM.from_pretrained(folder / f"{name}, merged")
     with torch.no_grad():
         before = (
             zoo.build("qwen3", dtype=torch.float32, tie_word_embeddings=False, **fields)
@@ -118,13 +139,14 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path):
             .logits
         )
         for name, model in by.items():
+            trained = found[name.partition(",")[0]]
             torch.testing.assert_close(
-                model.eval()(input_ids=IDS).logits, found[name], rtol=0, atol=1e-4, msg=name
+                model.eval()(input_ids=IDS).logits, trained, rtol=0, atol=1e-4, msg=name
             )
-            assert (found[name] - before).abs().max() > 1e-2, f"{name} has learned nothing"
+            assert (trained - before).abs().max() > 1e-2, f"{name} has learned nothing"
 
 
-def test_adapters_alone_are_saved_and_a_job_goes_on_from_them(tmp_path):
+def test_adapters_alone_are_saved_and_a_job_goes_on_from_them(tmp_path, capsys):
     found = worlds.run(partial(_jobs, folder=write_inputs(tmp_path)), 2)
     assert found["saved"]
     assert all(name.endswith(("lora_A", "lora_B")) for name in found["saved"])
@@ -133,6 +155,61 @@ def test_adapters_alone_are_saved_and_a_job_goes_on_from_them(tmp_path):
     assert found["resumed"] == {step: loss for step, loss in found["whole"].items() if step > 4}
     assert found["moved"] > 1e-4
     assert found["read"] < 1e-8
+    _exported(tmp_path, capsys)
+
+
+def _exported(folder: Path, capsys) -> None:
+    """The job's adapters are added to the weights of the checkpoint that it started from; what does not fit is refused."""
+    last, base = folder / "tuned" / "checkpoint" / "step-8", folder / "base" / "checkpoint" / "step-2"
+
+    def export(checkpoint: Path, name: str, *words: object) -> tuple[int, list[str]]:
+        status = main(["export", str(checkpoint), str(folder / name), *map(str, words)])
+        return status, capsys.readouterr().err.splitlines()[-1:]
+
+    assert export(last, "merged") == export(base, "plain") == (0, [])
+    assert export(last, "adapter", "--adapter") == (0, [])
+    assert export(folder / "adapter", "of peft, merged") == (0, [])
+    plain = AutoModelForCausalLM.from_pretrained(folder / "plain")
+    tuned = peft.PeftModel.from_pretrained(plain, folder / "adapter").merge_and_unload().eval()
+    with torch.no_grad():
+        expected = tuned(input_ids=IDS).logits
+        for name in ("merged", "of peft, merged"):
+            logits = AutoModelForCausalLM.from_pretrained(folder / name).eval()(input_ids=IDS).logits
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5, msg=name)
+    assert (
+        expected - AutoModelForCausalLM.from_pretrained(folder / "plain")(input_ids=IDS).logits
+    ).abs().max() > 1e-3
+
+    zoo.build("qwen3", dtype=torch.float32).save_pretrained(folder / "other")
+    config = json.loads((folder / "plain" / "config.json").read_text())
+    shutil.copytree(folder / "plain", folder / "same shapes")
+    (folder / "same shapes" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    refused = {
+        "another": export(last, "x", "--base", folder / "other"),
+        "same shapes": export(last, "x", "--base", folder / "same shapes"),
+        "whole": export(base, "x", "--base", folder / "plain"),
+        "twice": export(last, "x", "--adapter", "--base", folder / "plain"),
+        "peft's": export(folder / "adapter", "x", "--adapter"),
+        "no adapters": export(base, "x", "--adapter"),
+    }
+    base.rename(folder / "moved")
+    refused["gone"] = export(last, "x")
+    assert {status for status, _ in refused.values()} == {2}
+    lines = {case: said[0].replace(str(folder), "") for case, (_, said) in refused.items()}
+    step = "error: export /tuned/checkpoint/step-8"
+    assert "does not hold the weights of this model, LlamaForCausalLM" in lines.pop("another")
+    to = "--base is for weights that adapters are added to, and"
+    assert lines == {
+        "same shapes": f"{step}: /same shapes: it is of another model (rms_norm_eps = 0.5, now 1e-06); name the one that "
+        "the adapters stand beside",
+        "whole": f"error: export /base/checkpoint/step-2: {to} it holds all of them: leave --base out",
+        "twice": f"{step}: {to} --adapter writes none of them: leave --base out",
+        "peft's": "error: export /adapter: it is in peft's files already: leave --adapter out",
+        "no adapters": "error: export /base/checkpoint/step-2: there are no adapters in it (lora.rank): leave --adapter "
+        "out",
+        "gone": f"{step}: it holds adapters alone, and there is no /base/checkpoint/step-2, whose weights they are added "
+        "to: name the folder by --base",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`titanplans export` and `titanplans import`: a distributed checkpoint to a Hugging Face folder, and back.
 
-What they do is in `titanplans.training.checkpoint.convert`. Options need no torch.
+What they do is in `titanplans.training.checkpoint`, `export` and `convert`. Options need no torch.
 """
 
 import argparse
@@ -37,12 +37,14 @@ def main(argv: list[str]) -> int:
 
 def _converted(command: str, arguments: argparse.Namespace) -> str:
     """Do it, and return in words what was done."""
-    from titanplans.training.checkpoint.convert import export, import_folder
-
     if command == "import":
+        from titanplans.training.checkpoint.convert import import_folder
+
         return import_folder(
             arguments.folder, arguments.checkpoint, config=arguments.config, dtype=arguments.dtype
         )
+    from titanplans.training.checkpoint.export import export
+
     return export(
         arguments.checkpoint,
         arguments.folder,
@@ -51,6 +53,7 @@ def _converted(command: str, arguments: argparse.Namespace) -> str:
         max_shard_size=arguments.max_shard_size,
         tokenizer=arguments.tokenizer,
         adapter=arguments.adapter,
+        base=arguments.base,
     )
 
 
@@ -70,7 +73,9 @@ def parser(command: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     checkpoint, folder = (
-        ("a step-N folder", "the new folder") if exports else ("the new folder", "a folder of safetensors")
+        ("a step-N folder, or one of peft's adapters", "the new folder")
+        if exports
+        else ("the new folder", "a folder of safetensors")
     )
     names = [("checkpoint", checkpoint), ("folder", folder)]
     for name, what in names if exports else names[::-1]:
@@ -88,6 +93,12 @@ def parser(command: str) -> argparse.ArgumentParser:
             "--adapter",
             action="store_true",
             help="the adapters alone, as peft reads them; not added to the weights",
+        )
+        parser.add_argument(
+            "--base",
+            metavar="FOLDER",
+            help="of adapters alone: the weights that they are added to, a Hugging Face folder or a step-N folder; that of "
+            "the job, or of adapter_config.json, if left out",
         )
         parser.add_argument(
             "--tokenizer", metavar="FOLDER", help="copied beside; that of the job if left out"

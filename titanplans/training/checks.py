@@ -9,7 +9,6 @@ import logging
 import os
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -42,6 +41,7 @@ from titanplans.training.checkpoint.match import (
     model_card,
     own_folder,
     to_resume,
+    weighty,
 )
 from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer
 from titanplans.training.data import check_checkpoint as check_data_position
@@ -248,14 +248,9 @@ def check_published(folder: str, model: PreTrainedModel) -> None:
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
-        if differing := changes(_weighty(theirs), _weighty(ours)):
+        if differing := changes(weighty(theirs), weighty(ours)):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): leave out model.name, flavor and config, and "
                 "it is taken from there, or change its config.json"
             )
     match_folder(model, open_folder(folder))
-
-
-def _weighty(config: dict[str, Any]) -> dict[str, Any]:
-    """What of a config says how a model computes."""
-    return {key: value for key, value in config.items() if not key.endswith("token_id")}

@@ -45,7 +45,7 @@ class Checkpoint(Options):
     """Save only the weights at the last step: smaller, but training can't be resumed from it."""
 
     last_save_in_hf: bool = False
-    """Save the last step as a Hugging Face folder, which from_pretrained loads, with the tokenizer's files."""
+    """Save the last step as a Hugging Face folder, which from_pretrained loads; adapters are added, and kept in adapter/."""
 
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Under last_save_model_only: type in which the weights are saved."""

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from titanplans.config import LoRA
+from titanplans.disk import sync
 from titanplans.errors import ModelError
 from titanplans.modeling.initialize import without_wrappers
+from titanplans.modeling.weights.files import write_safetensors
 from titanplans.modeling.weights.gather import from_first, gather, rank, stored
 from titanplans.modeling.weights.merged import named_adapted
 from titanplans.tensor_parallel.low_rank import LowRank, is_factor, is_transposed, takes_adapter
@@ -52,11 +53,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model
     Raises:
         ModelError: there are no adapters, or they differ in rank or scaling; or the folder can't be written.
     """
-    config = adapter_config(model, base_model)
-    trained = trained_names(model)
-    tensors = {
-        peft_name(name): tensor for name, tensor in gather(model, only=trained.__contains__) if rank() == 0
-    }
+    config, tensors = gathered_adapter(model, base_model)
     failed = None
     if rank() == 0:
         try:
@@ -67,11 +64,25 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model
         raise ModelError(failed)
 
 
+def gathered_adapter(
+    model: nn.Module, base_model: str | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return what `save_adapter` writes: the config, and on rank 0 whole tensors by peft's names. Collective."""
+    config, trained = adapter_config(model, base_model), trained_names(model)
+    tensors = gather(model, only=trained.__contains__)
+    return config, {peft_name(name): tensor for name, tensor in tensors if rank() == 0}
+
+
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write peft's two files, the weights first beside their place; `tensors` have peft's names, and one process writes."""
+    """Write peft's two files, the weights first beside their place; `tensors` have peft's names, and one process writes.
+
+    Raises:
+        OSError: the disk is full, or refuses.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / f"{WEIGHTS}.writing", metadata={"format": "pt"})
-    os.replace(folder / f"{WEIGHTS}.writing", folder / WEIGHTS)
+    beside = f"{WEIGHTS}.writing"
+    write_safetensors(folder, {beside: tensors}, iter(tensors.items()), seal=sync)
+    os.replace(folder / beside, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
@@ -166,6 +177,11 @@ def adapter_options(folder: str | os.PathLike[str]) -> LoRA:
         raise ModelError(
             f"{path} is no adapter_config.json of peft ({type(error).__name__}: {error})"
         ) from error
+
+
+def base_model(folder: str | os.PathLike[str]) -> str | None:
+    """Return the model, a folder or a hub's name, in peft's adapter_config.json, which `adapter_options` has read."""
+    return json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
 def adapter_config(model: nn.Module, base_model: str | None = None) -> dict[str, Any]:

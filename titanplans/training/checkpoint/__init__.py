@@ -6,7 +6,9 @@
     manager.py   torchtitan's CheckpointManager with these; when to save, what to load
     match.py     whether a checkpoint belongs to the job, and from which one it goes on
     published.py the last step as a Hugging Face folder
-    convert.py   a checkpoint to a Hugging Face folder, and back
+    weights.py   where an export reads: a checkpoint, a Hugging Face folder, adapters beside either
+    export.py    a checkpoint, or adapters and their base, to a Hugging Face folder
+    convert.py   a Hugging Face folder to a checkpoint
 
 Importing the package imports nothing.
 """

@@ -41,6 +41,12 @@ class Card:
     """Bytes and checksum (XXH3, 128 bits, hexadecimal) of each file, the card aside."""
 
 
+def base_of(job: Mapping[str, Any]) -> str | None:
+    """Return the folder whose weights a job started from, by its values on a card; None if it drew them."""
+    named = job.get("checkpoint.initial_load_path")
+    return named or (job.get("model.hf_assets_path") if job.get("checkpoint.initial_load_in_hf") else None)
+
+
 def write_card(folder: Path, card: Card) -> None:
     """Write the card, and bring it to the disk."""
     values: dict[str, Any] = {"format": _FORMAT, **asdict(card)}

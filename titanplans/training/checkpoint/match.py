@@ -41,6 +41,11 @@ def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def weighty(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a model's card says how it computes."""
+    return {key: value for key, value in card.items() if not key.endswith("token_id")}
+
+
 def own_folder(job: JobConfig) -> Path:
     """Return the folder of the job's checkpoints."""
     return Path(job.job.dump_folder) / job.checkpoint.folder

@@ -1,4 +1,7 @@
-"""The last step of a job as a Hugging Face folder with a card: checkpoint.last_save_in_hf."""
+"""The last step of a job as a Hugging Face folder with a card: checkpoint.last_save_in_hf.
+
+What a job with adapters has trained is added to the weights, and stands by itself in peft's files below, ADAPTER.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -10,12 +13,17 @@ from transformers import PretrainedConfig
 
 from titanplans import modeling
 from titanplans.disk import sync
+from titanplans.modeling.weights.adapters import gathered_adapter, write_adapter
 from titanplans.modeling.weights.beside import on_first_rank
 from titanplans.modeling.weights.gather import stored
 from titanplans.modeling.weights.merged import handed_on, merged, merges
 from titanplans.modeling.weights.save import check_names, lazily, write_folder
+from titanplans.tensor_parallel.low_rank import adapted
 from titanplans.training.checkpoint import folder
-from titanplans.training.checkpoint.card import Card, file_checksum, write_card
+from titanplans.training.checkpoint.card import Card, base_of, file_checksum, write_card
+
+ADAPTER = "adapter"
+"""A folder in that of a step: from_pretrained, which finds adapters beside weights, would add them once more."""
 
 
 def check(model: nn.Module, config: PretrainedConfig | None) -> None:
@@ -49,7 +57,8 @@ def save(
 
     def seal(path: Path) -> None:
         sync(path)
-        files[path.name] = path.stat().st_size, file_checksum(path)
+        name = path.relative_to(writing).as_posix()
+        files[name] = path.stat().st_size, file_checksum(path)
 
     def end() -> None:
         write_card(writing, replace(card, files=files))
@@ -66,4 +75,14 @@ def save(
         tokenizer=tokenizer,
         seal=seal,
     )
+    if adapted(model):
+        found = gathered_adapter(model, base_of(card.job))
+
+        def write() -> None:
+            write_adapter(writing / ADAPTER, *found)
+            for path in (writing / ADAPTER).iterdir():
+                seal(path)
+            sync(writing / ADAPTER)
+
+        on_first_rank(write, writing)
     on_first_rank(end, checkpoint)

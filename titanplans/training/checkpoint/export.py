@@ -1,0 +1,217 @@
+"""`titanplans export`: a distributed checkpoint, or adapters and the weights they belong to, to a Hugging Face folder.
+
+In one process, on a CPU, tensor by tensor: no more is in memory than the largest one, and what transformers makes one of.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from titanplans import modeling
+from titanplans.config import LoRA
+from titanplans.errors import ConfigError
+from titanplans.modeling import kernels
+from titanplans.modeling.own import own_config
+from titanplans.modeling.weights.adapters import (
+    CONFIG,
+    adapter_config,
+    adapter_options,
+    base_model,
+    peft_name,
+    trained_names,
+    write_adapter,
+)
+from titanplans.modeling.weights.beside import written_beside
+from titanplans.modeling.weights.merged import merged, merges
+from titanplans.modeling.weights.save import lazily, write_folder
+from titanplans.parallel.adapters import add_adapters
+from titanplans.tensor_parallel.low_rank import is_factor
+from titanplans.training.checkpoint.card import CARD, Card, base_of, read_card
+from titanplans.training.checkpoint.convert import size_of
+from titanplans.training.checkpoint.match import changes, model_card
+from titanplans.training.checkpoint.weights import Weights, beside, of_adapter, of_base, of_checkpoint
+from titanplans.training.data.vocabulary import default_tokenizer_path
+
+
+def export(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    config: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: str | None = None,
+    adapter: bool = False,
+    base: str | None = None,
+) -> str:
+    """Write the weights of a step-N folder as a Hugging Face folder; return in words what was written.
+
+    Adapters are added to their weights; where they are saved alone, to those of the folder that the job started from.
+
+    Args:
+        checkpoint: of ours, or one without a card, torchtitan's, whose weights have the model's own names; or a folder of
+            peft's adapters.
+        folder: is not there yet.
+        config: a config.json, or the folder of one; None for the card's.
+        dtype: of the floating-point tensors; None for the saved.
+        max_shard_size: bytes, or "500MB".
+        tokenizer: a folder with a tokenizer; None for the one that the card names, if it is there.
+        adapter: write the adapters as peft does, and not the weights.
+        base: of adapters alone, a Hugging Face folder or a step-N folder with the weights beside them; None for the one that
+            the card, or peft's config, names.
+
+    Raises:
+        ConfigError, ModelError: the checkpoint is damaged or none, of another model, or `folder` is there.
+        NotSaved: the disk is full, or refuses.
+    """
+    what, given = f"export {checkpoint}", None if dtype is None else getattr(torch, dtype)
+    found = (_of_peft if _is_peft(checkpoint) else _of_job)(checkpoint, what, config, base)
+    if adapter and (found.adapted is None or _is_peft(checkpoint)):
+        why = "it is in peft's files already" if found.adapted else "there are no adapters in it (lora.rank)"
+        raise ConfigError(f"{what}: {why}: leave --adapter out")
+    if base is not None and (adapter or not found.alone):
+        why = "--adapter writes none of them" if adapter else "it holds all of them"
+        raise ConfigError(
+            f"{what}: --base is for weights that adapters are added to, and {why}: leave --base out"
+        )
+    if adapter:
+        assert found.adapted is not None
+        values = {peft_name(name): found.own.read(name) for name in trained_names(found.adapted)}
+        if given is not None:
+            values = {name: value.to(given) for name, value in values.items()}
+        with written_beside(folder) as directory:
+            write_adapter(directory, adapter_config(found.adapted, found.base), values)
+        return f"{folder}: {size_of(folder)}, adapters that peft.PeftModel.from_pretrained reads"
+    weights = found.own
+    if found.adapted is not None:
+        adapters = merges(found.adapted)
+        if found.alone:
+            named = _base(found.base, what)
+            others = of_base(modeling.build(found.config), named, f"{what}: {named}")
+            weights = beside(weights, others, adapters, given if found.card is None else _dtype(weights))
+        weights = merged(*weights, adapters)
+    tokenizer = tokenizer or _tokenizer(found)
+    with written_beside(folder) as directory:
+        write_folder(
+            directory,
+            found.config,
+            lazily(*weights),
+            dtype=given,
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+        )
+    beside_it = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
+    return f"{folder}: {size_of(folder)}, {beside_it}"
+
+
+class _Found(NamedTuple):
+    """What is to be exported."""
+
+    own: Weights
+    config: PretrainedConfig
+    card: Card | None
+    adapted: nn.Module | None
+    """The model with its adapters, on meta; None if there are none."""
+    alone: bool
+    """Adapters without the weights that they stand beside."""
+    base: str | None
+    """The folder of these weights."""
+
+
+def _is_peft(folder: Path) -> bool:
+    return os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / ".metadata")
+
+
+def _of_peft(folder: Path, what: str, config: str | None, base: str | None) -> _Found:
+    options = adapter_options(folder)
+    named = base or base_model(folder)
+    stands = _base(named, what)
+    kernels.install("cpu")
+    if os.path.isfile(stands / CARD):
+        hf_config = _config(config, read_card(stands), stands)
+    else:
+        hf_config = modeling.load_config_file(config or stands)
+    adapted = _with_adapters(hf_config, options)
+    return _Found(of_adapter(adapted, folder), hf_config, None, adapted, True, named)
+
+
+def _of_job(checkpoint: Path, what: str, config: str | None, base: str | None) -> _Found:
+    own = of_checkpoint(checkpoint, what)
+    card = read_card(checkpoint) if os.path.isfile(checkpoint / CARD) else None
+    kernels.install("cpu")
+    hf_config, job = _config(config, card, checkpoint), {} if card is None else card.job
+    options = {key.removeprefix("lora."): value for key, value in job.items() if key.startswith("lora.")}
+    adapted = _with_adapters(hf_config, LoRA(**options)) if options.get("rank") else None
+    alone = adapted is not None and job.get("checkpoint.save_adapters_only", False)
+    return _Found(own, hf_config, card, adapted, alone, base or base_of(job))
+
+
+def _config(given: str | None, card: Card | None, checkpoint: Path) -> PretrainedConfig:
+    """Return the model's config.
+
+    Raises:
+        ConfigError: neither the command nor a card says, or both do and differ.
+    """
+    import fla.models  # noqa: F401  # registers FLA's model types with transformers
+
+    if given is not None:
+        config = modeling.load_config_file(given)
+        if card is not None and (differing := changes(card.model, model_card(config))):
+            raise ConfigError(
+                f"--config {given}: {checkpoint} is of another model ({differing}); leave it out"
+            )
+        return config
+    if card is None:
+        raise ConfigError(
+            f"export {checkpoint}: it has no {CARD}, which says which model it is: give its --config"
+        )
+    values = dict(card.model)
+    if "own_class" in values:
+        return own_config(values["own_class"], values["own_arguments"])
+    return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+
+
+def _base(named: str | None, what: str) -> Path:
+    """Return the folder of the weights that adapters stand beside.
+
+    Raises:
+        ConfigError: it is not known, or not there.
+    """
+    if named is None or not os.path.isdir(named):
+        where = (
+            "nothing says where the weights are that they"
+            if named is None
+            else f"there is no {named}, whose weights they"
+        )
+        raise ConfigError(
+            f"{what}: it holds adapters alone, and {where} are added to: name the folder by --base"
+        )
+    return Path(named)
+
+
+def _tokenizer(found: _Found) -> str | None:
+    """Return the folder of the tokenizer that a job had, or else of its model; None if there is none."""
+    if found.card is not None and found.card.job:
+        job = found.card.job
+        published = job.get("checkpoint.initial_load_in_hf") and job.get("checkpoint.initial_load_path")
+        named = job.get("model.hf_assets_path") or published or default_tokenizer_path()
+        if os.path.isdir(named):
+            return named
+    has_one = found.base is not None and os.path.isfile(os.path.join(found.base, "tokenizer.json"))
+    return found.base if has_one else None
+
+
+def _dtype(weights: Weights) -> torch.dtype:
+    """Return the dtype of adapters."""
+    return next(tensor.dtype for name, tensor in weights.tensors.items() if is_factor(name))
+
+
+def _with_adapters(config: PretrainedConfig, options: LoRA) -> nn.Module:
+    """Return the model of `config` with adapters, on meta."""
+    model = modeling.build(config)
+    add_adapters(model, options)
+    return model

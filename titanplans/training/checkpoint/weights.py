@@ -1,0 +1,178 @@
+"""Where an export reads weights: a distributed checkpoint, a Hugging Face folder, peft's files; and adapters beside a base.
+
+Each is the tensors by the model's own names, on meta, and what reads one of them whole: one process, tensor by tensor.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from transformers import PreTrainedModel
+
+from titanplans import modeling
+from titanplans.errors import ConfigError
+from titanplans.modeling.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
+from titanplans.modeling.weights.folder import open_folder
+from titanplans.modeling.weights.lazy import LazyTensor
+from titanplans.modeling.weights.load import match_folder
+from titanplans.modeling.weights.merged import Merge, Read
+from titanplans.tensor_parallel.nf4 import CODES, SCALES, quantise
+from titanplans.training.checkpoint.card import CARD, damage, read_card
+from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty
+from titanplans.training.checkpoint.storage import Planner, Reader
+
+
+class Weights(NamedTuple):
+    """Tensors to be read."""
+
+    tensors: dict[str, torch.Tensor]
+    """On meta."""
+    read: Read
+
+
+def of_checkpoint(checkpoint: Path, what: str) -> Weights:
+    """Return the weights of a step-N folder.
+
+    Raises:
+        ConfigError: it is none, or damaged; begins with `what`. Reading does, too.
+    """
+    if not os.path.isfile(checkpoint / ".metadata"):
+        hint = "name a step-N folder"
+        if os.path.isfile(checkpoint / "config.json"):
+            hint = "it is a Hugging Face folder already"
+        raise ConfigError(f"{what}: there is no distributed checkpoint in it (.metadata); {hint}")
+    metadata = Reader(checkpoint).read_metadata()
+    has_card = os.path.isfile(checkpoint / CARD)
+    if (wrong := damage(checkpoint) if has_card else cut(checkpoint, metadata)) is not None:
+        raise ConfigError(f"{what}: {wrong}; take another checkpoint")
+    reader = _ReadOnce(checkpoint, metadata)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in OTHER_STATES
+    }
+
+    def read(name: str) -> torch.Tensor:
+        state = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype)}
+        try:
+            with alone():
+                dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
+        except CheckpointException as error:
+            raise ConfigError(f"{what}: {name} in it is damaged; take another checkpoint") from error
+        return state[name]
+
+    return Weights(tensors, read)
+
+
+def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, LazyTensor]:
+    """Return the tensors of a Hugging Face folder by the names of the model `plain`, tied ones under each.
+
+    Raises:
+        ConfigError, ModelError: it is damaged, of another model, or has two values of what is tied; begins with `what`.
+    """
+    match = match_folder(plain, open_folder(folder))
+    for name, again in match.again.items():
+        if not torch.equal(again.read(), match.tensors[match.tied[name]].read()):
+            raise ConfigError(f"{what}: its config.json ties {name} to {match.tied[name]}, and they differ")
+    return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
+
+
+def of_adapter(model: nn.Module, folder: Path) -> Weights:
+    """Return what peft's files in `folder` hold, by the names of `model`, which has such adapters.
+
+    Raises:
+        ModelError: they are of other adapters, or damaged.
+    """
+    check_adapter(model, folder)
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            return file.get_tensor(peft_name(name))
+
+    state = model.state_dict(keep_vars=True)
+    return Weights({name: state[name].detach() for name in trained_names(model)}, read)
+
+
+def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
+    """Return the weights beside which adapters of the model `plain` stand: of a Hugging Face folder, or a checkpoint.
+
+    Raises:
+        ConfigError, ModelError: it is damaged, or of another model.
+    """
+    theirs: Mapping[str, Any] | None = None
+    if os.path.isfile(base / ".metadata"):
+        found = of_checkpoint(base, what)
+        theirs = read_card(base).model if os.path.isfile(base / CARD) else None
+    else:
+        lazy = of_folder(plain, base, what)
+        found = Weights(
+            {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in lazy.items()},
+            lambda name: lazy[name].read(),
+        )
+        if os.path.isfile(base / "config.json"):
+            theirs = model_card(modeling.load_config_file(base))
+    if theirs is not None and (differing := changes(weighty(theirs), weighty(model_card(plain.config)))):
+        raise ConfigError(
+            f"{what}: it is of another model ({differing}); name the one that the adapters stand beside"
+        )
+    return found
+
+
+def beside(own: Weights, base: Weights, adapters: Mapping[str, Merge], least: torch.dtype | None) -> Weights:
+    """Return the weights of `base` with those of `own` in their place; what a job kept in NF4 is rounded as it was there.
+
+    Args:
+        own: of adapters, and of what trained beside them.
+        base: by the names of the model without adapters.
+        adapters: as `merges` returns them.
+        least: of the base's floating-point tensors at least this dtype; None: as they are.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    small = {f"{owner}.weight": owner for owner, adapter in adapters.items() if adapter.quantised}
+    for name, tensor in base.tensors.items():
+        if (owner := small.get(name)) is not None:
+            codes, scales = quantise(tensor)
+            tensors |= {f"{owner}.{CODES}": codes, f"{owner}.{SCALES}": scales}
+        elif least is not None and tensor.dtype.is_floating_point:
+            tensors[name] = tensor.to(torch.promote_types(tensor.dtype, least))
+        else:
+            tensors[name] = tensor
+
+    def read(name: str) -> torch.Tensor:
+        if name in own.tensors:
+            return own.read(name)
+        owner, _, part = name.rpartition(".")
+        if f"{owner}.weight" in small and part in (CODES, SCALES) and name not in base.tensors:
+            codes, scales = quantise(base.read(f"{owner}.weight"))
+            return codes if part == CODES else scales
+        return base.read(name).to(tensors[name].dtype)
+
+    return Weights({**tensors, **own.tensors}, read)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Say nothing of the one process, of which torch warns although it was told so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+class _ReadOnce(Reader):
+    """A reader of many loads, whose index is read once."""
+
+    def __init__(self, checkpoint: Path, metadata: Metadata):
+        super().__init__(checkpoint)
+        self._index = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
