@@ -22,6 +22,11 @@ from titanplans.proof.training import call
 CASES = {
     "tp 2 x fsdp 2, an uneven width": ("qwen3", dict(intermediate_size=49), dict(tp=2, dp_shard=2)),
     "tp 4, packed weights, shared heads": ("phi3", {}, dict(tp=4, dp_shard=1)),
+    "tp 2 x fsdp 2, packed weights of an uneven width": (
+        "phi3",
+        dict(intermediate_size=49),
+        dict(tp=2, dp_shard=2),
+    ),
     "fsdp 4, packed weights": ("phi3", {}, dict(dp_shard=4)),
     "tp 4, shared heads": ("llama", dict(num_key_value_heads=2), dict(tp=4, dp_shard=1)),
     "experts, tp 2 x fsdp 2": ("mixtral", dict(num_local_experts=3), dict(tp=2, dp_shard=2)),

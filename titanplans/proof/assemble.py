@@ -66,17 +66,18 @@ def _packed(
     for rows, dim in product(packings, range(expected.ndim)):
         starts = [(rank, run, run.at(rank)) for rank in range(len(held)) for run in rows.runs]
         if any(
-            one.ndim != expected.ndim or one.shape[dim] != sum(run.size for run in rows.runs) for one in held
+            one.ndim != expected.ndim or one.shape[dim] != sum(run.of(rank) for run in rows.runs)
+            for rank, one in enumerate(held)
         ):
             continue
-        if expected.shape[dim] != max(start + run.size for _, run, start in starts):
+        if expected.shape[dim] != max(start + run.of(rank) for rank, run, start in starts):
             continue
         for how in ("", "summed over the ranks that share heads"):
             whole = torch.zeros_like(expected)
             for rank, one in enumerate(held):
-                parts = one.to(whole.dtype).split([run.size for run in rows.runs], dim)
+                parts = one.to(whole.dtype).split([run.of(rank) for run in rows.runs], dim)
                 for part, run in zip(parts, rows.runs, strict=True):
-                    place = whole.narrow(dim, run.at(rank), run.size)
+                    place = whole.narrow(dim, run.at(rank), run.of(rank))
                     if how:
                         place += part
                     else:

@@ -29,22 +29,36 @@ class Shared(NamedTuple):
 
 
 Section = int | Shared
-"""Rows of a packed parameter that belong together: so many, of which each rank has an even share, or shared ones."""
+"""Rows of a packed parameter that belong together: so many, of which each rank has a share, or shared ones."""
 
 
 class Run(NamedTuple):
-    """Rows that follow each other: those of the ranks are as long, and follow each other, too."""
+    """Rows that follow each other: those of the ranks are as long, but at the end, and follow each other, too."""
 
     first: int
     """The first row of rank 0."""
     size: int
-    """Rows of each rank."""
+    """Rows of each rank; the last ones may have fewer, as of `torch.chunk`."""
+    end: int
+    """The row behind the last rank's."""
     sharing: int = 1
     """So many neighbouring ranks have the same rows."""
+
+    @property
+    def even(self) -> bool:
+        """Whether each rank has `size` rows."""
+        return self.size == 0 or (self.end - self.first) % self.size == 0
 
     def at(self, rank: int) -> int:
         """Return the first row of `rank`; by arithmetic, which is right for simulated ranks, too."""
         return self.first + rank // self.sharing * self.size
+
+    def of(self, rank: int) -> int:
+        """Return how many rows `rank` has: fewer only the last, since none is without; by arithmetic, too."""
+        if self.even:
+            return self.size
+        last, rest = divmod(self.end - self.first, self.size)
+        return self.size - rank // self.sharing // last * (self.size - rest)
 
 
 class Rows(NamedTuple):
@@ -73,6 +87,6 @@ def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
     for section in sections:
         size, heads = (section, degree) if isinstance(section, int) else section
         sharing = max(1, degree // heads)
-        runs.append(Run(first, size * sharing // degree, sharing))
+        runs.append(Run(first, -(size * sharing // -degree), first + size, sharing))
         first += size
     return Rows(dim, tuple(runs))

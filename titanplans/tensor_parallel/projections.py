@@ -86,7 +86,8 @@ class Packed(Colwise):
     [channels, 1, size], which is small, and which fused kernels of the mixer read beside its module.
 
     Args:
-        sections: rows of each section, in order; a number is split evenly, a `Shared` by heads that ranks may share.
+        sections: rows of each section, in order; a number is split evenly, but that the last rank may have fewer, a `Shared`
+            by heads that ranks may share.
         degree: number of ranks.
         dim: as for `Colwise`.
     """

@@ -63,7 +63,10 @@ def _sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> It
         in_mixer = decoder.mixer_around(key) is not None
         where = f"{key}, {type(found.module).__name__}"
         for what, (value, shared) in style.sizes().items():
-            yield Size(what, value, where, partial(_divides_either_way if shared else _divides, value))
+            if in_mixer or shared:
+                yield Size(what, value, where, partial(_divides_either_way if shared else _divides, value))
+            else:
+                yield _filled(what, value, where, source.options.degree)
         for name, layout in layouts_at(found, style, plan).items():
             if not isinstance(layout.placement, Shard):
                 continue
@@ -72,10 +75,7 @@ def _sizes(plan: Plan, source: TPPlan, model: nn.Module, decoder: Decoder) -> It
             if in_mixer or layout.rows is not None:
                 yield Size(what, value, where, partial(_divides, value))
             else:
-                also = f", or a size of {_next_multiple(value, source.options.degree)}"
-                yield Size(
-                    what, value, where, partial(_fills, value), "leaves a rank without a share of", also
-                )
+                yield _filled(what, value, where, source.options.degree)
 
 
 def _widths_of_experts(
@@ -120,6 +120,11 @@ def _heads(plan: TPPlan, mixer: nn.Module, where: str, shared: bool) -> Iterator
             if name in plan.shared_head_names:
                 also += ", or kv_colwise() where colwise() splits keys and values"
             yield Size(name, count, where, partial(_divides, count), also=also)
+
+
+def _filled(what: str, value: int, where: str, degree: int) -> Size:
+    also = f", or a size of {_next_multiple(value, degree)}"
+    return Size(what, value, where, partial(_fills, value), "leaves a rank without a share of", also)
 
 
 def _divides(value: int, degree: int) -> bool:
