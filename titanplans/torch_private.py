@@ -302,16 +302,16 @@ def refuse_plain(op: OpOverload, refusal: Callable[[], Exception]) -> None:
     In the table by which torch's `loss_parallel` does more; what that puts there comes first.
     """
 
-    def handle(called: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(op_call: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         if any(x.ndim and not isinstance(x, DTensor) for x in given):
             raise refusal()
         handlers = DTensor._op_dispatcher._custom_op_handlers
-        handlers.pop(called, None)
+        handlers.pop(op_call, None)
         try:
-            return called(*args, **kwargs)
+            return op_call(*args, **kwargs)
         finally:
-            handlers[called] = handle
+            handlers[op_call] = handle
 
     DTensor._op_dispatcher._custom_op_handlers.setdefault(op, handle)
 

@@ -167,6 +167,10 @@ def test_plans_of_python_have_no_form_in_toml():
             lambda: FSDP2Config.from_dict({"compile": {"enabel": True}}),
             "compile.enabel = true: no such option; did you mean enable?",
         ),
+        (
+            lambda: FSDP2Config(enable_fsdp2_prefetch=True),
+            "enable_fsdp2_prefetch = true: no such option; the depths say it: fsdp_forward_prefetch and",
+        ),
         (lambda: FSDP2Config.from_toml("enable_cpu_offload = yes"), "FSDP2Config, line 1, column 22"),
         (
             lambda: read_strategy("cpu_offload = true"),

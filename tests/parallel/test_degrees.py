@@ -56,6 +56,13 @@ def test_what_is_no_degree(name, value):
         Degrees(**{name: value})
 
 
+@pytest.mark.parametrize("value", [0, -1, 2.0])
+def test_the_degree_of_experts_is_no_axis_and_is_not_inferred(value):
+    assert "ep" not in Degrees(ep=2).as_sizes()
+    with pytest.raises(ParallelError, match=rf"^ep = {value}: a degree is"):
+        Degrees(ep=value)
+
+
 def test_only_one_is_inferred():
     with pytest.raises(ParallelError, match=r"dp_shard and tp are -1, .*: set tp to a number"):
         Degrees(tp=-1)
@@ -81,6 +88,7 @@ def test_the_outermost_axis_comes_first():
         (Degrees(cp=2), "context_parallel_degree = 2"),
         (Degrees(pp=4), "pipeline_parallel_degree = 4"),
         (SimpleNamespace(cp=1, pp=1, ep=8), "expert_parallel_degree = 8"),
+        (Degrees(ep=2).resolve(4), "expert_parallel_degree = 2"),
     ],
 )
 def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):

@@ -19,7 +19,7 @@ import tomli
 import tomli_w
 
 from titanplans.config.compatibility import REFUSALS
-from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS
+from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS, REFUSED
 from titanplans.config.values import Mismatch, expected, fit, in_toml
 from titanplans.errors import ConfigError, OptionError, nearest
 
@@ -67,6 +67,8 @@ class Options:
             if name not in known:
                 meant = nearest(name, list(known))
                 there = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
+                if refused := REFUSED.get(f"{self.section or 'parallelism'}.{name}"):
+                    there = refused.reason
                 raise OptionError(
                     f"{self.section}.{name}".lstrip("."), values[name], f"no such option; {there}"
                 )

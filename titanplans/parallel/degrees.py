@@ -17,7 +17,7 @@ NOT_FOR_DDP = (
 
 @dataclass(frozen=True)
 class Degrees:
-    """The five degrees of parallelism; their product is the number of processes.
+    """The degrees of parallelism; the product of all but `ep` is the number of processes.
 
     At most one may be -1: what the others leave of the world. `as_sizes` has the order of the mesh's axes.
     """
@@ -32,28 +32,24 @@ class Degrees:
     """Ranks that share one layer (tensor parallelism)."""
     pp: int = 1
     """Stages of consecutive layers (pipeline parallelism)."""
+    ep: int = 1
+    """Ranks, among those of the other axes, that share the experts; only 1 yet, as `refuse_degrees` says."""
 
     def __post_init__(self) -> None:
-        for name, degree in self._items():
+        for name, degree in (*self._items(), ("ep", self.ep)):
             if not isinstance(degree, int) or isinstance(degree, bool):
                 raise ParallelError(
                     f"{name} = {degree!r}: a degree is a whole number, 1 or more, or -1 to infer it"
                 )
-            if degree < 1 and degree != -1:
-                raise ParallelError(
-                    f"{name} = {degree}: a degree is 1 or more, or -1 for what the others leave"
-                )
+            if degree < 1 and (degree != -1 or name == "ep"):
+                inferred = "" if name == "ep" else ", or -1 for what the others leave"
+                raise ParallelError(f"{name} = {degree}: a degree is 1 or more{inferred}")
         free = [name for name, degree in self._items() if degree == -1]
         if len(free) > 1:
             raise ParallelError(
                 f"{' and '.join(free)} are -1, and only one degree can be inferred: "
                 f"set {' and '.join(free[1:])} to a number"
             )
-
-    @property
-    def ep(self) -> int:
-        """1: experts are not split; here for whoever reads the degrees as torchtitan's ParallelDims."""
-        return 1
 
     def as_sizes(self) -> dict[str, int]:
         """Return the degrees by name, outermost axis of the mesh first."""
@@ -91,7 +87,7 @@ class Degrees:
         return ", or ".join([*ways, f"start {_processes(product)}"])
 
     def _items(self) -> list[tuple[str, Any]]:
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "ep"]
 
 
 def refuse_degrees(degrees: Any, *, ddp: bool = False) -> None:

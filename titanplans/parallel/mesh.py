@@ -76,7 +76,7 @@ class Mesh:
         self.world_size = dist.get_world_size()
         self.degrees = degrees.resolve(self.world_size)
         sizes = self.degrees.as_sizes()
-        vars(self).update(sizes, ep=1, ep_enabled=False)
+        vars(self).update(sizes, ep=degrees.ep, ep_enabled=degrees.ep > 1)
         for name, axes in ({name: (name,) for name in sizes} | _COMBINED).items():
             setattr(self, f"{name}_enabled", math.prod(sizes[axis] for axis in axes) > 1)
         self.world_mesh = _root(sizes, device_type)
