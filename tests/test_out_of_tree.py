@@ -107,7 +107,7 @@ def test_it_trains_on_two_ranks(installed):
     ("value", "words"),
     [
         ("my_models.model", "write module:Class"),
-        ("my_models.model:Mixin", "has no nn.Module of this name"),
+        ("my_models.model:Mixin", r"has no nn.Module of this name; did you mean Mixer\? \(.*model.py\)"),
         ("no_models.model:MyModel", "no module named 'no_models'"),
     ],
 )
@@ -128,3 +128,18 @@ def test_keywords_that_the_class_does_not_take_are_named(installed, monkeypatch)
     monkeypatch.syspath_prepend(installed / "site")
     with pytest.raises(ModelError, match=r"model.arguments = \{'depth': 3\}: TypeError: .*'depth'"):
         own_config("my_models.model:MyModel", {"depth": 3})
+
+
+def test_a_misspelt_keyword_in_a_file_of_sizes_is_named_with_the_file(installed, monkeypatch):
+    """And with the nearest, and the line of the constructor, none of which is ours."""
+    from titanplans.errors import ModelError
+    from titanplans.modeling import own_config
+
+    monkeypatch.syspath_prepend(installed / "site")
+    with pytest.raises(ModelError) as error:
+        own_config("my_models.model:MyModel", {"widht": 64}, "sizes.toml, flavor 'debug'")
+    words = str(error.value)
+    assert words.startswith("sizes.toml, flavor 'debug': class = 'my_models.model:MyModel'")
+    assert "unexpected keyword argument 'widht'; did you mean width?" in words
+    assert re.search(r"my_models/model.py, line \d+\)$", words)
+    assert "own.py" not in words

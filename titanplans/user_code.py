@@ -6,13 +6,15 @@ hide the line that matters. Errors in the project's own code are not caught here
 
 import importlib
 import importlib.util
+import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from titanplans.errors import PlanError, UserError
+from titanplans.errors import PlanError, UserError, nearest
 
 _TORCH = importlib.util.find_spec("torch")  # which is not imported for it
 _FOLDERS = _TORCH.submodule_search_locations if _TORCH else None
@@ -59,11 +61,43 @@ def import_module(module_name: str, what: str, error: type[UserError] = PlanErro
         raise
 
 
+def meant_in(module: ModuleType, name: str, fits: Callable[[Any], bool] = lambda value: True) -> str:
+    """Return the end of an error about a name that a module of the user's has not: its file, and what it has.
+
+    Args:
+        module: imported.
+        name: as it was written.
+        fits: which of its values would do.
+    """
+    there = [key for key, value in vars(module).items() if not key.startswith("_") and fits(value)]
+    meant = nearest(name, there)
+    remedy = f"did you mean {meant}?" if meant else f"it has {', '.join(there) or 'nothing'}"
+    return f"; {remedy} ({getattr(module, '__file__', None) or 'built in'})"
+
+
+def check_keywords(cls: type, arguments: Mapping[str, Any], what: str, error: type[UserError]) -> None:
+    """Refuse keywords that the constructor of a class of the user's does not take.
+
+    Raises:
+        UserError: of the class `error`: with the nearest keyword, or all, and the line of the constructor.
+    """
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**arguments)
+    except TypeError as mistaken:
+        known = list(signature.parameters)
+        stray = next((key for key in arguments if key not in known), "")
+        meant = nearest(stray, known)
+        remedy = f"did you mean {meant}?" if meant else f"it takes {', '.join(known) or 'none'}"
+        code = getattr(cls.__init__, "__code__", None)
+        place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+        raise error(f"{what}: TypeError: {mistaken}; {remedy}{place}") from mistaken
+
+
 def _place(error: BaseException) -> str:
-    """Return the innermost line outside torch and this package; a SyntaxError's message names its line itself."""
-    if isinstance(error, SyntaxError):
-        return ""
+    """Return the innermost line outside torch and this package, if any; a SyntaxError's message names its line itself."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    where = (theirs or frames)[-1]
-    return f" ({where.filename}, line {where.lineno})"
+    if isinstance(error, SyntaxError) or not theirs:
+        return ""
+    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})"

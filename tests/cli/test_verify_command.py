@@ -287,6 +287,16 @@ def test_list_says_what_is_split_of_a_model_type(command):
     assert (status, err) == (2, "error: list gls: no plan is registered for it; did you mean gsa?\n")
 
 
+def test_list_says_whose_parts_those_are_where_a_model_has_several_mixers(command):
+    status, out, _ = command("list", "qwen3_next")
+    assert status == 0
+    recurrent, attention = out.splitlines()[-2:]
+    assert recurrent.startswith("qwen3_next, Qwen3NextGatedDeltaNet: each rank has its part of 'num_k_heads'")
+    assert attention.startswith(
+        "qwen3_next, Qwen3NextAttention: each rank has its part of 'num_attention_heads'"
+    )
+
+
 def test_progress_is_one_line_of_a_terminal(monkeypatch):
     master, slave = os.openpty()
     with open(slave, "w") as terminal:
@@ -360,7 +370,11 @@ REFUSED = {
     "no module": (("verify", "no_such:Plan"), "no module named 'no_such'"),
     "no attribute": (
         ("verify", "titanplans.plans.hf.qwen:Qwen4Plan"),
-        "module titanplans.plans.hf.qwen has no Qwen4Plan; it has ",
+        "module titanplans.plans.hf.qwen has no Qwen4Plan; did you mean Qwen3Plan? (",
+    ),
+    "no attribute like it": (
+        ("verify", "titanplans.plans.hf.qwen:Zebra"),
+        "module titanplans.plans.hf.qwen has no Zebra; it has ",
     ),
     "no name": (("verify", "titanplans.plans.hf.qwen:"), "write module:attribute"),
     "syntax": (("verify", "broken_syntax:Plan"), "can't be imported: SyntaxError"),

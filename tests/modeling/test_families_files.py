@@ -55,6 +55,10 @@ def test_none_and_defaults_of_nested_tables(tmp_path):
             'config_class = "transformers.Gemma3Config"\n[debug]\ntext_config.layers = 4\n',
             ["Gemma3TextConfig has no field 'layers'"],
         ),
+        (
+            'class = "tiny:Tiny"\n[debug]\ntide = true\n',
+            ["flavor 'debug'", "'tide'; did you mean tied?", "tiny.py"],
+        ),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line_that_names_it(tmp_path, monkeypatch, text, words):

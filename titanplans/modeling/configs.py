@@ -56,7 +56,7 @@ def load_config(name: str, flavor: str, **overrides: Any) -> PretrainedConfig:
     family = find_flavor(name, flavor)
     fields = family.flavors[flavor]
     if family.own_class is not None:
-        return own_config(family.own_class, fields | overrides)
+        return own_config(family.own_class, fields | overrides, f"{family.source}, flavor {flavor!r}")
     config_class = _config_class(family)
     # Copies throughout: config classes write defaults into the mappings they are given.
     config = _made(config_class, fields, f"{family.source}, flavor {flavor!r}")

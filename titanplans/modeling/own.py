@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from titanplans.errors import ModelError
 from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.registry import model_type_of
-from titanplans.user_code import as_user_error, import_module
+from titanplans.user_code import as_user_error, check_keywords, import_module, meant_in
 
 _CLASS, _ARGUMENTS = "own_class", "own_arguments"
 """Fields of the config that say how the model is made again."""
@@ -57,16 +57,21 @@ class OwnModel(nn.Module):
         return output if hasattr(output, "logits") else SimpleNamespace(logits=output)
 
 
-def own_config(source: str, arguments: Mapping[str, Any]) -> PretrainedConfig:
+def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> PretrainedConfig:
     """Return the config of the model that the class `source`, "module:Class", makes of these keywords.
 
     It is made once, on meta.
+
+    Args:
+        source: the class.
+        arguments: keywords of its constructor.
+        sizes: where they stand, if not in a job.
 
     Raises:
         ModelError: there is no such class, it fails, its config is no PretrainedConfig, or it has no embedding.
     """
     with torch.device("meta"):
-        model = _made(source, arguments)
+        model = _made(source, arguments, sizes)
     config = getattr(model, "config", None)
     if config is None:
         embedding = find_decoder(model).embedding
@@ -112,13 +117,22 @@ def construct_own(config: PretrainedConfig, device: torch.device, dtype: torch.d
     return model
 
 
-def _made(source: str, arguments: Mapping[str, Any]) -> nn.Module:
+def _made(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> nn.Module:
     module_name, colon, name = source.partition(":")
-    what = f"model.class = {source!r}"
+    what = f"model.class = {source!r}" if sizes is None else f"{sizes}: class = {source!r}"
     if not (colon and name):
         raise ModelError(f"{what}: write module:Class, such as my_package.model:MyModel")
-    cls = getattr(import_module(module_name, what, ModelError), name, None)
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ModelError(f"{what}: {module_name} has no nn.Module of this name")
-    with as_user_error(f"{what}, model.arguments = {dict(arguments)}", ModelError):
+    module = import_module(module_name, what, ModelError)
+    cls: Any = getattr(module, name, None)
+    if not _is_module(cls):
+        raise ModelError(
+            f"{what}: {module_name} has no nn.Module of this name{meant_in(module, name, _is_module)}"
+        )
+    given = f"{what}, {'model.arguments' if sizes is None else 'arguments'} = {dict(arguments)}"
+    check_keywords(cls, arguments, given, ModelError)
+    with as_user_error(given, ModelError):
         return cls(**arguments)
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)

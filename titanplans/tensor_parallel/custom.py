@@ -19,7 +19,7 @@ from titanplans.tensor_parallel.decoder import find_decoder, spelled_out
 from titanplans.tensor_parallel.float8 import recipe_of
 from titanplans.tensor_parallel.plan import Plan, TPOptions, TPPlan
 from titanplans.tensor_parallel.registry import faulty_plans, plan_for_model, registered_plans
-from titanplans.user_code import as_user_error, import_module
+from titanplans.user_code import as_user_error, import_module, meant_in
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 
@@ -118,5 +118,13 @@ def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
         return registered[name]
     module = import_module(module_name, f"plan = '{name}'")
     if not hasattr(module, attribute):
-        raise PlanError(f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'")
+        raise PlanError(
+            f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'{meant_in(module, attribute, _is_plan)}"
+        )
     return getattr(module, attribute)
+
+
+def _is_plan(value: object) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, type) and issubclass(value, TPPlan) and value is not TPPlan
+    )

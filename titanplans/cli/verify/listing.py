@@ -43,13 +43,13 @@ def listing(model_types: Sequence[str] = ()) -> str:
             place = f"{plan.__module__}:{plan.__qualname__}"
             by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
             rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
-    said = [f"{name}: each rank has its part of {_of_debug_flavor(name)}" for name in model_types]
+    said = [line for name in model_types for line in _of_debug_flavor(name)]
     more = [] if model_types else ["titanplans list MODEL_TYPE ...: what each rank has its part of"]
     return "\n".join([*columns(rows), *said, *(f"not loaded: {fault}" for fault in faulty_plans()), *more])
 
 
-def _of_debug_flavor(name: str) -> str:
-    """Return what the plan of a model type splits of its debug flavor, on meta."""
+def _of_debug_flavor(name: str) -> list[str]:
+    """Return what the plan of a model type splits of its debug flavor, on meta: a line, or one for each class of mixer."""
     from titanplans import modeling  # imports all model libraries, which names alone don't need
     from titanplans.modeling import kernels
 
@@ -60,10 +60,16 @@ def _of_debug_flavor(name: str) -> str:
             f"list {name}: no plan is registered for it{f'; did you mean {meant}?' if meant else ''}"
         )
     if "debug" not in modeling.available().get(name, ()):
-        return "what its plan says: there is no debug flavor of it to build"
+        return [
+            f"{name}: each rank has its part of what its plan says: there is no debug flavor of it to build"
+        ]
     kernels.install("cpu")  # some models can't be built without; on meta they run on nothing
     model = modeling.build(modeling.load_config(name, "debug"))
-    return "; ".join(dict.fromkeys(split_by(model, plans[name], check_plan(model, 2)).values()))
+    found = split_by(model, plans[name], check_plan(model, 2))
+    return [
+        f"{name}{f', {kind}' if len(found) > 1 else ''}: each rank has its part of {words}"
+        for kind, words in found.items()
+    ]
 
 
 def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, ParallelStyle]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.tensor_parallel import TPPlan, registered_plans
 from titanplans.tensor_parallel.custom import PlanSource
-from titanplans.user_code import import_module
+from titanplans.user_code import import_module, meant_in
 
 _FORMS = "a job.toml, a config.json, or a plan as module:Class"
 
@@ -231,8 +231,7 @@ def load_attribute(name: str, option: str) -> Any:
         raise VerifyError(f"{option} {name}: write module:attribute, such as my_package.plans:MyPlan")
     module = import_module(module_name, f"{option} {name}", VerifyError)
     if not hasattr(module, attribute):
-        public = [key for key in vars(module) if not key.startswith("_")]
         raise VerifyError(
-            f"{option} {name}: module {module_name} has no {attribute}; it has {', '.join(public) or 'nothing'}"
+            f"{option} {name}: module {module_name} has no {attribute}{meant_in(module, attribute)}"
         )
     return getattr(module, attribute)
