@@ -103,7 +103,9 @@ def test_a_quick_cover_has_each_condition_once():
 
 def test_every_condition_can_be_taken_away():
     for training in TRAINED:
-        scenario = Scenario(training.steps, TRAINED[0].evaluated, True, FROZEN[1], True, True, True, "bfloat16")
+        scenario = Scenario(
+            training.steps, TRAINED[0].evaluated, True, FROZEN[1], True, True, True, "bfloat16"
+        )
         assert len(words(scenario, PLAIN)) > 10
         assert simpler(scenario, PLAIN, lambda _: True) == PLAIN
         assert simpler(scenario, PLAIN, lambda _: False) == scenario

@@ -2,10 +2,10 @@
 
 import torch
 import zoo
+from titanplans.plans.hf.qwen import Qwen3Plan
 
 from titanplans.config import LoRA
 from titanplans.parallel import add_adapters
-from titanplans.plans.hf.qwen import Qwen3Plan
 from titanplans.proof import verify
 
 
@@ -46,4 +46,6 @@ def test_dropout_of_adapters_is_proved():
 def test_ranks_that_drop_other_columns_are_found():
     report = verify(adapted, FirstColumns, degrees=[2], loss_parallel=True, conditions="plain")
     assert not any(case.passed for case in report.cases)
-    assert {case.finding.first.name for case in report.cases} == {"model.layers.0.self_attn.o_proj.lora_dropout"}
+    assert {case.finding.first.name for case in report.cases} == {
+        "model.layers.0.self_attn.o_proj.lora_dropout"
+    }

@@ -60,7 +60,11 @@ def larger_gradient(call: Call) -> Any:
 
 
 def detached(call: Call) -> Any:
-    return (call.output[0].detach(), *call.output[1:]) if isinstance(call.output, tuple) else call.output.detach()
+    return (
+        (call.output[0].detach(), *call.output[1:])
+        if isinstance(call.output, tuple)
+        else call.output.detach()
+    )
 
 
 def wrong(

@@ -199,7 +199,12 @@ class OnStream(TinyPlan):
     [
         (Tiny, attn(q_norm=lambda p: p.replicated_off_stream()), "attn.q_norm", "replicated_in_region()"),
         (Tiny, OnStream, "mlp_norm", "replicated_on_stream()"),
-        (PostNormed, attn(post_norm=lambda p: p.replicated_off_stream()), "attn.post_norm", "replicated_on_stream()"),
+        (
+            PostNormed,
+            attn(post_norm=lambda p: p.replicated_off_stream()),
+            "attn.post_norm",
+            "replicated_on_stream()",
+        ),
     ],
 )
 def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):

@@ -93,9 +93,14 @@ class Proof:
         return min(block, _LONGEST)
 
     def run(
-        self, cases: Sequence[Case], groups: Sequence[Sequence[int]], plain: Scenario, turns: Iterator[int]
+        self,
+        cases: Sequence[Case],
+        groups: Sequence[Sequence[int]],
+        plain: Scenario,
+        turns: Iterator[int],
+        tell: Callable[[tuple[int, CaseResult]], None],
     ) -> tuple[dict[int, CaseResult], list[str]]:
-        """Prove those of `groups` whose numbers are in `turns`, and explain cases that fail.
+        """Prove those of `groups` whose numbers are in `turns`, `tell` each case, and explain cases that fail.
 
         Returns:
             The results by the cases' numbers, and what they don't show.
@@ -107,7 +112,9 @@ class Proof:
             whole = cases[members[0]][1].whole
             self.progress("the whole model")
             reference = self._reference(whole, beside=whole.dtype != plain.dtype)
-            results |= {at: self._prove(reference, *cases[at]) for at in members}
+            for at in members:
+                results[at] = self._prove(reference, *cases[at])
+                tell((at, results[at]))
             # Last: a case that fails may have its units measured again.
             if reference.draws > DRAWS:
                 unreached.append(
@@ -130,8 +137,12 @@ class Proof:
             unreached.append("values that differ before the split: simulated ranks share the whole model")
         if any(one.ranks == "simulated" and one.scenario.fused for one in results.values()):
             unreached.append("a loss that the head computes: simulated ranks have no tensors of their own")
-        if draws(self.model) and any(one.ranks == "simulated" and one.scenario.recomputed for one in results.values()):
-            unreached.append("recomputed blocks: of a model that drops numbers simulated ranks would draw others")
+        if draws(self.model) and any(
+            one.ranks == "simulated" and one.scenario.recomputed for one in results.values()
+        ):
+            unreached.append(
+                "recomputed blocks: of a model that drops numbers simulated ranks would draw others"
+            )
         # Of the plain scenario and the newest: what explained one failing case is tried on the next.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, beside=True))
         blame = Blame(
@@ -150,10 +161,10 @@ class Proof:
             return prove_case(reference, self.plan, options, scenario, world)
 
         result = self.worlds.run(options.degree, prove)
-        for draws in (DRAWS,) if reference.bound.exact else (DRAWS, MORE_DRAWS):
-            if result.beyond_tolerance and reference.draws < draws:
+        for number in (DRAWS,) if reference.bound.exact else (DRAWS, MORE_DRAWS):
+            if result.beyond_tolerance and reference.draws < number:
                 self.progress("more perturbed runs of the whole model")
-                reference.draw(draws)
+                reference.draw(number)
                 result = self.worlds.run(options.degree, prove)
         # Who asked for a rank's number in the world may do another thing there.
         if result.passed and result.notes:

@@ -75,8 +75,8 @@ class Scenario:
 PLAIN = Scenario()
 
 FROZEN = ("mixers and MLPs", "parameters")
-"""What is frozen, of one training the first, of the next the second: all mixers and MLPs and the head, so that embeddings and
-norms train through them; or what stands before the blocks, the first block, and every second parameter of the others."""
+"""What is frozen, of one training the first, of the next the second: all mixers and MLPs and the head, so that embeddings
+and norms train through them; or what stands before the blocks, the first block, and every second parameter of the others."""
 
 # Every pair of two columns is in one of the rows, "block" being a long one; the two of a step differ in length. Columns:
 # sequences, length, padding or documents, ignored labels, repeated tokens, text alone.

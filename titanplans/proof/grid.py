@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,6 +47,7 @@ def verify(
     conditions: str = "pairs",
     processes: int = 1,
     progress: Callable[[str], None] | None = None,
+    watch: Callable[[Report, int], None] | None = None,
 ) -> Report:
     """Prove that `plan` splits a model right: a training, split and whole, quantity by quantity, in many conditions.
 
@@ -84,6 +86,8 @@ def verify(
             step of one batch at every choice of options.
         processes: in which the cases are proved, forked if there are several: see titanplans/proof/processes.py.
         progress: called with a few words before each step.
+        watch: called after each case with the report so far, the newest case last, and how many cases there are. What a
+            wrong case needs to be wrong is looked for when all are proved.
 
     Raises:
         PlanError: the plan does not fit the model; a degree that was named is refused; no degree
@@ -125,19 +129,20 @@ def verify(
             cases, trained = proof.cases(accepted, plain, conditions)
             groups = by_reference(cases)
             results: dict[int, CaseResult] = {}
+            report = Report(f"{type(model).__name__}, {plan_name}", _name(dtype), (), tuple(refused), trained)
+
+            def heard(news: tuple[int, CaseResult]) -> None:
+                results[news[0]] = news[1]
+                if watch is not None:
+                    watch(replace(report, cases=tuple(results.values())), len(cases))
+
             for proved, unreached in side_by_side(
-                partial(proof.run, cases, groups, plain), len(groups), processes
+                partial(proof.run, cases, groups, plain), len(groups), processes, heard
             ):
                 results |= proved
                 proof.unreached += unreached
-    return Report(
-        f"{type(model).__name__}, {plan_name}",
-        _name(dtype),
-        tuple(results[at] for at in range(len(cases))),
-        tuple(refused),
-        trained,
-        tuple(dict.fromkeys(proof.unreached)),
-    )
+    proved_all = tuple(results[at] for at in range(len(cases)))
+    return replace(report, cases=proved_all, unreached=tuple(dict.fromkeys(proof.unreached)))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,18 +8,27 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from titanplans.errors import UserError
 
 T = TypeVar("T")
 
+Tell = Callable[[Any], None]
+"""Takes what is known before the end, which can be pickled."""
 
-def side_by_side(work: Callable[[Iterator[int]], T], number: int, processes: int) -> list[T]:
+
+def side_by_side(
+    work: Callable[[Iterator[int], Tell], T],
+    number: int,
+    processes: int,
+    heard: Tell = lambda news: None,
+) -> list[T]:
     """Return what `work` returns in each of so many processes, which can be pickled.
 
     It is given an iterator over its share of `range(number)`: each process takes the next number when it is done with one.
+    What it tells on the way, `heard` is called with, here.
     Several processes need Linux, and a process in which torch has neither run a backward nor used a second thread: what is
     forked later has no autograd, and waits for threads that it does not have.
 
@@ -28,21 +37,30 @@ def side_by_side(work: Callable[[Iterator[int]], T], number: int, processes: int
         RuntimeError: a process ended without a result.
     """
     if min(number, processes) == 1:
-        return [work(iter(range(number)))]
+        return [work(iter(range(number)), heard)]
     context = multiprocessing.get_context("fork")
     taken = context.Value("i", 0)
-    running = []
+    running: dict[Connection, Any] = {}
     try:
         for _ in range(min(number, processes)):
             receiver, sender = context.Pipe(duplex=False)
             turns = _turns(taken, number)
-            process = context.Process(target=_do, args=(partial(work, turns), sender), daemon=True)
+            one = partial(work, turns, lambda news, sender=sender: sender.send((False, news)))
+            process = context.Process(target=_do, args=(one, sender), daemon=True)
             process.start()
             sender.close()
-            running.append((process, receiver))
-        return [_result(process, receiver) for process, receiver in running]
+            running[receiver] = process
+        results: dict[Connection, T] = {}
+        while len(results) < len(running):
+            for receiver in wait([one for one in running if one not in results]):
+                ended, value = _received(running[receiver], receiver)  # type: ignore[arg-type]
+                if ended:
+                    results[receiver] = value  # type: ignore[index]
+                else:
+                    heard(value)
+        return [results[receiver] for receiver in running]
     finally:
-        for process, _ in running:
+        for process in running.values():
             process.terminate()
             process.join()
 
@@ -56,15 +74,16 @@ def _turns(taken: Any, number: int) -> Iterator[int]:
         yield at
 
 
-def _result(process: Any, receiver: Connection) -> Any:
+def _received(process: Any, receiver: Connection) -> tuple[bool, Any]:
+    """Return whether it is the result that a process has sent, and what it is."""
     try:
-        result = receiver.recv()
+        ended, value = receiver.recv()
     except EOFError:
         process.join()
         raise RuntimeError(f"a process of the proof ended with exit code {process.exitcode}") from None
-    if isinstance(result, UserError):
-        raise result
-    return result
+    if ended and isinstance(value, UserError):
+        raise value
+    return ended, value
 
 
 def _do(one: Callable[[], Any], sender: Connection) -> None:
@@ -76,6 +95,6 @@ def _do(one: Callable[[], Any], sender: Connection) -> None:
         result = one()
     except UserError as error:
         result = error
-    sender.send(result)
+    sender.send((True, result))
     sender.close()
     os._exit(0)  # without the exit handlers that this process inherited

@@ -12,8 +12,8 @@ from titanplans.proof import tolerance
 from titanplans.proof.conditions import Scenario
 from titanplans.proof.raised import does_not_run
 from titanplans.proof.sample import Sampler, freeze, moved
-from titanplans.proof.script import write_script
 from titanplans.proof.scale import SCALE, Fit, fit, units, watched
+from titanplans.proof.script import write_script
 from titanplans.proof.tolerance import Bound
 from titanplans.proof.training import FAILURES, Loss, Training, call, logits_of
 from titanplans.tensor_parallel.checks import tied_parameters
@@ -143,9 +143,7 @@ class Reference:
         """
         losses = self.losses if ranked else None
         watched = self.watched if watched is None else watched
-        return Training(
-            model, self.script, losses, recording=self.recording, watched=watched, fused=fused
-        )
+        return Training(model, self.script, losses, recording=self.recording, watched=watched, fused=fused)
 
     def _training(self, draw: int | None = None) -> Training:
         model = copy.deepcopy(self.pristine)

@@ -198,8 +198,8 @@ def freeze(model: nn.Module, what: str) -> None:
     """Freeze parameters of `model`: those that `what`, of `titanplans.proof.conditions.FROZEN`, stands for.
 
     All mixers, MLPs and the head: a gradient passes modules that train nothing. Or what stands before the blocks, the first
-    block, and every second parameter of the others: a block gets no gradient of its input, and trained parameters stand beside
-    frozen ones, as also where the former would leave nothing to train, of adapters for one. One parameter stays.
+    block, and every second parameter of the others, so that a block gets no gradient of its input, and trained parameters
+    stand beside frozen ones; also where the former would leave nothing to train, as of adapters. One parameter stays.
     """
     decoder = find_decoder(model, required=False)
     named = dict(model.named_parameters())

@@ -5,16 +5,16 @@ seen in it. But roundings point in all directions, and a wrong scale in one: tha
 
     slope = <d, whole> / <whole, whole>
 
-is what a regression of the split tensor on the whole one gives beside 1. It is compared for the outputs of the modules at the
-borders of regions, whose layout is known, and for the gradients of these outputs.
+is what a regression of the split tensor on the whole one gives beside 1. It is compared for the outputs of blocks, mixers
+and MLPs, whose layout is known, and for the gradients of these outputs.
 
-Its unit is measured as any other's, by the whole model's perturbed runs; only that the slope is one number, which by chance is
-near 0 in some of them. So it is no less than the tensor's whole difference in these runs times how much of a difference lies in
-the tensor's direction, as root mean squares over all such tensors of the training.
+Its unit is measured as any other's, by the whole model's perturbed runs; only that the slope is one number, which by chance
+is near 0 in some of them. So it is no less than the tensor's whole difference in these runs times how much of a difference
+lies in the tensor's direction, as root mean squares over all such tensors of the training.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from torch import nn
 from titanplans.proof.assemble import candidates
 from titanplans.proof.record import Recorder, module_name
 from titanplans.tensor_parallel.decoder import find_decoder
+
+K = TypeVar("K")
 
 SCALE = "scale"
 """The kind of these quantities."""
@@ -64,7 +66,7 @@ def fit_of(held: list[torch.Tensor], expected: torch.Tensor) -> Fit | None:
     return max(fits, key=lambda one: abs(one.slope), default=None)
 
 
-def units(fits: Mapping[str, Iterable[Fit]], least: Mapping[str, float], hidden: float) -> dict[str, float]:
+def units(fits: Mapping[K, Iterable[Fit]], least: Mapping[K, float], hidden: float) -> dict[K, float]:
     """Return the unit of each slope.
 
     Args:

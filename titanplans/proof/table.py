@@ -1,9 +1,9 @@
 """A report as text: one row a case, and beneath what is wrong with the failing ones."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from titanplans.proof.conditions import PLAIN, Scenario
+from titanplans.proof.conditions import PLAIN
 from titanplans.proof.report import CaseResult, Report, epsilons
 from titanplans.proof.scale import SCALE
 from titanplans.text import columns
@@ -15,9 +15,8 @@ def table(report: Report) -> str:
     """Return `report` as text, its numbers in epsilons."""
     found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
     checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
-    letters = {training: chr(ord("A") + at) for at, training in enumerate(report.trainings)}
     head = ("tp", "loss", "sequence", "training", *checks, "verdict", "worst")
-    rows = [head, *(_row(case, checks, _training(case, letters)) for case in report.cases)]
+    rows = [head, *(_row(case, checks, training(case, report)) for case in report.cases)]
     lines = [
         f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
         "",
@@ -28,8 +27,9 @@ def table(report: Report) -> str:
     return "\n".join([*lines, *_failures(report), *map(str, report.refused), *unreached, _legend(report)])
 
 
-def _training(case: CaseResult, letters: Mapping[Scenario, str]) -> str:
+def training(case: CaseResult, report: Report) -> str:
     """Return the letter of a case's training, and what is true throughout it."""
+    letters = {one: chr(ord("A") + at) for at, one in enumerate(report.trainings)}
     scenario = case.scenario
     plain = replace(scenario, dtype=PLAIN.dtype, frozen="", recomputed=False, differing=False, fused=False)
     words = [name for name in ("frozen", "recomputed", "differing", "fused") if getattr(scenario, name)]
@@ -37,7 +37,7 @@ def _training(case: CaseResult, letters: Mapping[Scenario, str]) -> str:
     return ", ".join([letters.get(plain, "own"), *words, *dtype])
 
 
-def _row(case: CaseResult, checks: Sequence[str], training: str) -> tuple[str, ...]:
+def _row(case: CaseResult, checks: Sequence[str], trained: str) -> tuple[str, ...]:
     errors = {check.what: epsilons(check.error) for check in case.checks}
     if case.missing:
         errors["gradients"] = "missing"
@@ -45,7 +45,7 @@ def _row(case: CaseResult, checks: Sequence[str], training: str) -> tuple[str, .
         str(case.options.degree),
         "sharded" if case.options.loss_parallel else "whole",
         "sharded" if case.options.sequence_parallel else "whole",
-        training,
+        trained,
         *(errors.get(what, "-") for what in checks),
         "right" if case.passed else "WRONG",
         case.worst,

@@ -110,6 +110,11 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
     add("--sequence-parallel", action=flag, help="the stream sharded over the sequence; default: both")
     add("--dtype", type=_dtype, metavar="TYPE", help="float64 (default) or float32")
+    add(
+        "--output",
+        metavar="FILE",
+        help="a file that has the table so far after each case, and in the end what is printed",
+    )
     add("--quick", action="store_true", help="each condition once at the smallest degree, and no collectives")
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(

@@ -8,16 +8,12 @@
 
 import gc
 import itertools
-import json
-import multiprocessing
 import os
 import signal
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from typing import Any
 
 from titanplans.cli.verify.arguments import parse
 from titanplans.errors import UserError
@@ -64,7 +60,6 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
     # Whatever libraries log belongs on stderr: stdout is the result's.
     with redirect_stdout(sys.stderr):
         init_logging(rank)
-    start = time.perf_counter()
     gc.disable()  # Nothing that is imported is garbage; looking for it takes a fifth of the time.
     # Not at the top: a mistake in the command line is reported before the model libraries are imported.
     from titanplans.cli.verify.group import check_launch, started_ranks
@@ -73,23 +68,28 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
     with started_ranks(request) as device:
         import torch
 
-        from titanplans.cli.verify.proof import prove
-        from titanplans.cli.verify.screen import progress, summary, text
+        from titanplans.cli.verify.proof import Outcome, prove
+        from titanplans.cli.verify.screen import progress
+        from titanplans.cli.verify.so_far import SoFar, news
         from titanplans.cli.verify.subject import every_model, find_subject
         from titanplans.modeling import kernels
         from titanplans.parallel.process_group import available_cores
-        from titanplans.proof.processes import side_by_side
+        from titanplans.proof.processes import Tell, side_by_side
 
         names = every_model() if request.all else [request.subject or ""]
         forks = alone and request.ranks in (None, "threads")
         processes = min(available_cores(), len(names)) if forks else 1
         if processes > 1:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork
-        printing = multiprocessing.get_context("fork").Lock()
 
-        def proved(turns: Iterator[int]) -> list[tuple[int, dict[str, Any]]]:
+        def proved(turns: Iterator[int], tell: Tell) -> list[bool]:
             found = []
             for at in turns:
+
+                def watch(outcome: Outcome, at: int = at) -> None:
+                    if rank == 0:  # which has all of it
+                        tell(news(at, outcome))
+
                 shown = rank == 0 and processes == 1
                 with redirect_stdout(sys.stderr), progress(names[at], shown=shown) as show:
                     subject = find_subject(names[at], request)
@@ -97,21 +97,21 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
                     if own or "fla" in sys.modules:  # which takes a second to import
                         kernels.install(device.type)
                     _collect_what_is_new()
-                    outcome = prove(subject, request, device, show, fork=forks and not request.all)
-                found.append((at, outcome.to_dict()))
-                if rank == 0 and not request.json:
-                    with printing:
-                        print(text(outcome), end="\n\n" if request.all else "\n", flush=True)
+                    outcome = prove(subject, request, device, show, watch, fork=forks and not request.all)
+                watch(outcome)
+                found.append(outcome.report.passed)
             return found
 
-        # Of one model the cases are proved side by side, of several the models.
-        parts = side_by_side(proved, len(names), processes)
-    found = [one for _, one in sorted(itertools.chain(*parts), key=lambda part: part[0])]
-    if rank == 0 and request.json:
-        print(json.dumps({"subjects": found} if request.all else found[0]))
-    elif rank == 0 and request.all:
-        print(summary(found, time.perf_counter() - start))
-    return 0 if all(one["verdict"] == "proved" for one in found) else 1
+        with progress("verify", shown=rank == 0) as show:
+            so_far = SoFar(request, names, rank, show)
+            # Of one model the cases are proved side by side, of several the models.
+            try:
+                parts = side_by_side(proved, len(names), processes, so_far.heard)
+            except Stopped:
+                so_far.end(stopped=True)
+                raise
+    so_far.end()
+    return 0 if all(itertools.chain(*parts)) else 1
 
 
 def _collect_what_is_new() -> None:

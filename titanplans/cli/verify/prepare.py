@@ -106,7 +106,11 @@ def _adapted(model: nn.Module, subject: Subject) -> list[str]:
     try:
         if subject.lora.rank is not None:
             done = add_adapters(model, subject.lora)
-            dropped = f", with the same draws of lora.dropout = {subject.lora.dropout}" if subject.lora.dropout else ""
+            dropped = (
+                f", with the same draws of lora.dropout = {subject.lora.dropout}"
+                if subject.lora.dropout
+                else ""
+            )
             notes.append(
                 f"{len(done.modules)} Linear modules have adapters of rank {subject.lora.rank}, whole and split{dropped}"
             )

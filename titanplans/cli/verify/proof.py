@@ -46,12 +46,14 @@ class Outcome:
     """What the blocks send, once for each choice of options: they send alike at any degree."""
 
     seconds: float
+    of: int = 0
+    """How many cases there are, while not all are proved; 0 in the end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON has it."""
         return {
             "subject": self.subject,
-            "verdict": "proved" if self.report.passed else "wrong",
+            "verdict": "unfinished" if self.of else "proved" if self.report.passed else "wrong",
             "sizes": self.sizes,
             "ranks": self.ranks,
             "notes": list(self.notes),
@@ -68,10 +70,12 @@ def prove(
     request: Namespace,
     device: torch.device,
     progress: Callable[[str], None],
+    watch: Callable[[Outcome], None],
     *,
     fork: bool = False,
 ) -> Outcome:
-    """Prove `subject` as `request` asks, on `device`; `progress` is called with a few words before each step.
+    """Prove `subject` as `request` asks, on `device`; `progress` is called with a few words before each step,
+    and `watch` with what is known after each case.
 
     With `fork` the cases of a small model are proved in as many processes as there are cores.
 
@@ -114,6 +118,15 @@ def prove(
     if prepared.make is not None:
         model = prepared.make()
     lacking = no_trainer()
+
+    def outcome(
+        report: Report, of: int, notes: tuple[str, ...] = prepared.notes, counts: tuple = ()
+    ) -> Outcome:
+        ranks = f"ranks: {report.ranks}"
+        if dist.is_initialized():
+            ranks = f"{dist.get_world_size()} processes over {dist.get_backend()}, {device.type}"
+        return Outcome(subject.words, sizes, ranks, notes, report, counts, time.perf_counter() - start, of)
+
     report = verify(
         lambda: model,
         subject.plan,
@@ -129,6 +142,7 @@ def prove(
         conditions="each" if request.quick else "pairs",
         processes=processes,
         progress=progress,
+        watch=lambda report, of: watch(outcome(report, of)),
     )
     notes, counts = prepared.notes, []
     if degrees == (1,):
@@ -142,11 +156,7 @@ def prove(
         counts = _counts(model, subject.plan, report, inputs)
         if report.passed and not counts:
             notes += ("collectives are not counted: there is no list of blocks to hold them against",)
-    ranks = f"ranks: {report.ranks}"
-    if dist.is_initialized():
-        ranks = f"{dist.get_world_size()} processes over {dist.get_backend()}, {device.type}"
-    seconds = time.perf_counter() - start
-    return Outcome(subject.words, sizes, ranks, notes, report, tuple(counts), seconds)
+    return outcome(report, 0, notes, tuple(counts))
 
 
 def _counts(

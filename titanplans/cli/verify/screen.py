@@ -8,22 +8,25 @@ from typing import Any
 
 from titanplans.cli.verify.proof import Outcome
 from titanplans.proof.report import CaseResult, case_name, epsilons
+from titanplans.proof.table import training
 from titanplans.text import counted
 
 _CLEAR = "\r\x1b[K"
 
 
 @contextmanager
-def progress(subject: str, *, shown: bool) -> Iterator[Callable[[str], None]]:
+def progress(subject: str, *, shown: bool) -> Iterator[Callable[..., None]]:
     """Give a function that shows what is being done, on a line of stderr that overwrites itself.
 
-    It shows nothing where stderr is no terminal.
+    With `above` the words are a line that stays; of none nothing stays. It shows nothing where stderr is no terminal.
     """
     stream = sys.stderr
     shown = shown and stream.isatty()
 
-    def show(words: str) -> None:
-        if shown:
+    def show(words: str, *, above: bool = False) -> None:
+        if shown and (above or not words):
+            print(f"{_CLEAR}{words}", end="\n" * above, file=stream, flush=True)
+        elif shown:
             line = f"{subject}: {words} ..."[: shutil.get_terminal_size().columns - 1]
             print(f"{_CLEAR}{line}", end="", file=stream, flush=True)
 
@@ -45,6 +48,9 @@ def verdict(outcome: Outcome) -> str:
     """Return the verdict on one line."""
     cases = outcome.report.cases
     wrong = [case for case in cases if not case.passed]
+    if outcome.of:
+        said = f"{len(wrong)} of them WRONG" if wrong else "all of them right"
+        return f"unfinished: {len(cases)} of {counted(outcome.of, 'case')}, {said}; {outcome.seconds:.1f} s"
     if wrong:
         first = f"the first at {wrong[0].name}: {_place(wrong[0])}"
         return f"WRONG: {len(wrong)} of {counted(len(cases), 'case')}, {first}; {outcome.seconds:.1f} s"
@@ -61,10 +67,23 @@ def verdict(outcome: Outcome) -> str:
     return "; ".join([*parts, f"{outcome.seconds:.1f} s"])
 
 
-def summary(found: Sequence[Mapping[str, Any]], seconds: float) -> str:
-    """Return the verdict on several subjects, each as `Outcome.to_dict` has it, on one line."""
+def row(outcome: Outcome) -> str:
+    """Return the newest case on one line: how many there are so far, its verdict and its conditions."""
+    *_, case = outcome.report.cases
+    so_far = f"{len(outcome.report.cases)} of {outcome.of or len(outcome.report.cases)}"
+    verdict = "right" if case.passed else "WRONG"
+    return f"{so_far}  {verdict}  {case_name(case.options)}; {training(case, outcome.report)}; worst {case.worst}"
+
+
+def summary(found: Sequence[Mapping[str, Any]], seconds: float, missing: int = 0) -> str:
+    """Return the verdict on several subjects, each as `Outcome.to_dict` has it, on one line; `missing` are left."""
     wrong = [one["subject"] for one in found if one["verdict"] != "proved"]
     cases = sum(len(one["report"]["cases"]) for one in found)
+    if missing:
+        said = f"WRONG: {', '.join(wrong)}" if wrong else "all of them proved"
+        return (
+            f"unfinished: {len(found)} of {counted(len(found) + missing, 'model')}, {said}; {seconds:.0f} s"
+        )
     if wrong:
         return f"WRONG: {', '.join(wrong)}; {len(found)} models, {cases} cases; {seconds:.0f} s"
     return f"proved: {len(found)} models, {cases} cases; {seconds:.0f} s"

@@ -1,0 +1,104 @@
+"""What `verify` gives before its end: a row of each case on the terminal; in a file, and when it is stopped, all so far."""
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanplans.cli.verify.proof import Outcome
+from titanplans.cli.verify.screen import row, summary, text
+from titanplans.errors import VerifyError
+
+
+class News(NamedTuple):
+    """What is known of a subject: a case more, or all. Plain, since it comes from another process."""
+
+    at: int
+    """The subject's number."""
+    found: dict[str, Any]
+    """The outcome as JSON has it."""
+    text: str
+    row: str
+    """Of the newest case, one line."""
+    finished: bool
+
+
+def news(at: int, outcome: Outcome) -> News:
+    """Return what `outcome`, of the subject with the number `at`, says."""
+    return News(at, outcome.to_dict(), text(outcome), row(outcome), not outcome.of)
+
+
+class SoFar:
+    """The outcomes of a command so far, of each subject the newest.
+
+    Args:
+        request: the command line.
+        names: of the subjects.
+        rank: which writes and prints, if it is 0.
+        show: shows a few words on the line of a terminal that overwrites itself; with `above` a line that stays.
+
+    Raises:
+        VerifyError: the file can't be written.
+    """
+
+    def __init__(self, request: Namespace, names: list[str], rank: int, show: Callable[..., None]):
+        self.request, self.names, self.rank, self.show = request, names, rank, show
+        self.newest: dict[int, News] = {}
+        self._start = time.perf_counter()
+        self.write("")
+
+    def heard(self, one: News) -> None:
+        """Take what is new: a finished subject is printed."""
+        self.newest[one.at] = one
+        if one.finished:
+            self._print(one.text, end="\n\n" if self.request.all else "\n")
+        elif not self.request.all:
+            self.show(one.row, above=True)
+        if self.request.all:
+            done = sum(each.finished for each in self.newest.values())
+            self.show(f"{done} of {len(self.names)} models; {self.names[one.at]}: {one.row}")
+        self.write(self._written())
+
+    def end(self, *, stopped: bool = False) -> None:
+        """Print what is printed last. Of a command that is stopped, all that was not finished."""
+        unfinished = [one for one in self.newest.values() if not one.finished]
+        if self.rank != 0:
+            return
+        if self.request.json:
+            print(self._written(), end="")
+            return
+        if stopped and not self.request.all:
+            for one in unfinished:
+                self._print(one.text)
+        if self.request.all:
+            self._print(self._summary())
+            self.write(f"{self._written()}{self._summary()}\n")
+
+    def write(self, words: str) -> None:
+        """Replace what is in the file, if one was asked for."""
+        if self.request.output is not None and self.rank == 0:
+            try:
+                Path(self.request.output).write_text(words)
+            except OSError as error:
+                raise VerifyError(
+                    f"--output {self.request.output}: {error.strerror}: name a file in a folder that is there"
+                ) from error
+
+    def _print(self, words: str, end: str = "\n") -> None:
+        if not self.request.json:
+            self.show("")
+            print(words, end=end, flush=True)
+
+    def _written(self) -> str:
+        every = [one for _, one in sorted(self.newest.items())]
+        if self.request.json:
+            found = [one.found for one in every]
+            return (json.dumps({"subjects": found} if self.request.all else found[0]) + "\n") if found else ""
+        return "".join(one.text + ("\n\n" if self.request.all else "\n") for one in every)
+
+    def _summary(self) -> str:
+        found = [one.found for _, one in sorted(self.newest.items()) if one.finished]
+        missing = len(self.names) - len(found)
+        return summary(found, time.perf_counter() - self._start, missing)
