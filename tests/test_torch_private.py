@@ -7,6 +7,7 @@ import ast
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -882,6 +883,17 @@ def check_float8_gather():
     data, metadata = private.local_tensor(param).fsdp_pre_all_gather(param.device_mesh)
     assert metadata == (2.0,)
     assert data[0].dtype == torch.float8_e4m3fn
+
+
+@needs("cast_to_float8", without="a float64 proof of float8 casts otherwise in a forward than in a backward")
+def check_cast_to_float8():
+    with (
+        pytest.raises(ZeroDivisionError),
+        mock.patch.object(private.cast_to_float8(), "forward", lambda *_: 1 / 0),
+    ):
+        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+        hp_tensor_and_scale_to_float8(torch.ones(1), torch.ones(()), torch.float8_e4m3fn)
 
 
 @needs("float8_data", "float8_scale", without="float8 products can't be computed by other means")

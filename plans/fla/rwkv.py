@@ -28,9 +28,12 @@ class RWKV7Plan(MixerPlan):
     for_all_heads += ("w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0")
     counts = ("g_norm.num_groups",)
 
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        return super().attn_plan(attn) | self.attn_region(float8_input=False)
+
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.mlp_region(),
+            **self.mlp_region(float8_input=False),
             "x_k": self.replicated_in_region(),
             "key": self.colwise(),
             "value": self.rowwise(reduce_output=False),
@@ -46,9 +49,12 @@ class RWKV6Plan(MixerPlan):
     for_all_heads = ("x_proj.0", "x_proj.0.linear", "x_proj.2", "x_bias", "w_proj.linear.lora.0")
     counts = ("g_norm.num_groups",)
 
+    def attn_plan(self, attn: nn.Module) -> Plan:
+        return super().attn_plan(attn) | self.attn_region(float8_input=False)
+
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.mlp_region(),
+            **self.mlp_region(float8_input=False),
             "key": self.replicated_in_region(),
             "key.linear": self.colwise(),
             "value": self.rowwise(reduce_output=False),

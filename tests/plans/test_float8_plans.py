@@ -11,17 +11,19 @@ import zoo
 from plainly import verify
 from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
+from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
 import titanplans.tensor_parallel.float8_border
 import titanplans.tensor_parallel.float8_linear
-from titanplans import PlanError, apply_plan, check_plan, modeling, registered_plans
+from titanplans import PlanError, apply_plan, check_plan, modeling, proof, registered_plans
 from titanplans.modeling import kernels
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.proof.modes import exact_float8
+from titanplans.proof.modes import Widen, exact_float8
 from titanplans.proof.simulate import ranks
 from titanplans.tensor_parallel.float8 import RECIPES, float8_linears, recipe_of
 from titanplans.tensor_parallel.float8_checks import check_torchao_styles
+from titanplans.torch_private import float8_data
 
 ALIGNED = dict(num_hidden_layers=1, intermediate_size=64, vocab_size=128)
 SMALL = {
@@ -87,6 +89,56 @@ def test_a_filtered_projection_gathers_plainly():
         loss_parallel=True,
     )
     assert report.passed, report.table()
+
+
+OTHERS = {
+    "gated_deltanet": (ALIGNED, ()),
+    "gsa": (ALIGNED | dict(hidden_size=128), ("o_proj",)),  # its fused kernel reads that weight
+    "phi3": (ALIGNED | dict(hidden_size=128), ()),
+    "glm4": (ALIGNED, ()),
+    "mamba": (dict(num_hidden_layers=1, hidden_size=128, vocab_size=128, use_bias=True), ()),
+}
+"""Of other families: packed projections, and a bias behind the last one."""
+_FIRST = ("gla", "llama", *OTHERS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in _FIRST else pytest.param(n, marks=pytest.mark.exhaustive) for n in (*SMALL, *OTHERS)],
+)
+def test_padding_documents_and_odd_lengths(name):
+    """What is padded is left out before the projections, whose scale is then that of the other tokens."""
+    fields, filters = OTHERS.get(name, (SMALL.get(name), FILTERS.get(name, ())))
+    config = zoo.config(name, **fields)
+
+    def build():
+        model = build_real(config)
+        convert(model, emulate=True, filter_fqns=filters, filter_unaligned=True)
+        return model
+
+    image = partial(_with_images, config) if name == "gemma3" else None
+    options = {"loss_parallel": True, "sequence_parallel": True, "inputs": image}
+    report = proof.verify(build, degrees=[2], conditions="each", **options)
+    assert report.passed, report.table()
+
+
+def _with_images(config, batch_size, seq_len, seed):
+    return sample_inputs(config, batch_size=batch_size, seq_len=max(seq_len, 16), seed=seed)
+
+
+def test_a_cast_is_the_same_in_a_forward_and_in_a_backward():
+    """A proof lets float64 stand for float32 in forwards alone, and torchao casts by way of float32: 36, not 40."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert(model, emulate=True)
+    x, scale = torch.tensor(0.3564357183595591, dtype=torch.float64), torch.tensor(106.611083984375)
+
+    def cast():
+        return float8_data(hp_tensor_and_scale_to_float8(x, scale, torch.float8_e4m3fn)).float().item()
+
+    with exact_float8(model, torch.float64):
+        with Widen(torch.float64):
+            forward = cast()
+        assert forward == cast() == 36
 
 
 def test_every_registered_plan_is_here():

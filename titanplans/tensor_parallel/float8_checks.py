@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.errors import PlanError, either
+from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.tensor_parallel.float8 import (
     ALIGNMENT,
     Crossing,
@@ -17,6 +18,7 @@ from titanplans.tensor_parallel.float8 import (
 )
 from titanplans.tensor_parallel.low_rank import is_adapted
 from titanplans.tensor_parallel.projections import Colwise, KVColwise, Rowwise, RowwiseInRegion
+from titanplans.tensor_parallel.replicated import ReplicatedInRegion
 from titanplans.tensor_parallel.styles import Region, target
 from titanplans.tensor_parallel.vocab import VocabHead
 
@@ -24,13 +26,24 @@ from titanplans.tensor_parallel.vocab import VocabHead
 def check_float8(plan: Mapping[str, ParallelStyle], model: nn.Module, degree: int) -> None:
     """Refuse a degree at which a rank's share of a converted module is not aligned for float8.
 
+    And a replicated module in a region that does not read the sequence: a feature map of each head, say, whose scale is that
+    of all heads, and whose gradients are no summands.
+
     Raises:
         PlanError: naming the module, its sizes, and what would work.
     """
     converted = float8_linears(model)
+    embedding = find_decoder(model, required=False).embedding if converted else None
+    width = None if embedding is None else target(embedding, model).module.weight.shape[-1]  # type: ignore[union-attr]
     for key, style in plan.items():
         if (module := converted.get(key)) is None:
             continue
+        if isinstance(style, ReplicatedInRegion) and width not in (None, module.in_features):
+            raise PlanError(
+                f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): it reads no sequence of {width} "
+                "numbers a token, so a rank may give it a part of the heads alone, which has another scale than all of "
+                f"them: leave it out of float8 (filter '{_end_of(key)}')"
+            )
         for side, size, suits in _sizes(style, module):
             if suits(degree):
                 continue
@@ -39,8 +52,14 @@ def check_float8(plan: Mapping[str, ParallelStyle], model: nn.Module, degree: in
             raise PlanError(
                 f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): tensor_parallel_degree = "
                 f"{degree} does not split its {size} {side} into multiples of {ALIGNMENT}, as float8 products need: "
-                f"leave it out of float8 (filter '{key.rpartition('.')[2]}'){instead}"
+                f"leave it out of float8 (filter '{_end_of(key)}'){instead}"
             )
+
+
+def _end_of(key: str) -> str:
+    """Return the last part of `key` for a filter, of an item of a list the last two."""
+    parts = key.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
 
 
 def _sizes(style: ParallelStyle, module: Any) -> Iterator[tuple[str, int, Callable[[int], bool]]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -85,10 +85,14 @@ def _widths_of_experts(
 
     It takes rows of a multiple of 16 bytes. There is none of float64.
     """
+    asked: Any = getattr(model, "get_experts_implementation", dict)()
+    if "grouped_mm" not in asked.values():
+        return
     for key, style, found in targets(plan, model):
-        config = getattr(found.module, "config", None)
-        grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
-        if not (grouped and found.parameter is not None and isinstance(style, Rowwise)):
+        chosen = hasattr(
+            found.module, "is_transposed"
+        )  # experts that transformers multiplies in a way of one's choice
+        if not (chosen and found.parameter is not None and isinstance(style, Rowwise)):
             continue
         weight = found.module._parameters[found.parameter]
         assert weight is not None

@@ -113,7 +113,9 @@ class Style(ParallelStyle):
 
             group = group_of(mesh)
             split_linear(module, Split(group, rank=mesh.get_local_rank(), **split))
-        localize(module, mesh, layouts, memo)  # around the product: a packed weight is read within a forward alone
+        localize(
+            module, mesh, layouts, memo
+        )  # around the product: a packed weight is read within a forward alone
         place_dropout(module, layouts, mesh.get_local_rank(), mesh.size())
         self.install(module, mesh)
 
