@@ -72,7 +72,7 @@ def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> s
 
 
 def check_coverage(plan: Plan, model: nn.Module, plan_name: str) -> None:
-    """Refuse the parameters that no key covers, which would stay plain tensors beside DTensors; and any that can't be split."""
+    """Refuse parameters that no key covers (they would stay plain tensors beside DTensors), or that can't be split."""
     uncovered: list[tuple[str, nn.Module, str]] = []
     every: Counter[str] = Counter()
     for name, module in model.named_modules():

@@ -56,7 +56,7 @@ def is_cast(tensor: torch.Tensor) -> bool:
 
 
 def is_quantised_by_torchao(param: torch.Tensor) -> bool:
-    """Whether `param` is a tensor of torchao's in place of a plain one, but for what casts a weight when FSDP2 gathers it."""
+    """Whether `param` is torchao's in place of a plain tensor; not what casts a weight when FSDP2 gathers it."""
     names = {cls.__name__ for cls in type(param).__mro__ if cls.__module__.partition(".")[0] == "torchao"}
     return bool(names) and "WeightWithDynamicFloat8CastTensor" not in names
 

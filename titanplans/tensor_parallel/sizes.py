@@ -107,8 +107,8 @@ def _widths_of_experts(
             weight.shape[style.dim],
             f"{key}, {type(found.module).__name__}",
             partial(_fills_rows, weight.shape[style.dim], 16 // size),
-            f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are no multiple of 16 bytes, "
-            "as grouped_mm needs, of",
+            f"leaves a rank with rows in {str(dtype or weight.dtype).removeprefix('torch.')} that are no multiple of 16 "
+            "bytes, as grouped_mm needs, of",
             also,
         )
 

@@ -208,23 +208,23 @@ class Region(Style):
         return (entered(call),) if self.shared else (entered(call), left(call))
 
     def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        borders = border_of(module, mesh, self.stream), Border(mesh, self.stream)
-        module.register_forward_pre_hook(partial(self._enter, *borders), with_kwargs=True)
+        border = border_of(module, mesh, self.stream)
+        module.register_forward_pre_hook(partial(self._enter, border), with_kwargs=True)
         if self.reduce_output:
-            module.register_forward_hook(partial(self._leave, *borders), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, border), with_kwargs=True)
 
-    def _enter(self, border: Border, plain: Border, module, args, kwargs):
-        at = plain if _masks_tokens(args, kwargs) else border
-        return on_input(at.enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
+    def _enter(self, border: Border, module, args, kwargs):
+        enter = border.enter_plainly if _masks_tokens(args, kwargs) else border.enter
+        return on_input(enter, self, self.input_name, module, args, {**kwargs, **self.arguments})
 
-    def _leave(self, border: Border, plain: Border, module, args, kwargs, output):
+    def _leave(self, border: Border, module, args, kwargs, output):
         shape = (args[0] if args else kwargs[self.input_name]).shape[:-1]
         # What the module does behind its last product is not known of a graph that is being traced.
-        at = plain if torch.compiler.is_compiling() else border
+        cross = border.leave_plainly if torch.compiler.is_compiling() else border.leave
 
         def leave(x: torch.Tensor) -> torch.Tensor:
             # A mixture of experts may return its tokens in a row, where a sequence can't be found.
-            return at.leave(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x)
+            return cross(x.unflatten(0, shape) if len(shape) > 1 and x.ndim == 2 else x)
 
         return on_output(leave, output)
 
