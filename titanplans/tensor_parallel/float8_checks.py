@@ -142,13 +142,23 @@ def float8_crossings(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
                 enter = "the plan says that something else reads it, too (float8_input = False)"
             enter = plain_border(target(key, model).module) or enter
         if style.closes:
-            leave = _reason(last, model, "gives it") or next(
-                (
-                    f"{k} is no Linear, and gives it"
-                    for k, s in plan.items()
-                    if k.startswith(f"{key}.") and isinstance(s, Rowwise) and k not in linears
-                ),
-                None,
+            biased = (
+                k for k in last if isinstance(style, Region) and target(k, model).module.bias is not None
+            )
+            leave = plain_border(target(key, model).module) or next(
+                (f"the bias of {k} sums them, too" for k in biased), None
+            )
+            leave = (
+                leave
+                or _reason(last, model, "gives it")
+                or next(
+                    (
+                        f"{k} is no Linear, and gives it"
+                        for k, s in plan.items()
+                        if k.startswith(f"{key}.") and isinstance(s, Rowwise) and k not in linears
+                    ),
+                    None,
+                )
             )
         found[key] = Crossing(enter, leave)
     return found
