@@ -1,5 +1,6 @@
 """The tolerance of `verify`: what its unit measures, that right plans stay far below it and wrong ones far above."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,11 @@ import zoo
 from plainly import verify
 from test_proof_wrong import Unsummed, attn
 from tiny import Block, Tiny, TinyPlan
+from titanplans.plans.hf.qwen import Qwen3Plan
 from torch import nn
 
+from titanplans import proof
+from titanplans.proof.cases import Proof
 from titanplans.proof.conditions import PLAIN, Batch, trainings
 from titanplans.proof.reference import Reference
 from titanplans.proof.sample import Sampler, randomise
@@ -189,3 +193,51 @@ def test_in_fewer_bits_the_bound_grows_with_the_ranks_alone():
         bounds = [Bound(deep(n)(), torch.empty(2, 10, 32, dtype=dtype), steps=3) for n in (1, 8)]
         assert bounds[0].units(2) == bounds[1].units(2) < bounds[0].units(8) < 13
         assert bounds[0].difference(torch.tensor([3.0, 4.0]), torch.zeros(2)) == pytest.approx(12.5**0.5)
+
+
+class Scaled(Qwen3Plan):
+    """In 16 bits everything that is split by its inputs is a twentieth too small."""
+
+    def rowwise(self, **options):
+        style = super().rowwise(**options)
+        install = style.install
+
+        def scaled(module, mesh):
+            install(module, mesh)
+            module.register_forward_hook(
+                lambda module, args, output: output * (0.95 if output.dtype == torch.bfloat16 else 1)
+            )
+
+        style.install = scaled
+        return style
+
+
+def test_in_16_bits_a_scale_is_found_that_rounding_hides(monkeypatch):
+    """Each other quantity is within its tolerance: a difference of a twentieth is that of a few roundings."""
+    monkeypatch.setattr(Proof, "cases", in_16_bits(Proof.cases))
+    options = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
+
+    def build():
+        return zoo.build("qwen3", num_hidden_layers=1)
+
+    for plan, right in ((None, True), (Scaled, False)):
+        report = proof.verify(build, plan, **options)
+        for case in report.cases:
+            checks = {check.what: check for check in case.checks}
+            scale = checks.pop("scale")
+            assert scale.passed == right, report.table()
+            assert all(check.passed for check in checks.values()), report.table()
+            if not right:
+                assert scale.where.startswith("model.layers.0")
+                assert re.search(r", 0\.9[45]\d* times the right one$", scale.where)
+    assert "for bfloat16" in report.table()
+
+
+def in_16_bits(cases):
+    """Return `Proof.cases` of two cases in 16 bits alone."""
+
+    def found(self, *args):
+        every, trained = cases(self, *args)
+        return [case for case in every if case[1].dtype == "bfloat16"][:2], trained
+
+    return found

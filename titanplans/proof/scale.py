@@ -8,9 +8,10 @@ seen in it. But roundings point in all directions, and a wrong scale in one: tha
 is what a regression of the split tensor on the whole one gives beside 1. It is compared for the outputs of blocks, mixers
 and MLPs, whose layout is known, and for the gradients of these outputs.
 
-Its unit is measured as any other's, by the whole model's perturbed runs; only that the slope is one number, which by chance
-is near 0 in some of them. So it is no less than the tensor's whole difference in these runs times how much of a difference
-lies in the tensor's direction, as root mean squares over all such tensors of the training.
+Its unit is measured by the whole model's perturbed runs: the root mean square of the slope in them, which does not grow with
+their number. A slope is one number, which by chance is near 0 in a few. So the unit is no less than the tensor's whole
+difference in these runs times how much of a difference lies in a tensor's direction, as root mean squares over all such
+tensors of the training.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -80,7 +81,7 @@ def units(fits: Mapping[K, Iterable[Fit]], least: Mapping[K, float], hidden: flo
         one.slope / one.apart for key, found in drawn.items() for one in found if 0 < one.apart < hidden
     ]
     return {
-        key: max(least[key], _mean(shares) * sizes[key], *(abs(one.slope) for one in found))
+        key: max(least[key], _mean(shares) * sizes[key], _mean(one.slope for one in found))
         for key, found in drawn.items()
     }
 
