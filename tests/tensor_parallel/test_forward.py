@@ -408,6 +408,11 @@ def test_a_part_of_the_model_called_by_itself_is_refused():
         split(ids())
         with pytest.raises(PlanError, match="a part of the model was called by itself"):
             split.model.layers[1].mlp(torch.zeros(2, 4, 64, dtype=torch.float64))
+        hidden = torch.ones(2, 8, 64, dtype=torch.float64)
+        with pytest.raises(PlanError, match="a part of the model was called by itself"):
+            split.model.norm(hidden)  # the gradient of its weight would be counted once for each rank
+        with torch.no_grad():
+            assert split.model.norm(hidden).equal(whole.model.norm(hidden))
 
     on_ranks(work)
 

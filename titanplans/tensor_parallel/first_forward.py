@@ -50,7 +50,7 @@ class _First:
         self.handles: list[Any] = []
         self.started = False
         self.parameters: dict[int, Mapping[str, nn.Parameter]] = {}
-        """Those of each module that is called, by its `id`, at the split, while somebody holds them; until the first forward."""
+        """Those of each module that is called, by its `id`, at the split, while somebody holds them."""
         self.state: torch.Tensor | None = None
         """Of the generator, before the first forward in training mode."""
         self.drew = False

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
@@ -63,6 +64,15 @@ class ReplicatedOnStream(ParameterStyle):
                 "float8 (filter it), or set sequence_parallel = False"
             )
         return None
+
+    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if self.stream.dim is not None:
+            module.register_forward_pre_hook(self._check)
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        # On a whole sequence each rank's gradient is the whole one, and would be summed.
+        if torch.is_grad_enabled():
+            self.stream.check_runs()
 
 
 class ReplicatedOffStream(ParameterStyle):

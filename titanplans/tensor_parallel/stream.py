@@ -119,14 +119,22 @@ class Stream:
         Raises:
             PlanError: no forward runs, or a backward computes one again that is not known.
         """
+        self.check_runs()
         if torch.compiler.is_compiling() or not self.ended:
             return self.length
-        if in_backward():
-            return self._length_then(shard, ranks)
-        raise PlanError(
-            "with sequence parallelism a part of the model was called by itself, outside of a forward of the model, where "
-            "nothing says how its input lies on the ranks: call the model, or set sequence_parallel = False"
-        )
+        return self._length_then(shard, ranks)
+
+    def check_runs(self) -> None:
+        """Refuse what works on the sharded stream where no forward runs, nor a backward that computes one again.
+
+        Raises:
+            PlanError: so it is.
+        """
+        if not torch.compiler.is_compiling() and self.ended and not in_backward():
+            raise PlanError(
+                "with sequence parallelism a part of the model was called by itself, outside of a forward of the model, where nothing "
+                "says how its input lies on the ranks: call the model, or set sequence_parallel = False"
+            )
 
     def is_sharded(self) -> bool:
         """Whether hidden states at the model's two ends are a shard; in a backward, whether they were in the forward."""
