@@ -38,7 +38,7 @@ class YOCOPlan(MixerPlan):
                 "kv_norm": self.replicated_in_region(),
                 "k_proj": kv,
                 "v_proj": kv,
-                **self.shared_region(),
+                **self.shared_region(float8_input=False),  # the norm reads it
             }
             plan |= {f"model.shared_kv_builder.{name}".removesuffix("."): s for name, s in parts.items()}
         mixing = [f"model.shared_kv_res_{name}" for name in ("proj", "norm")]

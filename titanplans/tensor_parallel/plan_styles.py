@@ -80,9 +80,10 @@ class PlanStyles:
         """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
         return self._region(input_name, True, float8_input)
 
-    def shared_region(self, input_name: str = "hidden_states") -> Plan:
+    def shared_region(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
         """Gather at the entry of a module whose output other regions read: keys and values for several blocks."""
-        return {"": Region(stream=self.stream, reduce_output=False, input_name=input_name, shared=True)}
+        given = {"input_name": input_name, "float8_input": float8_input}
+        return {"": Region(stream=self.stream, reduce_output=False, shared=True, **given)}  # type: ignore[arg-type]
 
     def _region(
         self,

@@ -132,8 +132,8 @@ class Stream:
         """
         if not torch.compiler.is_compiling() and self.ended and not in_backward():
             raise PlanError(
-                "with sequence parallelism a part of the model was called by itself, outside of a forward of the model, where nothing "
-                "says how its input lies on the ranks: call the model, or set sequence_parallel = False"
+                "with sequence parallelism a part of the model was called by itself, outside of a forward of the model, "
+                "where nothing says how its input lies on the ranks: call the model, or set sequence_parallel = False"
             )
 
     def is_sharded(self) -> bool:

@@ -242,8 +242,8 @@ def float8_report(
 ) -> dict[str, Any] | None:
     """Return what became of each Linear of `model` as JSON has it; None if nothing is float8.
 
-    The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not. Activations
-    of a call with a mask [batch, sequence] do not (docs/float8.md).
+    The `borders` are those of tensor-parallel regions, by plan key: what crosses them "in float8", or why not. Those of
+    calls with a mask [batch, sequence] are entered plainly (docs/float8.md).
 
     Args:
         model: parallelised.
