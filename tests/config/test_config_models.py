@@ -6,10 +6,9 @@ from importlib import resources
 
 import pytest
 
-from titanplans.config import load_job
+from titanplans.config import ConfigError, load_job
 from titanplans.config.families import MODELS, find_flavor, read_family
 from titanplans.config.other_names import MODELS_OF_OTHERS
-from titanplans.errors import ModelError
 
 # [model] of the 14 job files of torchtitan 0.2.2 whose other keys are read, and the same model here.
 TORCHTITAN = {
@@ -76,7 +75,7 @@ def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
     ],
 )
 def test_a_model_that_is_not_there_is_refused(job, name, flavor, words):
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ConfigError, match=words):
         load_job([job(name, flavor)])
 
 

@@ -18,7 +18,7 @@ from titanplans.config.translate import (
     takes_no_value,
 )
 from titanplans.config.usage import usage
-from titanplans.errors import ConfigError
+from titanplans.errors import ConfigError, ModelError
 
 
 def load_job(argv: list[str]) -> JobConfig:
@@ -27,8 +27,8 @@ def load_job(argv: list[str]) -> JobConfig:
     `--help` and `--print-config` print, on rank 0, and end the process with status 0.
 
     Raises:
-        ConfigError: the job can't be read, or contradicts itself; its message is one line.
-        ModelError: there is no model of this name, or no such flavor of it.
+        ConfigError: the job can't be read, contradicts itself, or names a model or flavor that is not there; its message is
+            one line.
     """
     arguments = parse_arguments(argv, takes_no_value)
     read_options(option for option in arguments.options if option[1] is None)  # "--training.steps --help"
@@ -64,7 +64,10 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
     job = build_job(values)
     strategy_of(job)
     if job.model.name or job.model.flavor:
-        find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
+        try:
+            find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
+        except ModelError as error:
+            raise ConfigError(str(error)) from error
     description = [job.job.description] if job.job.description else []
     return job.with_notes(tuple(description + notes))
 

@@ -188,7 +188,7 @@ def _cell(spec: Spec, name: str, settings: Settings) -> Cell:
         if job.model.config is not None and Path(job.model.config).is_file():
             content = hashlib.sha256(Path(job.model.config).read_bytes()).hexdigest()
             identity["SHA-256 of model.config"] = content
-    except UserError as error:
+    except ConfigError as error:
         job, why, identity = None, str(error), {"refusal": str(error), **settings}
     return Cell(
         name=name,
