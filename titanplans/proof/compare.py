@@ -109,7 +109,8 @@ class Comparison:
         kinds = [
             what for what in dict.fromkeys(key[1] for key in self.reference.expected) if what != "outputs"
         ]
-        order = [*(k for k in kinds if k not in ("norm", "AdamW")), "replicas", "norm", "AdamW", "tied"]
+        late = ("replicas", SCALE, "norm", "AdamW", "tied")
+        order = [*(k for k in kinds if k not in late), *late]
         checks = tuple(self.worst[what] for what in order if what in self.worst)
         return CaseResult(options, scenario, checks, self.missing, self.unexpected)
 
