@@ -7,7 +7,6 @@ forwards cost nothing: the hooks take themselves away.
 
 import copy
 import functools
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +36,7 @@ def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> 
     """
     first = _First(mesh)
     for module in {model: None, base: None}:
-        first.parameters[id(module)] = weakref.WeakValueDictionary(parameters_of(module))
+        first.parameters[id(module)] = parameters_of(module)
         first.handles += [
             module.register_forward_pre_hook(first.before, prepend=True, with_kwargs=True),
             module.register_forward_hook(first.after),
@@ -49,8 +48,8 @@ class _First:
         self.mesh = mesh
         self.handles: list[Any] = []
         self.started = False
-        self.parameters: dict[int, Mapping[str, nn.Parameter]] = {}
-        """Those of each module that is called, by its `id`, at the split, while somebody holds them."""
+        self.parameters: dict[int, dict[str, nn.Parameter]] = {}
+        """Of each module that is called, by its `id`, as they were split; until the first forward."""
         self.state: torch.Tensor | None = None
         """Of the generator, before the first forward in training mode."""
         self.drew = False
