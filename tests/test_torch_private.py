@@ -26,16 +26,16 @@ OTHERS = {
     "_no_weight_decay",
     "_no_split_modules",
     *("_attn_implementation", "_keys_to_ignore_on_load_unexpected"),
-    "_initialize_weights",
+    *("_initialize_weights", "_get_dtype_plan"),
     "_megatron_fsdp_model",
     "_reset_parameters",
-    "_run_exitfuncs",
+    *("_run_exitfuncs", "_actions"),
     "_generate_tables",
     *("_readout_basis", "_rotate_atom", "_rotate_modal_pos", "_rotate_modal_neg"),
     "_get_D",
 }
-"""Private names of transformers, fla, megatron-fsdp and atexit, a method that modules of torch's have, and one that authors
-of data sets override in a builder of `datasets`."""
+"""Private names of transformers, fla, megatron-fsdp, atexit and argparse, a method that modules of torch's have, and one
+that authors of data sets override in a builder of `datasets`."""
 PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "_fields"}
 """nn.Module's tables, which it documents for those who walk modules, and the methods of named tuples."""
 LIBRARIES = ("torch", "torchtitan", "torchao")

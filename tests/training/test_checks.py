@@ -134,8 +134,6 @@ def test_the_sequence_need_not_divide(job):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model__name": "lama"}, "lama"),
-        ({"model__flavor": "2B"}, "debug, 340M, 1.3B, 7B"),
         ({"model__config": "nowhere.json"}, "nowhere.json"),
         ({"model__hf_assets_path": "nowhere"}, "nowhere"),
         ({"training__dataset_path": "nowhere"}, "nowhere"),

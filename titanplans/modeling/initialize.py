@@ -14,12 +14,9 @@ from transformers import PreTrainedModel
 from titanplans.errors import ModelError
 from titanplans.modeling.reference import Reference, Unit, tensors
 from titanplans.tensor_parallel import nf4
-from titanplans.tensor_parallel.decoder import join
+from titanplans.tensor_parallel.decoder import join, without_wrappers
 from titanplans.tensor_parallel.low_rank import draw_factor, is_factor
 from titanplans.tensor_parallel.shards import copy_shard
-
-# Components that activation checkpointing and torch.compile add to module paths.
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | None = None) -> None:
@@ -103,8 +100,3 @@ def _is_of(name: str, unit: Unit) -> bool:
     if unit.make is None:
         return name.rpartition(".")[0] == unit.path
     return name.startswith(f"{unit.path}.")
-
-
-def without_wrappers(path: str) -> str:
-    """Return the name of a module without what checkpointing and compile add to it."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

@@ -199,14 +199,17 @@ def freeze(model: nn.Module, what: str) -> None:
 
     All mixers, MLPs and the head: a gradient passes modules that train nothing. Or what stands before the blocks, the first
     block, and every second parameter of the others, so that a block gets no gradient of its input, and trained parameters
-    stand beside frozen ones; also where the former would leave nothing to train, as of adapters. One parameter stays.
+    stand beside frozen ones; also where the former would freeze nothing, or leave nothing to train, as of adapters. One
+    parameter stays.
     """
     decoder = find_decoder(model, required=False)
     named = dict(model.named_parameters())
     names = list(named)
     frozen = (*decoder.mixers, *decoder.mlps, decoder.head) if what == FROZEN[0] else ()
     kept = [bool(frozen) and not any(module and within(name, module) for module in frozen) for name in names]
-    if not any(keep and named[name].requires_grad for name, keep in zip(names, kept, strict=True)):
+    if all(kept) or not any(
+        keep and named[name].requires_grad for name, keep in zip(names, kept, strict=True)
+    ):
         first = f"{decoder.blocks[0].name}." if len(decoder.blocks) > 1 else None
         until = max((at for at, name in enumerate(names) if first and name.startswith(first)), default=-1)
         kept = [at > until and not at % 2 for at in range(len(names))]

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from titanplans.errors import PlanError, either
+from titanplans.torch_private import CHECKPOINTED
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _HALVES = ("self_layers", "cross_layers")
@@ -173,6 +174,11 @@ def join(*names: str) -> str:
 def within(key: str, module: str) -> bool:
     """Whether `key` names something inside `module`, of which "" is the whole model."""
     return key != module and (key.startswith(f"{module}.") or module == "")
+
+
+def without_wrappers(path: str) -> str:
+    """Return the name of a module without what checkpointing and compile add to it."""
+    return ".".join(part for part in path.split(".") if part not in (CHECKPOINTED, "_orig_mod"))
 
 
 def spelled_out(keys: Iterable[str], model: nn.Module) -> dict[str, str]:

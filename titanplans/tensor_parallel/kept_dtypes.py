@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanplans.tensor_parallel.decoder import without_wrappers
+
 
 def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Return what says of a parameter's or persistent buffer's name whether it stays in float32 where `model` has `dtype`.
@@ -23,6 +25,4 @@ def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str]
     if not patterns:
         return lambda name: False
     kept = re.compile("|".join(patterns))
-    return lambda name: (
-        kept.search(re.sub(r"\b(_checkpoint_wrapped_module|_orig_mod)\.", "", name)) is not None
-    )
+    return lambda name: kept.search(without_wrappers(name)) is not None

@@ -20,10 +20,10 @@ from torch import nn
 from titanplans.config import LoRA
 from titanplans.disk import sync
 from titanplans.errors import ModelError
-from titanplans.modeling.initialize import without_wrappers
 from titanplans.modeling.weights.files import write_safetensors
 from titanplans.modeling.weights.gather import from_first, gather, rank, stored
 from titanplans.modeling.weights.merged import named_adapted
+from titanplans.tensor_parallel.decoder import without_wrappers
 from titanplans.tensor_parallel.low_rank import LowRank, is_factor, is_transposed, takes_adapter
 from titanplans.tensor_parallel.shards import copy_shard
 from titanplans.text import some

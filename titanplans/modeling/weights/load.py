@@ -17,11 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.errors import ModelError
 from titanplans.modeling.build import build
-from titanplans.modeling.initialize import initialize, named_tensors, tie, without_wrappers
+from titanplans.modeling.initialize import initialize, named_tensors, tie
 from titanplans.modeling.weights.folder import Folder, open_folder
 from titanplans.modeling.weights.lazy import LazyTensor
 from titanplans.modeling.weights.names import from_published
 from titanplans.tensor_parallel import nf4
+from titanplans.tensor_parallel.decoder import without_wrappers
 from titanplans.tensor_parallel.kept_dtypes import keeps_float32
 from titanplans.tensor_parallel.shards import copy_shard, local_shard
 from titanplans.text import some

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from titanplans.errors import ModelError
-from titanplans.modeling.initialize import without_wrappers
 from titanplans.modeling.weights.gather import stored, whole, with_values
+from titanplans.tensor_parallel.decoder import without_wrappers
 from titanplans.tensor_parallel.low_rank import FACTORS, adapted, is_transposed
 from titanplans.tensor_parallel.nf4 import BLOCK, CODES, SCALES, dequantise, is_quantised
 
