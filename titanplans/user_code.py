@@ -69,7 +69,8 @@ def meant_in(module: ModuleType, name: str, fits: Callable[[Any], bool] = lambda
         name: as it was written.
         fits: which of its values would do.
     """
-    there = [key for key, value in vars(module).items() if not key.startswith("_") and fits(value)]
+    public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    there = [key for key, value in public.items() if not isinstance(value, ModuleType) and fits(value)]
     meant = nearest(name, there)
     remedy = f"did you mean {meant}?" if meant else f"it has {', '.join(there) or 'nothing'}"
     return f"; {remedy} ({getattr(module, '__file__', None) or 'built in'})"
