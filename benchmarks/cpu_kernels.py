@@ -1,6 +1,6 @@
 """python -m benchmarks.cpu_kernels [--threads 1] [--repeats 9]
 
-Gated linear attention on a CPU: the chunked kernel of `titanplans.modeling.kernels` against FLA's naive recurrence (a loop
+Gated linear attention on a CPU: the chunked kernel of `titanplans.kernels` against FLA's naive recurrence (a loop
 over time), forward and backward in float32, milliseconds a step and their ratio, both measured alternately in one run. Peak
 memory is that of the tensors kept for the backward pass. Needs no GPU; about a minute.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from fla.ops.gla.naive import naive_recurrent_gla
 
-from titanplans.modeling.kernels import gla
+from titanplans.kernels.recurrent import gla
 
 # batch, tokens, heads, key and value size of a head. The last is one layer of the 340M flavor.
 SHAPES = [(2, 64, 4, 16, 32), (2, 512, 4, 64, 128), (1, 2048, 4, 64, 128), (1, 512, 4, 128, 256)]

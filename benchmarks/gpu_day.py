@@ -48,7 +48,7 @@ Part = Callable[[Machine], Iterator[Run]]
 
 def tests(m: Machine) -> Iterator[Run]:
     """The tests that are marked for CUDA: kernels under plans, NCCL worlds, float8, no waiting for the device."""
-    files = ("tests/cuda", "tests/parallel/test_process_group.py")
+    files = ("tests/cuda", "tests/parallel/mesh/test_process_group.py")
     missing = None if importlib.util.find_spec("pytest") else "pytest is not installed"
     yield Run("pytest -m cuda", ("-m", "pytest", "-m", "cuda", "-q", "-rs", *files), 30, missing)
 
@@ -158,7 +158,7 @@ def machine_of(device: str, models: list[str] | None, quick: bool) -> Machine | 
     if device == "cuda" and not torch.cuda.is_available():
         return None
     from titanplans.cli.verify.subject import every_model
-    from titanplans.training.device import HostDevice, no_trainer
+    from titanplans.training.trainer.device import HostDevice, no_trainer
 
     count = torch.cuda.device_count() if device == "cuda" else 2
     name = torch.cuda.get_device_name() if device == "cuda" else HostDevice().get_device_name()

@@ -36,11 +36,13 @@ LAYERS, BATCH, TOKENS = 24, 2, 16
 WORLD = 8
 WARM_UP = 3
 SOURCES = {
-    "parameters": tuple(
-        f"titanplans/tensor_parallel/{name}"
-        for name in ("local_parameters", "local_weight", "handover", "block_parameters", "nf4")
+    "parameters": ("titanplans/split/parameters/", "titanplans/precision/nf4"),
+    "borders, hooks": (
+        "titanplans/split/",
+        "titanplans/loss/",
+        "titanplans/precision/",
+        "titanplans/adapters/",
     ),
-    "borders, hooks": ("titanplans/tensor_parallel/",),
     "DTensor": ("torch/distributed/tensor/",),
     "FSDP2": ("torch/distributed/fsdp/", "titanplans/parallel/"),
     "model": ("transformers/", "torch/nn/"),

@@ -70,7 +70,7 @@ def _report(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) 
 def _work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{folder}/store")
-    from titanplans.training.device import prepare_device
+    from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
     torch.set_num_threads(1)
@@ -121,9 +121,9 @@ class Ends(nn.Module):
 
 def split(model: Ends, mesh: DeviceMesh) -> None:
     """Shard the head as a plan does."""
-    from titanplans.tensor_parallel.local_parameters import ParameterMemo
-    from titanplans.tensor_parallel.stream import Border, Stream, keep_border
-    from titanplans.tensor_parallel.vocab import VocabHead
+    from titanplans.plan.styles.vocab import VocabHead
+    from titanplans.split.parameters.local_parameters import ParameterMemo
+    from titanplans.split.stream import Border, Stream, keep_border
 
     stream = Stream(False, 0)
     style = VocabHead(stream=stream, loss_parallel=True)

@@ -59,7 +59,7 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     }
     if rank == 0:
         from titanplans.config.sections.optimization import Optimizer
-        from titanplans.parallel.optimizers import group_parameters
+        from titanplans.parallel.optimizers.build import group_parameters
 
         model = build(options)
         count = {"Muon": 0, "AdamW": 0}
@@ -87,7 +87,7 @@ def prepare(kind: str, degrees: dict[str, int] | None, options: argparse.Namespa
     """Return a step with gradients that are there, and the optimizers that take it."""
     from titanplans.config.sections.optimization import Optimizer
     from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
-    from titanplans.parallel.optimizers import build_optimizers
+    from titanplans.parallel.optimizers.build import build_optimizers
 
     model = build(options)
     if degrees is not None:
@@ -121,8 +121,8 @@ class Gathered(torch.optim.Muon):
         for param in group["params"]:
             if not hasattr(param, "full_tensor"):
                 return super().step(closure)
-        from titanplans.parallel.muon.orthogonal import orthogonalize
-        from titanplans.tensor_parallel.shards import local_shard
+        from titanplans.parallel.optimizers.muon.orthogonal import orthogonalize
+        from titanplans.split.parameters.shards import local_shard
 
         for param in group["params"]:
             state = self.state[param]

@@ -33,10 +33,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from titanplans import modeling
-from titanplans.modeling import kernels
+from titanplans import kernels, modeling
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelManager, parallelize
-from titanplans.tensor_parallel import registered_plans
+from titanplans.plan.registry import registered_plans
 
 TP = 8
 WORLDS = (8, 512, 4096)

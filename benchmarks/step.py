@@ -170,8 +170,7 @@ def work(
 def prepare(device: str, name: str, variant: Variant, tp: int) -> tuple[Any, int, Any]:
     """Return what runs a step and gives its loss, FLOPs per token, and what says how many collectives are fused."""
     # Only now: inductor picks its folder when it is imported.
-    from titanplans import modeling
-    from titanplans.modeling import kernels
+    from titanplans import kernels, modeling
     from titanplans.parallel import Compile, Degrees, Float8, FSDP2Config, ParallelManager
     from titanplans.parallel.compile.async_tp import check_fused
 

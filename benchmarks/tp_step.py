@@ -55,8 +55,8 @@ def work(rank: int, rounds: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     dist.init_process_group("gloo", rank=rank, world_size=3, init_method=f"file://{folder}/store")
     # Only now: torchtitan picks its device when it is imported.
-    from titanplans.modeling import kernels
-    from titanplans.training.device import prepare_device
+    from titanplans import kernels
+    from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
     kernels.install("cpu")

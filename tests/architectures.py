@@ -11,9 +11,8 @@ from pathlib import Path
 import zoo
 from torch import nn
 
-from titanplans import PlanError, check_plan, modeling, registered_plans
+from titanplans import PlanError, check_plan, kernels, modeling, registered_plans
 from titanplans.cli.verify.listing import split_by
-from titanplans.modeling import kernels
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 LARGEST = 64

@@ -6,13 +6,12 @@ PYTHONPATH=. python async_tp_page.py --page    in tests/, writes it (five to ten
 import sys
 from pathlib import Path
 
-from titanplans import modeling
+from titanplans import kernels, modeling
 from titanplans.cli.async_tp.decide import decide
 from titanplans.cli.async_tp.screen import to_dict
 from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.errors import VerifyError
-from titanplans.modeling import kernels
 
 PAGE = Path(__file__).parents[1] / "docs" / "async-tp.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->"

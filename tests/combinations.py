@@ -118,8 +118,7 @@ def strategy(combination, backend="aot_eager"):
 @functools.cache
 def on_meta(kind):
     """Return the tiny model of a kind, on meta; nobody changes it."""
-    from titanplans import modeling
-    from titanplans.modeling import kernels
+    from titanplans import kernels, modeling
 
     kernels.install("cpu")
     return modeling.build(zoo.config(kind, **SIZES, **OWN[kind]))
@@ -170,7 +169,7 @@ def run_one(combination):
 def parallelise(combination, model):
     """Return the model as the combination splits it on this rank."""
     from titanplans.parallel import cross_entropy, parallelize, total_norm
-    from titanplans.tensor_parallel.gradients import align_gradients
+    from titanplans.split.gradients import align_gradients
 
     config, degrees = strategy(combination)
     mesh = mesh_once(degrees)

@@ -83,7 +83,7 @@ def watch(model):
     """Record of each compiled block what its calls make; returns the dicts, filled as it runs."""
     from torch._dynamo.utils import counters
 
-    from titanplans.tensor_parallel.decoder import find_decoder
+    from titanplans.plan.decoder import find_decoder
 
     first: dict[str, Block] = {}
     calls: Counter[str] = Counter()
@@ -128,7 +128,7 @@ def run(rank, names=tuple(zoo.ARCHITECTURES), inductor=KERNELS):
     """Run the architectures of `names` on this rank, those of `inductor` compiled by it, the others by aot_eager."""
     from torch._dynamo.utils import counters
 
-    from titanplans.training.device import prepare_device
+    from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
     results = {}

@@ -6,7 +6,7 @@ import signal
 import hypothesis
 import torch
 
-from titanplans.training.device import no_trainer, prepare_device
+from titanplans.training.trainer.device import no_trainer, prepare_device
 
 if no_trainer() is None:
     prepare_device()

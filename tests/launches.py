@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanplans
+from titanplans.loss import added_loss, cross_entropy
 from titanplans.proof.training import call, logits_of
-from titanplans.tensor_parallel.loss import added_loss, cross_entropy
 from titanplans.torch_private import in_backward, number_of_node, running_node, schema, sequence_number
 
 ROOT = str(Path(titanplans.__file__).parent) + "/"
@@ -73,9 +73,9 @@ def running() -> tuple[str | None, bool]:
     frame, place = sys._getframe(2), None
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(ROOT + "modeling/kernels/"):
+        if file.startswith(ROOT + "kernels/"):
             return place, True
-        if place is None and file.startswith(ROOT + "tensor_parallel/"):
+        if place is None and file.startswith((ROOT + "split/", ROOT + "loss/")):
             place = f"{file.rpartition('/')[2]} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return place, False

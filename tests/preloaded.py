@@ -4,7 +4,7 @@ import gc
 import importlib
 import warnings
 
-from titanplans.training.device import no_trainer, prepare_device
+from titanplans.training.trainer.device import no_trainer, prepare_device
 
 MODULES = [
     "fla.models",
@@ -24,7 +24,7 @@ MODULES = [
 
 if no_trainer() is None:
     prepare_device()  # before torchtitan is imported
-    MODULES.append("titanplans.training.trainer")
+    MODULES.append("titanplans.training.trainer.trainer")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # once for each worker, on a screen that belongs to pytest
     for name in MODULES:

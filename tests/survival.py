@@ -105,7 +105,7 @@ class Life:
             os.chdir(folder)
             if prepare is not None:
                 prepare()
-            from titanplans.training.main import main
+            from titanplans.training.launch.main import main
 
             status = main(["job.toml", *options])
         except BaseException:  # noqa: BLE001  a process of its own
@@ -230,7 +230,7 @@ class Survival:
         """Collect the losses; check every checkpoint, and note where training has to go on."""
         from titanplans.training.checkpoint import folder
         from titanplans.training.checkpoint.card import damage
-        from titanplans.training.jsonl import read_rows
+        from titanplans.training.trainer.jsonl import read_rows
 
         # Of a start that has logged no step, the file is the one before's.
         compared = "  loss " in life.said and self.compares
@@ -403,7 +403,7 @@ def _size(folder: Path) -> int:
 
 def _poison(at: int) -> None:
     """Make the gradient of one rank not finite in step `at`, as a fault of its memory might."""
-    from titanplans.training.trainer import Trainer
+    from titanplans.training.trainer.trainer import Trainer
 
     real = Trainer.forward_backward_step
 
@@ -446,8 +446,8 @@ def survive(faults: int, seed: int, results: str) -> None:
         os.environ.pop(name, None)
     import preloaded  # noqa: F401
 
-    import titanplans.training.job
-    import titanplans.training.main  # noqa: F401
+    import titanplans.training.job.torchtitan_config
+    import titanplans.training.launch.main  # noqa: F401
 
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     counts: Counter[str] = Counter()

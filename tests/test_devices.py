@@ -42,7 +42,7 @@ def steps(rank: int) -> dict[str, str]:
     # This process is the test's own: what is replaced stays so.
     backend_registration._setup_privateuseone_for_python_backend("gpu", backend_module=Accelerator())
     torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[misc]  which FLA's functions enter
-    install = importlib.import_module("titanplans.modeling.kernels.install")
+    install = importlib.import_module("titanplans.kernels.install")
     install._first_is_on_cpu = lambda *_, **__: True
     dist.destroy_process_group()
     dist.init_process_group("cpu:fake,gpu:fake", rank=0, world_size=2, store=fake_store())

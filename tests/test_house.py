@@ -136,10 +136,10 @@ absent("torchao", "transformers", "fla")  # before a model has it
 from titanplans.config.families import families
 families()
 absent("fla.", "transformers.models.llama")  # sizes are data
-import titanplans.training.checks
+import titanplans.training.job.checks
 absent("torchtitan")  # it looks for the device, which has to be chosen before
 import torchtitan.tools.utils
-from titanplans.training.device import prepare_device
+from titanplans.training.trainer.device import prepare_device
 try:
     prepare_device()
 except RuntimeError as error:

@@ -63,7 +63,7 @@ def is_listed_and_proved(words):
     install()
     from titanplans.cli.verify.main import main
     from titanplans.config import load_job
-    from titanplans.training.resolve import hf_config
+    from titanplans.training.job.resolve import hf_config
 
     assert main(["list", "my_model"]) == 0
     assert main(["verify", "my_model", "--quick"]) == 0

@@ -340,7 +340,7 @@ def check_resolve_process_group():
     without="each border of a split model costs the host twice as much",
 )
 def check_backends():
-    # What they do over several ranks is in tensor_parallel/test_collectives.py.
+    # What they do over several ranks is in tests/split/test_collectives.py.
     x = torch.arange(4.0)
     backend = private.backend_of(dist.group.WORLD.group_name, x.device)
     for call, options in (

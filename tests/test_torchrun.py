@@ -6,7 +6,7 @@ import pytest
 
 from titanplans.errors import ParallelError
 from titanplans.torchrun import Ranks, read_ranks
-from titanplans.training.main import main
+from titanplans.training.launch.main import main
 
 WHOLE = {
     "RANK": "1",

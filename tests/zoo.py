@@ -19,8 +19,7 @@ from tiny import Tiny, TinyPlan
 from torch import nn
 from transformers import PretrainedConfig
 
-from titanplans import TPPlan, modeling, registered_plans
-from titanplans.modeling import kernels
+from titanplans import TPPlan, kernels, modeling, registered_plans
 from titanplans.modeling.samples import build_real, sample_inputs
 
 

@@ -11,16 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from titanplans.apply.apply import apply_plan, check_plan
     from titanplans.errors import PlanError, UserError
-    from titanplans.modeling.weights.adapters import load_adapter, save_adapter
-    from titanplans.modeling.weights.full import (
-        gather_full_optimizer_state_dict,
-        gather_full_state_dict,
-        load_full_optimizer_state_dict,
-        load_full_state_dict,
-    )
-    from titanplans.modeling.weights.load import load_weights
-    from titanplans.modeling.weights.save import save_weights
     from titanplans.parallel import (
         DDPConfig,
         Degrees,
@@ -31,17 +23,19 @@ if TYPE_CHECKING:
         parallelize,
         process_group,
     )
+    from titanplans.plan.decoder import find_decoder
+    from titanplans.plan.plan import Plan, TPOptions, TPPlan
+    from titanplans.plan.registry import register_plan, registered_plans
     from titanplans.proof import verify
-    from titanplans.tensor_parallel import (
-        Plan,
-        TPOptions,
-        TPPlan,
-        apply_plan,
-        check_plan,
-        find_decoder,
-        register_plan,
-        registered_plans,
+    from titanplans.weights.adapters import load_adapter, save_adapter
+    from titanplans.weights.full import (
+        gather_full_optimizer_state_dict,
+        gather_full_state_dict,
+        load_full_optimizer_state_dict,
+        load_full_state_dict,
     )
+    from titanplans.weights.load import load_weights
+    from titanplans.weights.save import save_weights
 
 __all__ = [
     "DDPConfig",
@@ -74,41 +68,33 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("PlanError", "UserError"), "errors"),
-    **dict.fromkeys(
-        (
-            *(
-                "DDPConfig",
-                "Degrees",
-                "FSDP2Config",
-                "LoRA",
-                "ParallelManager",
-                "add_adapters",
-                "parallelize",
-            ),
-            "process_group",
-        ),
-        "parallel",
-    ),
-    **dict.fromkeys(
-        (
-            *("gather_full_state_dict", "gather_full_optimizer_state_dict"),
-            *("load_full_state_dict", "load_full_optimizer_state_dict"),
-        ),
-        "modeling.weights.full",
-    ),
-    **dict.fromkeys(("load_adapter", "save_adapter"), "modeling.weights.adapters"),
-    "load_weights": "modeling.weights.load",
-    "save_weights": "modeling.weights.save",
+    "PlanError": "errors",
+    "UserError": "errors",
+    "Plan": "plan.plan",
+    "TPOptions": "plan.plan",
+    "TPPlan": "plan.plan",
+    "apply_plan": "apply.apply",
+    "check_plan": "apply.apply",
+    "find_decoder": "plan.decoder",
+    "register_plan": "plan.registry",
+    "registered_plans": "plan.registry",
+    "gather_full_optimizer_state_dict": "weights.full",
+    "gather_full_state_dict": "weights.full",
+    "load_full_optimizer_state_dict": "weights.full",
+    "load_full_state_dict": "weights.full",
+    "load_adapter": "weights.adapters",
+    "save_adapter": "weights.adapters",
+    "load_weights": "weights.load",
+    "save_weights": "weights.save",
     "verify": "proof",
 }
-"""Where a public name lives, if not in `tensor_parallel`."""
+"""Where a public name lives, if not in `parallel`."""
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'titanplans' has no attribute '{name}'")
-    return getattr(import_module(f"titanplans.{_HOME.get(name, 'tensor_parallel')}"), name)
+    return getattr(import_module(f"titanplans.{_HOME.get(name, 'parallel')}"), name)
 
 
 def __dir__() -> list[str]:

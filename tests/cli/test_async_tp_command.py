@@ -9,13 +9,12 @@ from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
-from titanplans import apply_plan, modeling
+from titanplans import apply_plan, kernels, modeling
 from titanplans.cli.async_tp.decide import _prepare_block, decide
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.subject import Subject, every_model
-from titanplans.modeling import kernels
 from titanplans.observe.async_tp.capture import capture
 from titanplans.observe.async_tp.verdict import FUSED, verdicts
 from titanplans.observe.graphs import recording_graphs

@@ -8,7 +8,7 @@ from titanplans.cli.plot import draw
 from titanplans.cli.plot.main import main
 from titanplans.cli.plot.read import Curve, read
 from titanplans.cli.sweep.table import FIGURES, csv_table
-from titanplans.training.jsonl import JsonlWriter
+from titanplans.training.trainer.jsonl import JsonlWriter
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from titanplans.cli.sweep.process import error_line
 from titanplans.cli.sweep.spec import read_spec
 from titanplans.cli.sweep.table import FIGURES, csv_table, markdown_table, read_figures, table
 from titanplans.config import ConfigError
-from titanplans.training.jsonl import JsonlWriter, read_rows
+from titanplans.training.trainer.jsonl import JsonlWriter, read_rows
 
 SWEEP = """
 [sweep]

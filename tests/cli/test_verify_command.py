@@ -137,7 +137,7 @@ def command(folder, capsys, monkeypatch):
 
 
 def test_without_torchtitan_its_loss_is_left_out_and_a_job_refused(command, monkeypatch, capsys):
-    from titanplans.training.main import main as train
+    from titanplans.training.launch.main import main as train
 
     monkeypatch.setitem(sys.modules, "torchtitan", None)  # as where it is not installed
     status, out, err = command("verify", "qwen3.json", "--layers", "1", "--quick", *ONE_CASE)

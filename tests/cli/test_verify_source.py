@@ -7,14 +7,13 @@ import torch
 import zoo
 from transformers import Qwen2VLConfig
 
-from titanplans import modeling, registered_plans
+from titanplans import kernels, modeling, registered_plans
 from titanplans.cli.verify.cut import _smaller, _with_vocabulary, cut
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.prepare import check_memory, memory
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.errors import VerifyError
-from titanplans.modeling import kernels
-from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.plan.decoder import find_decoder
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,7 @@ import torch
 import worlds
 from torch.distributed.tensor import DTensor
 
-from titanplans import modeling
-from titanplans.modeling import kernels
+from titanplans import kernels, modeling
 
 pytestmark = [
     pytest.mark.cuda,

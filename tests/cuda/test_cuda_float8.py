@@ -7,7 +7,7 @@ from torch import nn
 
 from titanplans import modeling
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.tensor_parallel.float8 import RECIPES
+from titanplans.plan.converted import RECIPES
 
 pytestmark = [
     pytest.mark.cuda,
@@ -21,7 +21,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe):
-    from titanplans.tensor_parallel.float8_linear import Split, split_linear
+    from titanplans.precision.float8.linear import Split, split_linear
 
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(256, 128)).to("cuda", torch.bfloat16)

@@ -7,9 +7,9 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from titanplans import modeling
+from titanplans.kernels import install
 from titanplans.modeling import ModelError
 from titanplans.modeling.config_values import check_values
-from titanplans.modeling.kernels import install
 
 DENSE = {
     "model_type": "llama",

@@ -9,8 +9,8 @@ import worlds
 from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, ViTConfig
 
 from titanplans import modeling
+from titanplans.kernels import install
 from titanplans.modeling import ModelError
-from titanplans.modeling.kernels import install
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from titanplans import modeling
-from titanplans.modeling.kernels import install
+from titanplans.kernels import install
 from titanplans.modeling.own import own_config
 
 

@@ -9,8 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from titanplans import modeling
+from titanplans.kernels import install
 from titanplans.modeling import ModelError
-from titanplans.modeling.kernels import install
 
 LLAMA = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, intermediate_size=96)
 

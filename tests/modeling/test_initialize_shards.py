@@ -21,9 +21,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans import modeling
+from titanplans.kernels import install
 from titanplans.modeling import ModelError
-from titanplans.modeling.kernels import install
-from titanplans.tensor_parallel.shards import copy_shard
+from titanplans.split.parameters.shards import copy_shard
 
 # Nothing here is a multiple of 4: over four ranks a vocabulary of 130 makes 33, 33, 33 and 31, the bias
 # of a rank-2 gate 1, 1, 0 and 0.

@@ -5,8 +5,8 @@ import torch
 import zoo
 
 from titanplans import modeling
+from titanplans.kernels import install
 from titanplans.modeling import ModelError
-from titanplans.modeling.kernels import install
 from titanplans.proof.modes import Widen
 from titanplans.proof.simulate import each_rank, ranks
 

@@ -8,7 +8,7 @@ import pytest
 import zoo
 
 from titanplans import modeling
-from titanplans.modeling.kernels import install
+from titanplans.kernels import install
 
 # (family, flavor) -> (parameters, what is published, where).
 #   keras   keras-team/keras-hub, commit 71453d0, the presets' "params": counted on another implementation

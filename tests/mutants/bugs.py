@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from mutants.faults import scale_gradient
 from titanplans import TPPlan
-from titanplans.tensor_parallel.layout import Layout
-from titanplans.tensor_parallel.local_parameters import ParameterMemo
-from titanplans.tensor_parallel.plan import Plan
-from titanplans.tensor_parallel.replicated import ReplicatedOnStream
-from titanplans.tensor_parallel.vocab import VocabHead
+from titanplans.plan.layout import Layout
+from titanplans.plan.plan import Plan
+from titanplans.plan.styles.replicated import ReplicatedOnStream
+from titanplans.plan.styles.vocab import VocabHead
+from titanplans.split.parameters.local_parameters import ParameterMemo
 
 HEADS, WIDTH = 4, 16
 

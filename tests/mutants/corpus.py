@@ -25,11 +25,11 @@ from mutants.operators import (
 )
 from mutants.site import Site
 from titanplans import TPOptions, TPPlan
-from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.plan import Plan
-from titanplans.tensor_parallel.projections import KVColwise
-from titanplans.tensor_parallel.replicated import ReplicatedOffStream
-from titanplans.tensor_parallel.styles import Style
+from titanplans.plan.decoder import find_decoder
+from titanplans.plan.plan import Plan
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.projections import KVColwise
+from titanplans.plan.styles.replicated import ReplicatedOffStream
 
 LOCAL_ATTRIBUTES = "local_attributes"
 """The one operator that is not done to a style: a mixer keeps the attributes of the whole one."""

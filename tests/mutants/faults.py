@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from titanplans.tensor_parallel.collectives import shard_size
-from titanplans.tensor_parallel.layout import Layout
-from titanplans.tensor_parallel.local_parameters import ParameterMemo, local_parameter
-from titanplans.tensor_parallel.projections import Rowwise
-from titanplans.tensor_parallel.stream import Border, Stream
-from titanplans.tensor_parallel.styles import Region, Style
-from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
+from titanplans.plan.layout import Layout, shard_size
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.projections import Rowwise
+from titanplans.plan.styles.region import Region
+from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
+from titanplans.split.parameters.local_parameters import ParameterMemo, local_parameter
+from titanplans.split.stream import Border, Stream
 
 
 def _faulty(style: Style, name: str, **methods: Any) -> Style:

@@ -9,10 +9,11 @@ from torch.distributed.tensor import Partial, Replicate
 
 from mutants import faults
 from mutants.site import Site
-from titanplans.tensor_parallel.projections import Colwise, KVColwise, Rowwise
-from titanplans.tensor_parallel.replicated import ReplicatedInRegion, ReplicatedOffStream, ReplicatedOnStream
-from titanplans.tensor_parallel.styles import Region, Style
-from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.projections import Colwise, KVColwise, Rowwise
+from titanplans.plan.styles.region import Region
+from titanplans.plan.styles.replicated import ReplicatedInRegion, ReplicatedOffStream, ReplicatedOnStream
+from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 
 SKIP, DROP = "skip", "drop"
 Change = Style | str

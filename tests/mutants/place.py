@@ -23,9 +23,9 @@ from torch import nn
 
 from mutants import operators
 from mutants.prove import Verdict
+from titanplans.plan.decoder import find_decoder
 from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult
-from titanplans.tensor_parallel.decoder import find_decoder
 
 HERE = {
     operator.__name__

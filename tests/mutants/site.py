@@ -6,11 +6,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from titanplans import TPPlan
-from titanplans.tensor_parallel.checks import tied_parameters
-from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.projections import KVColwise, Rowwise
-from titanplans.tensor_parallel.stream import Stream
-from titanplans.tensor_parallel.styles import Style
+from titanplans.plan.checks.tied import tied_parameters
+from titanplans.plan.decoder import find_decoder
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.projections import KVColwise, Rowwise
+from titanplans.split.stream import Stream
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from titanplans import PlanError, TPOptions, apply_plan, modeling, registered_plans
-from titanplans.modeling import kernels
+from titanplans import PlanError, TPOptions, apply_plan, kernels, modeling, registered_plans
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
 from titanplans.proof.simulate import fake_ranks, ranks

@@ -40,7 +40,7 @@ class Lines(logging.Handler):
         self.lines = []
 
     def emit(self, record):
-        if record.name == "titanplans.training.parallelism_report":
+        if record.name == "titanplans.training.trainer.parallelism_report":
             self.lines.append(record.getMessage())
 
 
@@ -60,7 +60,7 @@ def run(folder: Path, name: str, *options: str, measured: bool = True):
         trainer.report.start = noted
 
     handler = Lines()
-    logger = logging.getLogger("titanplans.training.parallelism_report")
+    logger = logging.getLogger("titanplans.training.trainer.parallelism_report")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     off = () if measured else ("--metrics.no-measure_first_step",)

@@ -4,16 +4,15 @@ import pytest
 import torch
 import zoo
 
-from titanplans import TPOptions, apply_plan, modeling, registered_plans
-from titanplans.modeling import kernels
+from titanplans import TPOptions, apply_plan, kernels, modeling, registered_plans
+from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.observe.communication import Communication, count_communication
+from titanplans.plan.styles.norms import SplitNorm
+from titanplans.plan.styles.projections import Packed, RowwiseInRegion
 from titanplans.proof.simulate import fake_ranks
-from titanplans.tensor_parallel.collectives import gather, group_of, sum_in_region
-from titanplans.tensor_parallel.local_parameters import local_parameter
-from titanplans.tensor_parallel.loss import cross_entropy
-from titanplans.tensor_parallel.norms import SplitNorm
-from titanplans.tensor_parallel.projections import Packed, RowwiseInRegion
+from titanplans.split.collectives import gather, group_of, sum_in_region
+from titanplans.split.parameters.local_parameters import local_parameter
 
 KINDS = {
     "phi3": 0,  # packed projections, of which each rank stores columns

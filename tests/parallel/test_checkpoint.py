@@ -37,7 +37,7 @@ def split(tp, replicate):
 
 
 def all_pairs(rank):
-    from titanplans.training.device import prepare_device
+    from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
     folders = [tempfile.mkdtemp() if rank == 0 else None]

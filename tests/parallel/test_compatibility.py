@@ -9,9 +9,8 @@ from tiny import Tiny, TinyPlan
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
 
-from titanplans import modeling
+from titanplans import kernels, modeling
 from titanplans.errors import UserError
-from titanplans.modeling import kernels
 from titanplans.parallel import (
     ActivationCheckpoint,
     DDPConfig,

@@ -9,6 +9,7 @@ from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor
 from worlds import run
 
+from titanplans.loss import cross_entropy
 from titanplans.parallel import (
     DDPConfig,
     Degrees,
@@ -19,7 +20,6 @@ from titanplans.parallel import (
     process_group,
     read_strategy,
 )
-from titanplans.tensor_parallel.loss import cross_entropy
 
 STEPS, MICRO, ROWS, LENGTH = 2, 2, 8, 6
 CASES = {

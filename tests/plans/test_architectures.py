@@ -9,8 +9,7 @@ import pytest
 import zoo
 from plainly import verify
 
-from titanplans import registered_plans
-from titanplans.modeling import kernels
+from titanplans import kernels, registered_plans
 from titanplans.modeling.samples import build_real, sample_inputs
 
 

@@ -12,11 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from worlds import run
 
-from titanplans import PlanError, TPOptions, apply_plan, check_plan, modeling, registered_plans
-from titanplans.modeling import kernels
+from titanplans import PlanError, TPOptions, apply_plan, check_plan, kernels, modeling, registered_plans
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.tensor_parallel.float8_checks import float8_crossings
+from titanplans.precision.float8.checks import float8_crossings
 
 
 def config(name, **fields):

@@ -5,8 +5,7 @@ import torch
 import zoo
 from plainly import verify
 
-from titanplans import PlanError, check_plan, modeling
-from titanplans.modeling import kernels
+from titanplans import PlanError, check_plan, kernels, modeling
 from titanplans.modeling.samples import build_real, sample_inputs
 
 VARIANTS = [(name, number) for name, variants in zoo.FAMILIES.items() for number in range(len(variants))]

@@ -13,16 +13,15 @@ from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
-import titanplans.tensor_parallel.float8_border
-import titanplans.tensor_parallel.float8_linear
-from titanplans import PlanError, apply_plan, check_plan, modeling, proof, registered_plans
-from titanplans.modeling import kernels
+import titanplans.precision.float8.border
+import titanplans.precision.float8.linear
+from titanplans import PlanError, apply_plan, check_plan, kernels, modeling, proof, registered_plans
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
+from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
+from titanplans.precision.float8.checks import check_torchao_styles
 from titanplans.proof.modes import Widen, exact_float8
 from titanplans.proof.simulate import ranks
-from titanplans.tensor_parallel.float8 import RECIPES, float8_linears, recipe_of
-from titanplans.tensor_parallel.float8_checks import check_torchao_styles
 from titanplans.torch_private import float8_data
 
 ALIGNED = dict(num_hidden_layers=1, intermediate_size=64, vocab_size=128)
@@ -151,26 +150,26 @@ def test_every_registered_plan_is_here():
 
 
 def own_scales(monkeypatch):
-    plain = titanplans.tensor_parallel.float8_linear.all_reduce
+    plain = titanplans.precision.float8.linear.all_reduce
     monkeypatch.setattr(
-        titanplans.tensor_parallel.float8_linear,
+        titanplans.precision.float8.linear,
         "all_reduce",
         lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
     )
 
 
 def own_scale_of_the_shard(monkeypatch):
-    plain = titanplans.tensor_parallel.float8_border.all_reduce
+    plain = titanplans.precision.float8.border.all_reduce
     monkeypatch.setattr(
-        titanplans.tensor_parallel.float8_border,
+        titanplans.precision.float8.border,
         "all_reduce",
         lambda x, group, op="sum": x if op == "min" else plain(x, group, op),
     )
 
 
 def summands_cast_apart(monkeypatch):
-    monkeypatch.setattr(titanplans.tensor_parallel.float8_linear, "_summed", lambda grad, split: grad)
-    monkeypatch.setattr(titanplans.tensor_parallel.float8_linear, "_share", lambda result, split: result)
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_summed", lambda grad, split: grad)
+    monkeypatch.setattr(titanplans.precision.float8.linear, "_share", lambda result, split: result)
 
 
 @pytest.mark.parametrize("fault", [own_scales, own_scale_of_the_shard, summands_cast_apart])
@@ -199,8 +198,8 @@ def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
     split.load_state_dict(whole.state_dict())
     for model in (whole, split):
         convert(model, recipe, emulate=emulate)
-    titanplans.tensor_parallel.float8_linear.split_linear(
-        split[0], titanplans.tensor_parallel.float8_linear.Split(("no group", 1))
+    titanplans.precision.float8.linear.split_linear(
+        split[0], titanplans.precision.float8.linear.Split(("no group", 1))
     )
     x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
     results = []
@@ -217,8 +216,8 @@ def test_a_frozen_weight_gets_no_gradient():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
     convert(model, emulate=True)
-    titanplans.tensor_parallel.float8_linear.split_linear(
-        model[0], titanplans.tensor_parallel.float8_linear.Split(("no group", 1))
+    titanplans.precision.float8.linear.split_linear(
+        model[0], titanplans.precision.float8.linear.Split(("no group", 1))
     )
     model[0].weight.requires_grad_(False)
     x = torch.randn(16, 16, requires_grad=True)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 import zoo
 from plainly import verify
 
-from titanplans import modeling
-from titanplans.modeling import kernels
-from titanplans.modeling.kernels import state_space
+from titanplans import kernels, modeling
+from titanplans.kernels.recurrent import state_space
 from titanplans.modeling.samples import build_real, sample_inputs
 
 

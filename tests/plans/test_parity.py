@@ -8,8 +8,7 @@ from plainly import verify
 from tiny import Tiny, TinyPlan
 from torch import nn
 
-from titanplans import TPPlan, modeling
-from titanplans.modeling import kernels
+from titanplans import TPPlan, kernels, modeling
 
 TRANSFORMER = {
     "plain": {},

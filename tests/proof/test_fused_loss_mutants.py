@@ -7,12 +7,12 @@ import torch
 from mutants.architectures import ARCHITECTURES
 
 from titanplans import TPOptions
+from titanplans.loss import IGNORED, FusedLoss, entropy_and_gradient, fused, shares
 from titanplans.proof import threads, training
 from titanplans.proof.case import prove_case
 from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.reference import Reference
 from titanplans.proof.sample import Sampler, randomise
-from titanplans.tensor_parallel.loss import IGNORED, FusedLoss, entropy_and_gradient, fused, shares
 
 (GEMMA,) = (one for one in ARCHITECTURES if one.name == "gemma3_text")  # capped, tied, a vocabulary of 51
 
@@ -48,11 +48,11 @@ def no_cap(monkeypatch):
             self._after_head = None
 
     monkeypatch.setattr(training, "FusedLoss", Uncapped)
-    monkeypatch.setattr("titanplans.tensor_parallel.loss.stand_in.StandIn.check", lambda self: None)
+    monkeypatch.setattr("titanplans.loss.stand_in.StandIn.check", lambda self: None)
 
 
 def no_cap_that_is_compared(monkeypatch):
-    monkeypatch.setattr("titanplans.tensor_parallel.loss.head.after_head", lambda config: None)
+    monkeypatch.setattr("titanplans.loss.head.after_head", lambda config: None)
 
 
 def head_twice(monkeypatch):

@@ -23,8 +23,8 @@ from plainly import verify
 from tiny import Tiny
 
 from titanplans import PlanError, check_plan
-from titanplans.tensor_parallel import norms, projections
-from titanplans.tensor_parallel.collectives import sum_ranks
+from titanplans.split.collectives import sum_ranks
+from titanplans.split.tensors import norms, projections
 
 
 def state_space():

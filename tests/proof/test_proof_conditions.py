@@ -249,7 +249,7 @@ def test_a_cache_that_needs_a_mask_is_filled_with_one():
 )
 def test_what_code_of_ours_raises_is_no_refusal_of_the_model(raised):
     """A stand-in that fails under padding ends the proof; so does an error that is no refusal."""
-    install = ModuleType("titanplans.modeling.kernels.of_a_test")
+    install = ModuleType("titanplans.kernels.of_a_test")
     exec("def attend(error):\n    raise error", vars(install))
 
     class Fails(Tiny):

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans import registered_plans
 from titanplans.errors import VerifyError
+from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.proof import verify
-from titanplans.tensor_parallel.replicated import ReplicatedInRegion
 
 
 @dataclass

@@ -7,12 +7,12 @@ from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titanplans.tensor_parallel.layout import Layout
-from titanplans.tensor_parallel.local_parameters import local_parameter
-from titanplans.tensor_parallel.projections import Colwise, Rowwise
-from titanplans.tensor_parallel.replicated import ReplicatedInRegion, ReplicatedOnStream
-from titanplans.tensor_parallel.styles import Region
-from titanplans.tensor_parallel.vocab import VocabHead
+from titanplans.plan.layout import Layout
+from titanplans.plan.styles.projections import Colwise, Rowwise
+from titanplans.plan.styles.region import Region
+from titanplans.plan.styles.replicated import ReplicatedInRegion, ReplicatedOnStream
+from titanplans.plan.styles.vocab import VocabHead
+from titanplans.split.parameters.local_parameters import local_parameter
 
 
 def attn(**styles):

@@ -5,8 +5,7 @@ import re
 import pytest
 import zoo
 
-from titanplans import registered_plans
-from titanplans.modeling import kernels
+from titanplans import kernels, registered_plans
 from titanplans.proof.refused import leave_out_what_is_refused
 from titanplans.proof.sample import Sampler
 

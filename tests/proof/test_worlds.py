@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanplans import PlanError, TPOptions
+from titanplans.loss import cross_entropy
 from titanplans.proof import simulate, threads, world
 from titanplans.proof.case import prove_case
 from titanplans.proof.conditions import PLAIN
 from titanplans.proof.meeting import Apart
 from titanplans.proof.world import choose
-from titanplans.tensor_parallel.local_parameters import local_parameter
-from titanplans.tensor_parallel.loss import cross_entropy
+from titanplans.split.parameters.local_parameters import local_parameter
 
 CPU = torch.device("cpu")
 BOTH = (True, False)

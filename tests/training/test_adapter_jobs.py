@@ -27,8 +27,8 @@ TP = "--parallelism.tensor_parallel_degree=2"
 
 
 def _jobs(rank: int, folder: Path) -> dict:
-    from titanplans.modeling.weights.adapters import WEIGHTS, save_adapter
-    from titanplans.training.checks import check_job
+    from titanplans.training.job.checks import check_job
+    from titanplans.weights.adapters import WEIGHTS, save_adapter
 
     train(folder, "dense", "base", TP, "--checkpoint.enable", "--training.steps=2")
     base = f"--checkpoint.initial_load_path={folder}/base/checkpoint/step-2"

@@ -15,8 +15,8 @@ from titanplans.errors import UserError
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import changes, model_card
 from titanplans.training.checkpoint.storage import Writer
-from titanplans.training.checks import check_job
-from titanplans.training.device import prepare_device
+from titanplans.training.job.checks import check_job
+from titanplans.training.trainer.device import prepare_device
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 from titanplans.config import load_job, strategy_of
 from titanplans.errors import UserError
 from titanplans.parallel import FSDP2Config
-from titanplans.training.checks import check_job
+from titanplans.training.job.checks import check_job
 
 SECTION = "quantize.linear.float8"
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import zoo
 
-from titanplans.tensor_parallel.loss import NotFused, Objective, StandIn
-from titanplans.training.device import prepare_device
+from titanplans.loss import NotFused, Objective, StandIn
+from titanplans.training.trainer.device import prepare_device
 
 prepare_device()
 
-from titanplans.training.loss import CrossEntropyLoss  # noqa: E402
-from titanplans.training.model import LanguageModel  # noqa: E402
+from titanplans.training.trainer.loss import CrossEntropyLoss  # noqa: E402
+from titanplans.training.trainer.model import LanguageModel  # noqa: E402
 
 TOKENS = torch.arange(24).reshape(2, 12)
 LABELS = TOKENS.roll(-1, 1)

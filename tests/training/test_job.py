@@ -10,12 +10,12 @@ from titanplans.config.compatibility.groups import OF_MUON
 from titanplans.config.schema import build_job, keys
 from titanplans.config.values import describe, in_toml
 from titanplans.parallel import FSDP2Config
-from titanplans.training.device import prepare_device
+from titanplans.training.trainer.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next lines import
 
-from titanplans.training.job import trainer_config  # noqa: E402
-from titanplans.training.trainer import Trainer  # noqa: E402
+from titanplans.training.job.torchtitan_config import trainer_config  # noqa: E402
+from titanplans.training.trainer.trainer import Trainer  # noqa: E402
 
 
 def configure(world_size: int = 1, **options: object) -> Trainer.Config:

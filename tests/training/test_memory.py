@@ -8,9 +8,9 @@ import torch
 from titanplans import modeling
 from titanplans.config import ConfigError, load_job
 from titanplans.parallel import memory as device_memory
-from titanplans.training import memory
-from titanplans.training.checks import check_job
-from titanplans.training.memory import check_memory
+from titanplans.training.job.checks import check_job
+from titanplans.training.trainer import memory
+from titanplans.training.trainer.memory import check_memory
 
 GB = 10**9
 

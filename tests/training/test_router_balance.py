@@ -14,15 +14,15 @@ from transformers import Ernie4_5_MoeConfig
 from titanplans import modeling
 from titanplans.config import Compile
 from titanplans.errors import ModelError, ParallelError
+from titanplans.loss import added_loss, still_biases
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.compile import apply_compile, one_graph_a_block
-from titanplans.tensor_parallel.loss import added_loss, still_biases
 from titanplans.training.checkpoint.storage import Reader
-from titanplans.training.device import prepare_device
+from titanplans.training.trainer.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next line imports
 
-from titanplans.training.model import LanguageModel  # noqa: E402
+from titanplans.training.trainer.model import LanguageModel  # noqa: E402
 
 MIXTRAL = {
     "model_type": "mixtral",

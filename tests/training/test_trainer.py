@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import worlds
 
-from titanplans.training.jsonl import read_rows
+from titanplans.training.trainer.jsonl import read_rows
 
 SMALL = {
     "hidden_size": 32,
@@ -100,14 +100,14 @@ def train(folder: Path, model: str, dump: str, *options: str, prepare=None):
     `prepare` is given the trainer before it trains.
     """
     from titanplans.config import load_job
-    from titanplans.training.device import prepare_device
+    from titanplans.training.trainer.device import prepare_device
 
     device_type = prepare_device()
     import torchtitan.trainer
 
-    from titanplans.modeling import kernels
-    from titanplans.training.job import trainer_config
-    from titanplans.training.trainer import Trainer
+    from titanplans import kernels
+    from titanplans.training.job.torchtitan_config import trainer_config
+    from titanplans.training.trainer.trainer import Trainer
 
     kernels.install(device_type)
     torchtitan.trainer.time = SimpleNamespace(perf_counter=lambda: 0.0, sleep=lambda seconds: None)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from titanplans.errors import UserError
-from titanplans.parallel.process_group import available_cores, default_device_type
-from titanplans.training.device import HostDevice, peak_resident_bytes, prepare_device
-from titanplans.training.exit_status import fail, refuse
-from titanplans.training.logs import _NO_NEWS, _worth_showing
+from titanplans.parallel.mesh.process_group import available_cores, default_device_type
+from titanplans.training.launch.exit_status import fail, refuse
+from titanplans.training.launch.logs import _NO_NEWS, _worth_showing
+from titanplans.training.trainer.device import HostDevice, peak_resident_bytes, prepare_device
 
 prepare_device()  # before torchtitan, which the next line imports
 
-from titanplans.training.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
+from titanplans.training.trainer.metrics import MetricsProcessor, _significant, format_seconds  # noqa: E402
 
 on_a_cpu = pytest.mark.skipif(
     default_device_type() != "cpu", reason="what a machine without accelerator gets"
@@ -76,8 +76,8 @@ def test_peak_is_known_only_for_devices_of_the_table(name, peak, monkeypatch):
         spec = importlib.util.find_spec("torchtitan.tools.utils")
         utils = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(utils)
-        monkeypatch.setattr("titanplans.training.metrics.utils", utils)
-    monkeypatch.setattr("titanplans.training.metrics.utils.device_type", "cuda")
+        monkeypatch.setattr("titanplans.training.trainer.metrics.utils", utils)
+    monkeypatch.setattr("titanplans.training.trainer.metrics.utils.device_type", "cuda")
     processor = SimpleNamespace(device_memory_monitor=SimpleNamespace(device_name=name))
     assert MetricsProcessor._known_peak_flops(processor) == peak
 
@@ -88,18 +88,18 @@ def test_log_keeps_what_is_news():
         return _worth_showing(record)
 
     assert shown("root", logging.INFO), "torchtitan's progress"
-    assert shown("titanplans.training.step", logging.INFO)
+    assert shown("titanplans.training.trainer.step", logging.INFO)
     assert shown("datasets", logging.WARNING)
     assert not shown("datasets", logging.INFO)
     assert not shown("root", logging.INFO, "utils", "collect")
     assert not shown("torchao", logging.WARNING)
-    for name in ("root", "datasets", "torchao", "titanplans.training.step"):
+    for name in ("root", "datasets", "torchao", "titanplans.training.trainer.step"):
         assert shown(name, logging.ERROR, "utils", "collect")
 
 
 def test_a_job_whose_log_nobody_reads_goes_on():
     done = python(
-        "import logging, os, sys; from titanplans.training.logs import init_logging; init_logging(0);"
+        "import logging, os, sys; from titanplans.training.launch.logs import init_logging; init_logging(0);"
         "ours, theirs = os.pipe(); os.close(ours); os.dup2(theirs, 1);"
         "[logging.getLogger('titanplans').info('words') for _ in range(3)]"
     )

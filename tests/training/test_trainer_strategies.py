@@ -57,7 +57,7 @@ def poisoned(folder: Path, dump: str, *options: str, gradient: bool = False):
     import torch
 
     states, log = [], []
-    logger, handler = logging.getLogger("titanplans.training.step"), logging.Handler()
+    logger, handler = logging.getLogger("titanplans.training.trainer.step"), logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

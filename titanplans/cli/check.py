@@ -11,7 +11,7 @@ from titanplans.errors import ConfigError, UserError
 from titanplans.text import columns
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.folder import checkpoint_path, steps
-from titanplans.training.exit_status import refuse
+from titanplans.training.launch.exit_status import refuse
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,9 +9,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from titanplans.errors import RunError, UserError
-from titanplans.training.exit_status import refuse
-from titanplans.training.logs import init_logging
-from titanplans.training.signals import Stopped, stop_on_signals
+from titanplans.training.launch.exit_status import refuse
+from titanplans.training.launch.logs import init_logging
+from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

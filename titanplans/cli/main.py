@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from titanplans.disk import is_refusal, reason
 from titanplans.errors import as_line, nearest
-from titanplans.training.exit_status import exit_now, finish, mute_stdout
+from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "plot", "check", "export", "import", "completion")
 
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         print(", ".join(f"{name} {metadata.version(name)}" for name in ("titanplans", *_BELOW)))
         return 0
     if command == "train":
-        from titanplans.training.main import main as train
+        from titanplans.training.launch.main import main as train
 
         return train(rest)
     if command == "sweep":

@@ -2,7 +2,7 @@
 models and inputs for a proof.
 
 How a model is split is in `titanplans.tensor_parallel` and the plans; neither is imported here. PyTorch functions in place
-of FLA's GPU kernels are in `titanplans.modeling.kernels`.
+of FLA's GPU kernels are in `titanplans.kernels`.
 """
 
 from titanplans.errors import ModelError

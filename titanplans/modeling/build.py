@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 
 from titanplans.errors import ModelError
 from titanplans.modeling.own import construct_own, is_own
-from titanplans.tensor_parallel.kept_dtypes import keeps_float32
+from titanplans.precision.kept_dtypes import keeps_float32
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from titanplans.adapters.low_rank import draw_factor
 from titanplans.errors import ModelError
 from titanplans.modeling.reference import Reference, Unit, tensors
-from titanplans.tensor_parallel import nf4
-from titanplans.tensor_parallel.decoder import join, without_wrappers
-from titanplans.tensor_parallel.low_rank import draw_factor, is_factor
-from titanplans.tensor_parallel.shards import copy_shard
+from titanplans.plan.adapted import is_factor
+from titanplans.plan.decoder import join, without_wrappers
+from titanplans.precision import nf4
+from titanplans.split.parameters.shards import copy_shard
 
 
 def initialize(model: PreTrainedModel, *, seed: int, only: Collection[str] | None = None) -> None:

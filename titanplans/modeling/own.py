@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans.errors import ModelError
-from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.registry import model_type_of
+from titanplans.plan.decoder import find_decoder
+from titanplans.plan.registry import model_type_of
 from titanplans.user_code import as_user_error, check_keywords, import_module, meant_in
 
 _CLASS, _ARGUMENTS = "own_class", "own_arguments"

@@ -27,7 +27,7 @@ from transformers.initialization import guard_torch_init_functions
 from titanplans.errors import ModelError
 from titanplans.modeling.build import construct
 from titanplans.modeling.own import is_own
-from titanplans.tensor_parallel.decoder import join
+from titanplans.plan.decoder import join
 from titanplans.torch_private import version
 
 

@@ -14,7 +14,7 @@ section 3, which also has the loss. An embedding's sum may stay whole on every r
 model that draws conclusions from it: then the stream begins at the first block's entry, where the gradient is gathered, so
 that entry counts with the embedding. Without loss parallelism the head may gather the logits, once.
 
-To these come what styles inside a region send (`Style.sends`): a norm over a split width one number a token, a sum inside
+To these come what styles inside a region send (`Expect`): a norm over a split width one number a token, a sum inside
 the region the width of the sum; and the rows of a packed weight, which is stored by another dimension (`Layout.rows`).
 What a foreign style sends nobody knows: a mixer and an MLP have one region all the same. A region is entered once, however
 many styles inside of it gather.
@@ -32,15 +32,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from titanplans.apply.apply import AppliedPlan
 from titanplans.observe.operators import Collective
-from titanplans.tensor_parallel.apply import AppliedPlan
-from titanplans.tensor_parallel.checks import embedding_begins_stream
-from titanplans.tensor_parallel.decoder import Decoder, within
-from titanplans.tensor_parallel.local_parameters import is_exchanged
-from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.tensor_parallel.sent import Call, Sent, even
-from titanplans.tensor_parallel.styles import Region, Style, own_styles, target
-from titanplans.tensor_parallel.vocab import VocabEmbedding, VocabHead
+from titanplans.plan.decoder import Decoder, within
+from titanplans.plan.plan import TPOptions
+from titanplans.plan.styles.base import Style, own_styles
+from titanplans.plan.styles.region import Region
+from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
+from titanplans.split.costs import Call, Sent, even
+from titanplans.split.parameters.local_parameters import is_exchanged
+from titanplans.split.tensors.cut import expected_collectives
 
 
 class Allowance(NamedTuple):
@@ -84,8 +85,8 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
     calls: dict[str, list[Call]] = {}
     styles = _judged(applied)
     # The last key of a module is its own, which comes behind those of its parameters or alone.
-    by_module = {target(key, model).path: style for key, style in sorted(styles.items(), reverse=True)}
-    stream, degree = applied.plan.stream, applied.mesh.size()
+    by_module = {_path(key, applied): style for key, style in sorted(styles.items(), reverse=True)}
+    stream, degree = applied.border.stream, applied.mesh.size()
 
     def note(name: str, style: Style, module: nn.Module, args: Any, kwargs: Any) -> None:
         first = kwargs.get(getattr(style, "input_name", "hidden_states"))
@@ -131,16 +132,16 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
     regions: dict[str, Sequence[Call]] = {}
     styles = _judged(applied)
     for key, style in styles.items():
-        found, home = target(key, model), _home(key, decoder)
-        own = calls.get(found.path, ())
+        path, home = _path(key, applied), _home(key, decoder)
+        own = calls.get(path, ())
         if style.gathers:
             if home in regions:
                 continue
             regions[home] = own
-        part, module = part_of(found.path, decoder), home if style.gathers else found.path
+        part, module = part_of(path, decoder), home if style.gathers else path
         around = () if own else next((c for name, c in regions.items() if within(key, name)), ())
         for call in own or around:
-            for sent in style.sends(found.module, call):
+            for sent in expected_collectives(style, model.get_submodule(path), call):
                 add(part, sent, "" if part in ("embedding", "head") else module)
 
     for name, layout in applied.layouts.items():
@@ -153,9 +154,9 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
             for _ in calls.get(path, ()):
                 add(part_of(path, decoder), Sent(("all_to_all",), ("all_to_all",), elements), path)
 
-    stream = applied.plan.stream
+    stream = applied.border.stream
     first = next((c[0] for name, c in regions.items() if within(name, decoder.names[0]) and c), None)
-    if stream.dim is not None and first is not None and not embedding_begins_stream(applied.styles, decoder):
+    if stream.dim is not None and first is not None and not applied.resolved.embedding_begins_stream:
         add("embedding", Sent((), ("all_gather",), first.elements))
     for call in calls.get(decoder.head or "", ()):
         vocabulary = model.get_submodule(decoder.head or "")._parameters["weight"].shape[0]  # type: ignore[union-attr]
@@ -171,16 +172,21 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
 
 def _judged(applied: AppliedPlan) -> dict[str, Style]:
     """Return the styles by which a model is judged: those of its plan, of regions first, and what foreign ones stand for."""
-    decoder, stream = applied.decoder, applied.plan.stream
-    region = Region(stream=stream, reduce_output=True)
+    decoder, region = applied.decoder, Region(reduce_output=True)
     expected: dict[str, Style] = {name: region for name in (*decoder.mixers, *decoder.mlps)}
     if decoder.embedding is not None:
-        expected[decoder.embedding] = VocabEmbedding(stream=stream, begins_stream=False)
+        expected[decoder.embedding] = VocabEmbedding(begins_stream=False)
     if decoder.head is not None:
-        expected[decoder.head] = VocabHead(stream=stream, loss_parallel=True)
+        expected[decoder.head] = VocabHead(loss_parallel=True)
     own = own_styles(applied.styles)
     crossing = {key: style for key, style in own.items() if style.gathers}
     return crossing | {key: style for key, style in expected.items() if key not in own} | own
+
+
+def _path(key: str, applied: AppliedPlan) -> str:
+    """Return the name of the module that a key names, or that holds the parameter which it names."""
+    entry = applied.resolved.by_key.get(key)
+    return key if entry is None else entry.path
 
 
 def _home(key: str, decoder: Decoder) -> str:

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from titanplans.apply.apply import AppliedPlan
 from titanplans.errors import PlanError
 from titanplans.observe.bound import Allowance, Bound, bound, exceeding, noted_calls, part_of
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
-from titanplans.tensor_parallel.apply import AppliedPlan
-from titanplans.tensor_parallel.decoder import Decoder
-from titanplans.tensor_parallel.partial_gradients import number_of_sums
-from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.plan.decoder import Decoder
+from titanplans.plan.plan import TPOptions
+from titanplans.split.partial_gradients import number_of_sums
 from titanplans.text import columns, counted, in_bytes
 
 _DIRECTIONS = ("forward", "backward")

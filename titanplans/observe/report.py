@@ -32,7 +32,7 @@ from titanplans.observe.guard import Guard, reason
 from titanplans.observe.operators import Collective
 from titanplans.observe.places import Places
 from titanplans.observe.recorder import Record, record_collectives
-from titanplans.tensor_parallel.decoder import Decoder
+from titanplans.plan.decoder import Decoder
 from titanplans.torch_private import ActivationWrapper, checkpointed
 
 SCHEMA = 2

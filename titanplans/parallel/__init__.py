@@ -1,11 +1,13 @@
 """HOW a model is parallelised: tensor parallelism, activation checkpointing, compile, data parallelism.
 
     from titanplans.parallel import parallelize                                # in torchtitan's trainer
-    from titanplans.parallel import FSDP2Config, ParallelManager, process_group      # in a loop of your own
+    from titanplans.parallel import FSDP2Config, ParallelManager
+    from titanplans.parallel import process_group  # in a loop of your own
 
 Imports no trainer: torchtitan's objects are read by their attributes.
 """
 
+from titanplans.adapters.add import Adapters, add_adapters, freeze
 from titanplans.config import (
     ActivationCheckpoint,
     Compile,
@@ -19,19 +21,18 @@ from titanplans.config import (
     write_strategy,
 )
 from titanplans.errors import ParallelError
-from titanplans.parallel.adapters import Adapters, add_adapters, freeze
-from titanplans.parallel.degrees import Degrees
-from titanplans.parallel.float8 import Conversion, convert_to_float8
+from titanplans.loss import FusedLoss, count_tokens, cross_entropy
 from titanplans.parallel.fsdp.conditions import shard_model
 from titanplans.parallel.fsdp.gradient_sync import unsharded
 from titanplans.parallel.manager import ParallelManager
-from titanplans.parallel.mesh import Mesh
-from titanplans.parallel.muon import Muon
-from titanplans.parallel.optimizers import build_optimizers, group_parameters
+from titanplans.parallel.mesh.degrees import Degrees
+from titanplans.parallel.mesh.mesh import Mesh
+from titanplans.parallel.mesh.process_group import Process, process_group
+from titanplans.parallel.optimizers.build import build_optimizers, group_parameters
+from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.parallelize import parallelize
-from titanplans.parallel.process_group import Process, process_group
-from titanplans.tensor_parallel.gradients import align_gradients, clip_gradients, skip_nonfinite, total_norm
-from titanplans.tensor_parallel.loss import FusedLoss, count_tokens, cross_entropy
+from titanplans.precision.float8.conversion import Conversion, convert_to_float8
+from titanplans.split.gradients import align_gradients, clip_gradients, skip_nonfinite, total_norm
 
 __all__ = [
     "ActivationCheckpoint",

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from titanplans.config import DDPConfig
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import is_recomputed
-from titanplans.parallel.autocast import apply_autocast
-from titanplans.parallel.degrees import NOT_FOR_DDP
+from titanplans.parallel.mesh.degrees import NOT_FOR_DDP
+from titanplans.precision.autocast import apply_autocast
 from titanplans.torch_private import (
     DDP,
     compiled_call,

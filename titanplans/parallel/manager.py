@@ -18,20 +18,20 @@ from torch import nn
 
 from titanplans.config import Compile, DDPConfig, FSDP2Config, MegatronFSDPConfig, Strategy
 from titanplans.errors import ParallelError
+from titanplans.loss import count_tokens, cross_entropy
 from titanplans.observe.report import ParallelismReport
 from titanplans.parallel import ddp, megatron_fsdp
-from titanplans.parallel.carry_over import carry_over
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
-from titanplans.parallel.degrees import Degrees, refuse_degrees
 from titanplans.parallel.fsdp import gradient_sync
-from titanplans.parallel.mesh import Mesh
-from titanplans.parallel.muon import Muon
+from titanplans.parallel.mesh.degrees import Degrees, refuse_degrees
+from titanplans.parallel.mesh.mesh import Mesh
+from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.parallel.optimizers.carry_over import carry_over
+from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.parallelize import apply_steps, check_compatible, on_meta
-from titanplans.parallel.process_group import default_device_type
 from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.report import parallelism_report
-from titanplans.tensor_parallel import gradients
-from titanplans.tensor_parallel.loss import count_tokens, cross_entropy
+from titanplans.split import gradients
 from titanplans.torch_private import group_device_types
 
 F = TypeVar("F", bound=Callable[..., Any])

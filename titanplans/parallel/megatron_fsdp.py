@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.config import MegatronFSDPConfig
 from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.activation_checkpoint import is_recomputed
-from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.plan.decoder import find_decoder
 from titanplans.torch_private import compiled_call
 
 _INSTEAD = "take FSDP2Config"

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanplans.adapters.add import add_adapters, check_before_compile, freeze
+from titanplans.apply.apply import apply_plan
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
 from titanplans.config.compatibility.placement import Placement, check_placement
 from titanplans.config.options import Options, options_of
@@ -23,28 +25,26 @@ from titanplans.parallel.activation_checkpoint import (
     apply_activation_checkpointing,
     check_activation_checkpointing,
 )
-from titanplans.parallel.adapters.add import add_adapters, check_before_compile, freeze
-from titanplans.parallel.autocast import apply_autocast
 from titanplans.parallel.compile import apply_compile, compile_options, one_graph_a_block
 from titanplans.parallel.compile.async_tp import has_nccl
 from titanplans.parallel.ddp import apply_ddp, refuse_model
-from titanplans.parallel.degrees import refuse_degrees
-from titanplans.parallel.float8 import (
+from titanplans.parallel.fsdp import check_shard, shard
+from titanplans.parallel.mesh.degrees import refuse_degrees
+from titanplans.parallel.optimizers.roles import find_roles
+from titanplans.parallel.record import record_of
+from titanplans.plan.custom import PlanSource
+from titanplans.precision.autocast import apply_autocast
+from titanplans.precision.float8.all_gather import gather_in_float8
+from titanplans.precision.float8.conversion import (
     Conversion,
     check_calls,
     check_float8_options,
     convert_to_float8,
-    gather_in_float8,
     keep_plain_between_graphs,
     refuse_read_weights,
-    seek_scales_together,
 )
-from titanplans.parallel.fsdp import check_shard, shard
-from titanplans.parallel.record import record_of
-from titanplans.parallel.roles import find_roles
-from titanplans.tensor_parallel import apply_plan
-from titanplans.tensor_parallel.custom import PlanSource
-from titanplans.tensor_parallel.replaced import replacing
+from titanplans.precision.float8.scales import seek_scales_together
+from titanplans.split.parameters.replaced import replacing
 
 _log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from titanplans.parallel.adapters.add import Adapters
-from titanplans.parallel.float8 import Conversion
-from titanplans.parallel.roles import Roles
-from titanplans.tensor_parallel.apply import AppliedPlan
+from titanplans.adapters.add import Adapters
+from titanplans.apply.apply import AppliedPlan
+from titanplans.parallel.optimizers.roles import Roles
+from titanplans.precision.float8.conversion import Conversion
 
 _NAME = "_parallelized"
 

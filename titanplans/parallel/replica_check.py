@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.checksum import PRIME, checksum
+from titanplans.split.checksum import PRIME, checksum
 from titanplans.text import some
 
 

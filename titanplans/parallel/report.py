@@ -15,9 +15,9 @@ from titanplans.observe.compilation import is_compiled
 from titanplans.observe.places import fsdp_units
 from titanplans.observe.report import ParallelismReport
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
-from titanplans.parallel.float8 import float8_report
 from titanplans.parallel.record import Record, record_of
-from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.plan.decoder import find_decoder
+from titanplans.precision.float8.conversion import float8_report
 from titanplans.torch_private import ActivationWrapper
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -9,7 +9,7 @@ from itertools import chain, product
 
 import torch
 
-from titanplans.tensor_parallel.layout import Rows
+from titanplans.plan.layout import Rows
 
 Candidate = tuple[str, list[torch.Tensor]]
 """How the ranks' tensors were put together, and the whole ones that this gives, which should all be equal."""

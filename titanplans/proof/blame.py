@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from titanplans.errors import PlanError
+from titanplans.plan.plan import TPOptions
 from titanplans.proof.conditions import Scenario, simpler, words
 from titanplans.proof.report import CaseResult
-from titanplans.tensor_parallel.plan import TPOptions
 
 Prove = Callable[[TPOptions, Scenario], CaseResult]
 """Proves one case, and searches it for the place where it goes wrong."""

@@ -11,7 +11,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from titanplans.adapters.low_rank import draws
+from titanplans.apply.apply import AppliedPlan, apply_plan
 from titanplans.errors import PlanError, VerifyError
+from titanplans.plan.custom import PlanSource
+from titanplans.plan.plan import TPOptions
+from titanplans.plan.styles.base import Style
 from titanplans.proof.compare import Comparison
 from titanplans.proof.conditions import Scenario
 from titanplans.proof.localise import localise, may_be_partial
@@ -22,11 +27,6 @@ from titanplans.proof.reference import Reference
 from titanplans.proof.report import CaseResult, Check
 from titanplans.proof.training import FAILURES, Training, recompute
 from titanplans.proof.world import World, from_first
-from titanplans.tensor_parallel.apply import AppliedPlan, apply_plan
-from titanplans.tensor_parallel.custom import PlanSource
-from titanplans.tensor_parallel.low_rank import draws
-from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.tensor_parallel.styles import Style
 
 SPLITTING = "while it is split"
 

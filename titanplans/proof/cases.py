@@ -6,6 +6,11 @@ from functools import lru_cache
 
 from torch import nn
 
+from titanplans.adapters.low_rank import draws
+from titanplans.plan.converted import float8_linears
+from titanplans.plan.custom import PlanSource
+from titanplans.plan.decoder import find_decoder
+from titanplans.plan.plan import TPOptions
 from titanplans.proof.blame import Blame
 from titanplans.proof.case import prove_case
 from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
@@ -16,11 +21,6 @@ from titanplans.proof.sample import Sampler, longest_block
 from titanplans.proof.tolerance import DRAWS, MORE_DRAWS
 from titanplans.proof.training import Loss
 from titanplans.proof.world import World, Worlds
-from titanplans.tensor_parallel.custom import PlanSource
-from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.float8 import float8_linears
-from titanplans.tensor_parallel.low_rank import draws
-from titanplans.tensor_parallel.plan import TPOptions
 
 CONDITIONS = ("pairs", "each", "plain")
 

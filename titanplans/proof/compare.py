@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from titanplans.plan.plan import TPOptions
 from titanplans.proof.conditions import Scenario
 from titanplans.proof.record import module_name
 from titanplans.proof.reference import Point, Reference
@@ -13,7 +14,6 @@ from titanplans.proof.scale import SCALE, fit_of
 from titanplans.proof.tolerance import difference, largest
 from titanplans.proof.training import Key, Training
 from titanplans.proof.world import World, wholes
-from titanplans.tensor_parallel.plan import TPOptions
 
 
 @dataclass

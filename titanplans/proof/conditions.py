@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from titanplans.tensor_parallel.plan import TPOptions
+from titanplans.plan.plan import TPOptions
 
 T = TypeVar("T")
 

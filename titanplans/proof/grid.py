@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanplans.apply.apply import check_plan
 from titanplans.errors import PlanError, either
+from titanplans.plan.custom import PlanSource, resolve_plan
+from titanplans.plan.plan import TPOptions
 from titanplans.proof.cases import CONDITIONS, Proof, by_reference
 from titanplans.proof.conditions import Batch, Scenario
 from titanplans.proof.modes import exact_float8
@@ -21,9 +24,6 @@ from titanplans.proof.sample import Inputs, Sampler, randomise
 from titanplans.proof.tolerance import check_dtype
 from titanplans.proof.training import Loss
 from titanplans.proof.world import Worlds, group_degree
-from titanplans.tensor_parallel.apply import check_plan
-from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
-from titanplans.tensor_parallel.plan import TPOptions
 
 DEGREES = (2, 4, 8)
 BOTH = (True, False)

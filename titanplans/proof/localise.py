@@ -12,6 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from titanplans.plan.decoder import find_decoder
+from titanplans.plan.layout import Rows, rows_of
+from titanplans.plan.plan import TPOptions
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.projections import Packed
 from titanplans.proof.assemble import best_fit
 from titanplans.proof.record import gradient_key, module_name
 from titanplans.proof.reference import Reference
@@ -20,11 +25,6 @@ from titanplans.proof.report import CaseResult, Finding, Place, epsilons
 from titanplans.proof.tolerance import difference
 from titanplans.proof.training import Training
 from titanplans.proof.world import World, from_first, wholes
-from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.layout import Rows, rows_of
-from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.tensor_parallel.projections import Packed
-from titanplans.tensor_parallel.styles import Style
 
 _UNSUMMED = "each rank has its own share: not summed over the ranks"
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel import gradients
-from titanplans.tensor_parallel.float8 import float8_linears
+from titanplans.plan.converted import float8_linears
+from titanplans.split import gradients
 from titanplans.torch_private import (
     LocalTensor,
     cast_to_float8,

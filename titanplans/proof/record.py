@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.tensor_parallel.float8 import is_cast
-from titanplans.tensor_parallel.loss import StandIn
+from titanplans.loss import StandIn
+from titanplans.plan.converted import is_cast
 
 
 class Recorder:

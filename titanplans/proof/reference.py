@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.plan.checks.tied import tied_parameters
 from titanplans.proof import tolerance
 from titanplans.proof.conditions import Scenario
 from titanplans.proof.raised import does_not_run
@@ -16,7 +17,6 @@ from titanplans.proof.scale import SCALE, Fit, fit, units, watched
 from titanplans.proof.script import write_script
 from titanplans.proof.tolerance import Bound
 from titanplans.proof.training import FAILURES, Loss, Training, call, logits_of
-from titanplans.tensor_parallel.checks import tied_parameters
 
 Point = tuple[str, str, str]
 """The name of a point of the training (titanplans/proof/training.py), and a quantity there."""

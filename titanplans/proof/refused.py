@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from titanplans.errors import UserError
+from titanplans.loss import FusedLoss, NotFused, cross_entropy
 from titanplans.proof.conditions import Batch
 from titanplans.proof.raised import does_not_run, first_line, is_ours, raised_at
 from titanplans.proof.sample import Sampler, moved
 from titanplans.proof.script import one_more
 from titanplans.proof.training import FAILURES, call, evaluate, logits_of
-from titanplans.tensor_parallel.loss import FusedLoss, NotFused, cross_entropy
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """What code raises that does not take something. Anything else is a mistake, of the model's or of ours."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.tensor_parallel.decoder import Decoder, within
-from titanplans.tensor_parallel.plan import TPOptions
-from titanplans.tensor_parallel.replicated import Whole
-from titanplans.tensor_parallel.styles import own_styles
+from titanplans.plan.decoder import Decoder, within
+from titanplans.plan.plan import TPOptions
+from titanplans.plan.styles.base import own_styles
+from titanplans.plan.styles.replicated import Whole
 
 
 def summing_style(

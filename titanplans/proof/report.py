@@ -4,8 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titanplans.plan.plan import TPOptions
 from titanplans.proof.conditions import Scenario
-from titanplans.tensor_parallel.plan import TPOptions
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.loss import IGNORED
+from titanplans.plan.decoder import find_decoder, within
 from titanplans.proof.conditions import FROZEN, Batch
-from titanplans.tensor_parallel.decoder import find_decoder, within
-from titanplans.tensor_parallel.loss import IGNORED
 
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
 """Keyword arguments of a forward; a function of batch size, sequence length and seed that makes them; or None for

@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from titanplans.plan.decoder import find_decoder
 from titanplans.proof.assemble import candidates
 from titanplans.proof.record import Recorder, module_name
-from titanplans.tensor_parallel.decoder import find_decoder
 
 K = TypeVar("K")
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.plan.decoder import find_decoder
 
 DRAWS = 3
 """Perturbed runs of the whole model; the unit is the largest change in any of them."""

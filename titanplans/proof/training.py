@@ -18,15 +18,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from titanplans.adapters.low_rank import draws
+from titanplans.loss import IGNORED, FusedLoss, StandIn, added_loss, cross_entropy
+from titanplans.plan.decoder import Decoder
 from titanplans.proof.modes import Widen
 from titanplans.proof.record import Recorder
 from titanplans.proof.sample import Sample
 from titanplans.proof.scale import recorded
 from titanplans.proof.script import Script
-from titanplans.tensor_parallel.decoder import Decoder
-from titanplans.tensor_parallel.gradients import align_gradients, total_norm
-from titanplans.tensor_parallel.loss import IGNORED, FusedLoss, StandIn, added_loss, cross_entropy
-from titanplans.tensor_parallel.low_rank import draws
+from titanplans.split.gradients import align_gradients, total_norm
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What a model raises that does not run here, or is split wrongly: no driver, shapes that don't match, a parameter

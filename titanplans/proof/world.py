@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titanplans.adapters.low_rank import draws
 from titanplans.errors import PlanError, either
 from titanplans.proof import simulate, threads
-from titanplans.tensor_parallel.low_rank import draws
 
 T = TypeVar("T")
 

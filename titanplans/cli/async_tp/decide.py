@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from titanplans import modeling
+from titanplans.apply.apply import apply_plan
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.cli.verify.alike import kind
 from titanplans.cli.verify.prepare import Prepared, prepare
@@ -20,10 +21,9 @@ from titanplans.observe.async_tp.capture import Captured, capture, graph_breaks
 from titanplans.observe.async_tp.verdict import BEGINS, Verdict, verdicts
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
-from titanplans.parallel.float8 import keep_plain_between_graphs
+from titanplans.plan.decoder import Decoder, find_decoder
+from titanplans.precision.float8.conversion import keep_plain_between_graphs
 from titanplans.proof.simulate import fake_ranks
-from titanplans.tensor_parallel import apply_plan
-from titanplans.tensor_parallel.decoder import Decoder, find_decoder
 from titanplans.torch_private import dynamo_errors
 
 _TOKENS = 128

@@ -1,6 +1,6 @@
 """Let graphs end on a CPU where they end on a GPU: at the kernels that flash-linear-attention takes out of every graph.
 
-`titanplans.modeling.kernels` puts PyTorch functions in place of some of them, which a graph could hold.
+`titanplans.kernels` puts PyTorch functions in place of some of them, which a graph could hold.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from types import FunctionType
 
 import torch
 
-from titanplans.modeling.kernels.install import MARK
+from titanplans.kernels.install import MARK
 from titanplans.torch_private import is_disabled
 
 

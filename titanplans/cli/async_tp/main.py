@@ -6,7 +6,7 @@ from argparse import Namespace
 from contextlib import redirect_stdout
 
 from titanplans.errors import UserError
-from titanplans.training.logs import init_logging
+from titanplans.training.launch.logs import init_logging
 
 
 def main(request: Namespace) -> int:
@@ -17,7 +17,7 @@ def main(request: Namespace) -> int:
     """
     with redirect_stdout(sys.stderr):  # stdout is the result's
         init_logging(0)
-    from titanplans.modeling import kernels
+    from titanplans import kernels
 
     kernels.install("cpu")
     from titanplans.cli.async_tp.decide import decide

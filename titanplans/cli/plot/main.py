@@ -9,7 +9,7 @@ from pathlib import Path
 from titanplans.cli.plot.read import read
 from titanplans.disk import naming
 from titanplans.errors import UserError
-from titanplans.training.exit_status import refuse
+from titanplans.training.launch.exit_status import refuse
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from titanplans.cli.sweep.table import FIGURES, LOSS, TOKENS, VALIDATION_LOSS
 from titanplans.errors import ConfigError
 from titanplans.text import some
-from titanplans.training.jsonl import FILE_NAME, read_rows
+from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 
 TABLE = "table.csv"
 _PANELS = {

@@ -160,9 +160,9 @@ def refusal(cell: Cell) -> str | None:
     """Return why this machine would refuse the cell before it runs, or None. Imports the model libraries."""
     if cell.job is None:
         return cell.refusal
-    from titanplans.training.checks import check_job
-    from titanplans.training.device import prepare_device
-    from titanplans.training.launch import local_ranks
+    from titanplans.training.job.checks import check_job
+    from titanplans.training.launch.launcher import local_ranks
+    from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
     try:

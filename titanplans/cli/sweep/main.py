@@ -24,8 +24,8 @@ from titanplans.cli.sweep.spec import Spec, read_spec
 from titanplans.cli.sweep.table import read_figures, shown, write_tables
 from titanplans.config import ConfigError
 from titanplans.errors import UserError, as_line
-from titanplans.training.logs import init_logging
-from titanplans.training.signals import Stopped
+from titanplans.training.launch.logs import init_logging
+from titanplans.training.launch.signals import Stopped
 
 
 def main(argv: list[str]) -> int:

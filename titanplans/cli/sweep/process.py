@@ -16,13 +16,13 @@ from typing import Any
 
 from titanplans.cli.sweep.cells import Cell
 from titanplans.errors import UserError
-from titanplans.training.signals import Stopped, stop_on_signals
+from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 LOG = "log.txt"
 TRAIN = [sys.executable, "-m", "titanplans", "train"]
 """What a cell's arguments are appended to."""
 
-# A job ends within some 10 s of a signal (titanplans.training.launch, titanplans.training.signals); then it is killed.
+# A job ends within some 10 s of a signal (training/launch/); then it is killed.
 _SECONDS_TO_STOP = 20.0
 
 

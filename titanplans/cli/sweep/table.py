@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from titanplans.cli.sweep.cells import Cell, show_or_unset
 from titanplans.cli.sweep.spec import Spec
-from titanplans.training.jsonl import FILE_NAME, read_rows
+from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
 
 PARALLELISM = "parallelism.json"
 LOSS = "loss_metrics/global_avg_loss"

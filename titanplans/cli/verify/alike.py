@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanplans.apply.apply import check_plan
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError
+from titanplans.plan.decoder import find_decoder
 from titanplans.proof.grid import DEGREES, accepted_cases
-from titanplans.tensor_parallel.apply import check_plan
-from titanplans.tensor_parallel.decoder import find_decoder
 
 _PLACE = (
     "layer_idx",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titanplans.errors import VerifyError
-from titanplans.parallel.process_group import default_device_type
+from titanplans.parallel.mesh.process_group import default_device_type
 
 # A wrong plan may leave ranks waiting for one another: then it fails after this time, not after torch's half hour.
 _PATIENCE = timedelta(minutes=5)

@@ -5,13 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from titanplans.apply.apply import check_plan
 from titanplans.errors import VerifyError, nearest
-from titanplans.tensor_parallel import TPOptions, TPPlan, check_plan, find_decoder
-from titanplans.tensor_parallel.norms import GatheredInRegion, SplitNorm
-from titanplans.tensor_parallel.projections import KVColwise, Packed, RowwiseInRegion
-from titanplans.tensor_parallel.registry import faulty_plans, registered_mixers, registered_plans
-from titanplans.tensor_parallel.replicated import Whole
-from titanplans.tensor_parallel.styles import own_styles, split_key
+from titanplans.plan.decoder import find_decoder
+from titanplans.plan.plan import TPOptions, TPPlan
+from titanplans.plan.registry import faulty_plans, registered_mixers, registered_plans
+from titanplans.plan.styles.base import own_styles
+from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm
+from titanplans.plan.styles.projections import KVColwise, Packed, RowwiseInRegion
+from titanplans.plan.styles.replicated import Whole
 from titanplans.text import columns
 
 _WORDS: Mapping[str, tuple[type, ...]] = {
@@ -50,8 +52,10 @@ def listing(model_types: Sequence[str] = ()) -> str:
 
 def _of_debug_flavor(name: str) -> list[str]:
     """Return what the plan of a model type splits of its debug flavor, on meta: a line, or one for each class of mixer."""
-    from titanplans import modeling  # imports all model libraries, which names alone don't need
-    from titanplans.modeling import kernels
+    from titanplans import (
+        kernels,
+        modeling,  # imports all model libraries, which names alone don't need
+    )
 
     plans = registered_plans()
     if name not in plans:
@@ -85,10 +89,10 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
         kind = type(mixer).__name__
         if kind in found:
             continue
-        if split_key(styles, key) is None:
+        own = {k.removeprefix(f"{key}."): s for k, s in own_styles(styles).items() if k.startswith(f"{key}.")}
+        if not any(style.splits for style in own.values()):
             found[kind] = "nothing: whole on every rank" if isinstance(styles.get(key), Whole) else "nothing"
             continue
-        own = {k.removeprefix(f"{key}."): s for k, s in own_styles(styles).items() if k.startswith(f"{key}.")}
         words = [_quoted(plan(TPOptions(2)).plan_of(mixer).heads(mixer))]
         parts = {what: [k for k, s in own.items() if isinstance(s, kinds)] for what, kinds in _WORDS.items()}
         parts["numbers of its own"] = [k for k, s in own.items() if s.splits and k in mixer._parameters]

@@ -17,9 +17,9 @@ from contextlib import redirect_stdout
 
 from titanplans.cli.verify.arguments import parse
 from titanplans.errors import UserError
-from titanplans.training.exit_status import refuse
-from titanplans.training.logs import init_logging
-from titanplans.training.signals import Stopped, stop_on_signals
+from titanplans.training.launch.exit_status import refuse
+from titanplans.training.launch.logs import init_logging
+from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 
 def main(argv: list[str], *, alone: bool = False) -> int:
@@ -68,12 +68,12 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
     with started_ranks(request) as device:
         import torch
 
+        from titanplans import kernels
         from titanplans.cli.verify.proof import Outcome, prove
         from titanplans.cli.verify.screen import progress
         from titanplans.cli.verify.so_far import SoFar, news
         from titanplans.cli.verify.subject import every_model, find_subject
-        from titanplans.modeling import kernels
-        from titanplans.parallel.process_group import available_cores
+        from titanplans.parallel.mesh.process_group import available_cores
         from titanplans.proof.processes import Tell, side_by_side
 
         names = every_model() if request.all else [request.subject or ""]

@@ -17,11 +17,11 @@ from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import OptionError, VerifyError
 from titanplans.parallel import Float8, add_adapters, freeze
-from titanplans.parallel.float8 import check_calls, convert_to_float8
 from titanplans.parallel.memory import memory
+from titanplans.plan.decoder import find_decoder
+from titanplans.precision.float8.conversion import check_calls, convert_to_float8
 from titanplans.proof.conditions import Batch
 from titanplans.proof.sample import Sampler
-from titanplans.tensor_parallel.decoder import find_decoder
 from titanplans.user_code import as_user_error
 
 _TOKENS = 16

@@ -14,11 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from titanplans.apply.apply import apply_plan
 from titanplans.cli.verify.prepare import check_memory, prepare
 from titanplans.cli.verify.subject import Subject
-from titanplans.modeling.kernels import check_cpu
+from titanplans.kernels import check_cpu
 from titanplans.observe.communication import Communication, count_communication
-from titanplans.parallel.process_group import available_cores
+from titanplans.parallel.mesh.process_group import available_cores
+from titanplans.plan.custom import PlanSource, resolve_plan
+from titanplans.plan.decoder import find_decoder
+from titanplans.plan.plan import TPOptions, TPPlan
 from titanplans.proof import Report, verify
 from titanplans.proof.grid import DEGREES, accepted_cases
 from titanplans.proof.report import options_as_json
@@ -26,11 +30,7 @@ from titanplans.proof.sample import moved
 from titanplans.proof.simulate import fake_ranks
 from titanplans.proof.training import backward, call, logits_of
 from titanplans.proof.world import group_degree, is_small
-from titanplans.tensor_parallel import TPOptions, apply_plan
-from titanplans.tensor_parallel.custom import PlanSource, resolve_plan
-from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.plan import TPPlan
-from titanplans.training.device import no_trainer
+from titanplans.training.trainer.device import no_trainer
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) ->
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import set_spmd_backend
 
-    set_spmd_backend("partial_dtensor")  # as its Trainer does, by `titanplans.training.job`
+    set_spmd_backend("partial_dtensor")  # as its Trainer does, by `titanplans.training.job.torchtitan_config`
     return cross_entropy_loss(logits, labels) / tokens
 
 

@@ -19,8 +19,9 @@ from titanplans.config.options import options_of
 from titanplans.config.values import from_text, show
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
-from titanplans.tensor_parallel import TPPlan, registered_plans
-from titanplans.tensor_parallel.custom import PlanSource
+from titanplans.plan.custom import PlanSource
+from titanplans.plan.plan import TPPlan
+from titanplans.plan.registry import registered_plans
 from titanplans.user_code import import_module, meant_in
 
 _FORMS = "a job.toml, a config.json, or a plan as module:Class"
@@ -153,7 +154,7 @@ def _model(words: str, flavor: str | None, option: str) -> Subject:
 
 def _job(path: str, request: Namespace) -> Subject:
     from titanplans.config import load_job
-    from titanplans.training.resolve import hf_config, model_name
+    from titanplans.training.job.resolve import hf_config, model_name
 
     job = load_job([path])
     if request.flavor is not None:

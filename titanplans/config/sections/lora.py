@@ -1,4 +1,4 @@
-"""[lora]: low-rank adapters beside frozen weights. What it does is `titanplans.parallel.adapters`'."""
+"""[lora]: low-rank adapters beside frozen weights. What it does is `titanplans.adapters`'."""
 
 from typing import ClassVar, Literal
 

@@ -1,4 +1,4 @@
-"""[quantize.linear.float8]: Linear modules that multiply in float8. What it does is `titanplans.parallel.float8`'s."""
+"""[quantize.linear.float8]: Linear modules that multiply in float8. What it does is `titanplans.precision.float8`'s."""
 
 from typing import ClassVar, Literal
 

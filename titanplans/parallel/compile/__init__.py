@@ -11,13 +11,11 @@ from titanplans.parallel.compile.components import (
     compile_options,
     one_graph_a_block,
 )
-from titanplans.parallel.compile.fla_graphs import holds_fla
 
 __all__ = [
     "apply_compile",
     "compile_loss",
     "compile_optimizer",
     "compile_options",
-    "holds_fla",
     "one_graph_a_block",
 ]

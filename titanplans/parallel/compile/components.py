@@ -18,9 +18,9 @@ from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
 from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
-from titanplans.parallel.muon import Muon
-from titanplans.tensor_parallel.decoder import find_decoder
-from titanplans.tensor_parallel.stream import border_of_model
+from titanplans.parallel.optimizers.muon import Muon
+from titanplans.plan.decoder import find_decoder
+from titanplans.split.stream import border_of_model
 from titanplans.torch_private import (
     ActivationWrapper,
     backend_function,

@@ -15,12 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanplans.plan.decoder import holds_fla, of_fla
 from titanplans.torch_private import break_graphs_in_calls, is_disabled
-
-
-def holds_fla(module: nn.Module) -> bool:
-    """Whether `module` is, or holds, a module of flash-linear-attention or of a class derived from one."""
-    return any(_of_fla(type(inner)) for inner in module.modules())
 
 
 def calls_kernels(block: nn.Module) -> bool:
@@ -48,13 +44,9 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
     """
     for module in block.modules():
         cls = type(module)
-        if _of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
+        if of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
             module.__class__ = _out_of_graphs(cls)
     break_graphs_in_calls()
-
-
-def _of_fla(cls: type) -> bool:
-    return any(base.__module__.startswith("fla.") for base in cls.__mro__)
 
 
 @cache

@@ -10,7 +10,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.sharding import apply_units, check_mesh, check_unsharded, param_dtype
 from titanplans.parallel.fsdp.units import Unit, has_forward, has_parameters, refuse_ties
-from titanplans.tensor_parallel.decoder import find_decoder
+from titanplans.plan.decoder import find_decoder
 
 Condition = Callable[[str, nn.Module], bool]
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.units import Unit, flat, has_forward, refuse_ties
-from titanplans.tensor_parallel.decoder import join
-from titanplans.tensor_parallel.kept_dtypes import keeps_float32
+from titanplans.plan.decoder import join
+from titanplans.precision.kept_dtypes import keeps_float32
 
 Kind = Hashable | None
 """What the parameters of a unit have in common; None of a parameter that fits any unit."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.float8.scales import seek_scales
 from titanplans.parallel.fsdp.units import fsdp_module
+from titanplans.precision.float8.scales import seek_scales
 from titanplans.torch_private import (
     drop_waiting_gradients,
     forget_forwards,

@@ -30,8 +30,8 @@ from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module
 from titanplans.parallel.record import record_of
-from titanplans.tensor_parallel.partial_gradients import summed
-from titanplans.tensor_parallel.replaced import replacing
+from titanplans.split.parameters.replaced import replacing
+from titanplans.split.partial_gradients import summed
 from titanplans.torch_private import before_reducing, fsdp_group, reshard_to
 
 
@@ -42,7 +42,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]
     are summed over the mesh.
 
     Args:
-        model: a decoder (`titanplans.tensor_parallel.decoder`), before its first forward, on meta or not.
+        model: a decoder (`titanplans.plan.decoder`), before its first forward, on meta or not.
         mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
         config: the options, of which those of FSDP2, mixed precision and offload are read.
 

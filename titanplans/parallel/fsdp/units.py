@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanplans.errors import ParallelError
-from titanplans.tensor_parallel.decoder import find_decoder, join
+from titanplans.plan.decoder import find_decoder, join
 
 Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "root"]
 

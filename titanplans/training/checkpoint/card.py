@@ -32,7 +32,7 @@ class Card:
     """All that training goes on from, or the weights alone."""
 
     model: Mapping[str, Any]
-    """The model's config, but for what changes no weight (`titanplans.training.checks`)."""
+    """The model's config, but for what changes no weight (`titanplans.training.job.checks`)."""
 
     job: Mapping[str, Any]
     """The job's values by dotted key, as TOML has them."""

@@ -13,17 +13,16 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
-from titanplans import disk, modeling
+from titanplans import disk, kernels, modeling
 from titanplans.errors import ConfigError, NotSaved
-from titanplans.modeling import kernels
-from titanplans.modeling.weights.files import refuse_full
-from titanplans.modeling.weights.lazy import LazyTensor
-from titanplans.tensor_parallel.kept_dtypes import keeps_float32
+from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import model_card
 from titanplans.training.checkpoint.storage import Writer
 from titanplans.training.checkpoint.weights import alone, of_folder
+from titanplans.weights.files import refuse_full
+from titanplans.weights.lazy import LazyTensor
 
 
 def import_folder(

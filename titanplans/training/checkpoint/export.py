@@ -11,12 +11,18 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from titanplans import modeling
+from titanplans import kernels, modeling
+from titanplans.adapters.add import add_adapters
 from titanplans.config import LoRA
 from titanplans.errors import ConfigError
-from titanplans.modeling import kernels
 from titanplans.modeling.own import own_config
-from titanplans.modeling.weights.adapters import (
+from titanplans.plan.adapted import is_factor
+from titanplans.training.checkpoint.card import CARD, Card, base_of, read_card
+from titanplans.training.checkpoint.convert import size_of
+from titanplans.training.checkpoint.match import changes, model_card
+from titanplans.training.checkpoint.weights import Weights, beside, of_adapter, of_base, of_checkpoint
+from titanplans.training.data.vocabulary import default_tokenizer_path
+from titanplans.weights.adapters import (
     CONFIG,
     adapter_config,
     adapter_options,
@@ -25,16 +31,9 @@ from titanplans.modeling.weights.adapters import (
     trained_names,
     write_adapter,
 )
-from titanplans.modeling.weights.beside import written_beside
-from titanplans.modeling.weights.merged import merged, merges
-from titanplans.modeling.weights.save import lazily, write_folder
-from titanplans.parallel.adapters import add_adapters
-from titanplans.tensor_parallel.low_rank import is_factor
-from titanplans.training.checkpoint.card import CARD, Card, base_of, read_card
-from titanplans.training.checkpoint.convert import size_of
-from titanplans.training.checkpoint.match import changes, model_card
-from titanplans.training.checkpoint.weights import Weights, beside, of_adapter, of_base, of_checkpoint
-from titanplans.training.data.vocabulary import default_tokenizer_path
+from titanplans.weights.beside import written_beside
+from titanplans.weights.merged import merged, merges
+from titanplans.weights.save import lazily, write_folder
 
 
 def export(

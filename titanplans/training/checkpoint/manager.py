@@ -24,16 +24,16 @@ from torchtitan.tools.logging import logger
 from transformers import PretrainedConfig
 
 from titanplans import disk
+from titanplans.adapters.low_rank import adapted
 from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
-from titanplans.modeling.weights.adapters import load_adapter, trained_names
-from titanplans.modeling.weights.gather import of_all
-from titanplans.modeling.weights.load import load_weights
-from titanplans.tensor_parallel.kept_dtypes import keeps_float32
-from titanplans.tensor_parallel.low_rank import adapted
+from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder, published
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+from titanplans.weights.adapters import load_adapter, trained_names
+from titanplans.weights.gather import of_all
+from titanplans.weights.load import load_weights
 
 
 class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):

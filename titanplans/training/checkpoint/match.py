@@ -12,14 +12,15 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PretrainedConfig, PreTrainedModel
 
+from titanplans.adapters.low_rank import adapted
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.values import show
-from titanplans.modeling.weights.adapters import trained_names
-from titanplans.parallel.optimizers import Group
-from titanplans.tensor_parallel.low_rank import adapted, is_factor
+from titanplans.parallel.optimizers.build import Group
+from titanplans.plan.adapted import is_factor
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.storage import Reader
+from titanplans.weights.adapters import trained_names
 
 # What torchtitan saves beside the weights, whose names have no prefix.
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")

@@ -12,15 +12,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
+from titanplans.adapters.low_rank import adapted
 from titanplans.disk import sync
-from titanplans.modeling.weights.adapters import gathered_adapter, write_adapter
-from titanplans.modeling.weights.beside import on_first_rank
-from titanplans.modeling.weights.gather import stored
-from titanplans.modeling.weights.merged import handed_on, merged, merges
-from titanplans.modeling.weights.save import check_names, lazily, write_folder
-from titanplans.tensor_parallel.low_rank import adapted
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, base_of, file_checksum, write_card
+from titanplans.weights.adapters import gathered_adapter, write_adapter
+from titanplans.weights.beside import on_first_rank
+from titanplans.weights.gather import stored
+from titanplans.weights.merged import handed_on, merged, merges
+from titanplans.weights.save import check_names, lazily, write_folder
 
 ADAPTER = "adapter"
 """A folder in that of a step: from_pretrained, which finds adapters beside weights, would add them once more."""

@@ -20,15 +20,15 @@ from transformers import PreTrainedModel
 
 from titanplans import modeling
 from titanplans.errors import ConfigError
-from titanplans.modeling.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
-from titanplans.modeling.weights.folder import open_folder
-from titanplans.modeling.weights.lazy import LazyTensor
-from titanplans.modeling.weights.load import match_folder
-from titanplans.modeling.weights.merged import Merge, Read
-from titanplans.tensor_parallel.nf4 import CODES, SCALES, quantise
+from titanplans.precision.nf4 import CODES, SCALES, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty
 from titanplans.training.checkpoint.storage import Planner, Reader
+from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
+from titanplans.weights.folder import open_folder
+from titanplans.weights.lazy import LazyTensor
+from titanplans.weights.load import match_folder
+from titanplans.weights.merged import Merge, Read
 
 
 class Weights(NamedTuple):

@@ -6,7 +6,7 @@ What is exported here imports no torchtitan, so that a job can be checked before
 """
 
 from titanplans.errors import DataError
-from titanplans.training.data.chat import ChatFormat
+from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import check_checkpoint, check_dataset
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 

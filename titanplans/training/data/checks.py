@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from titanplans.errors import DataError
-from titanplans.training.data.chat import ChatFormat
-from titanplans.training.data.sources import open_source
+from titanplans.training.data.chat.chat import ChatFormat
+from titanplans.training.data.corpus.sources import open_source
 from titanplans.training.data.vocabulary import load_tokenizer
-from titanplans.training.reading import refusing
+from titanplans.training.job.reading import refusing
 
 PLACE = "place"
 """The one key of a loader's state."""
@@ -31,7 +31,7 @@ def check_dataset(
     """Refuse a data set that the loader could not use; of conversations return in words how many are read.
 
     Args:
-        dataset: this and the next three as for `titanplans.training.data.sources.open_source`.
+        dataset: this and the next three as for `titanplans.training.data.corpus.sources.open_source`.
         dataset_path: see there.
         split: see there.
         text_column: see there.

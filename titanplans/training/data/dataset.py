@@ -15,11 +15,11 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titanplans.errors import DataError
-from titanplans.training.data.chat import ChatFormat, Tokens
+from titanplans.training.data.chat.chat import ChatFormat, Tokens
+from titanplans.training.data.corpus.sources import Source
 from titanplans.training.data.packing import Window, pack, pack_conversations
-from titanplans.training.data.sources import Source
 from titanplans.training.data.streams import Cursor, Place, Share
-from titanplans.training.reading import refusing
+from titanplans.training.job.reading import refusing
 
 
 class Batch(NamedTuple):

@@ -23,13 +23,13 @@ from torchtitan.tools.logging import logger
 
 from titanplans.config.sections.model import Chat
 from titanplans.errors import DataError
-from titanplans.training.data.chat import ChatFormat
+from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import PLACE, check_identity
+from titanplans.training.data.corpus.sources import open_source
 from titanplans.training.data.dataset import Batch, PackedText
 from titanplans.training.data.fingerprint import Fingerprint, check_files
-from titanplans.training.data.sources import open_source
 from titanplans.training.data.streams import Place, Share, Streams, divide, merged
-from titanplans.training.orphans import end_with_parent
+from titanplans.training.launch.orphans import end_with_parent
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 _SPLIT_UP = "tokenizer, by its own tokens"

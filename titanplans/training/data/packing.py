@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from titanplans.tensor_parallel.loss import IGNORED
-from titanplans.training.data.chat import Tokens
+from titanplans.loss import IGNORED
+from titanplans.training.data.chat.chat import Tokens
 
 P = TypeVar("P")
 """The position of a document, of whatever kind the source uses."""

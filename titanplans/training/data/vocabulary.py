@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from titanplans.errors import DataError
-from titanplans.training.reading import refusing
+from titanplans.training.job.reading import refusing
 
 
 def default_tokenizer_path() -> str:

@@ -1,0 +1,270 @@
+"""LoRA and frozen parts: proved on plans, refused where they can't be right, and over real process groups."""
+
+import functools
+
+import equal
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+import zoo
+from plainly import verify
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from titanplans import PlanError, check_plan, kernels, modeling
+from titanplans.adapters import low_rank
+from titanplans.adapters.low_rank import adapted, draw_factor
+from titanplans.cli.verify.main import main
+from titanplans.errors import OptionError
+from titanplans.modeling.samples import build_real
+from titanplans.parallel import (
+    Float8,
+    FSDP2Config,
+    LoRA,
+    ParallelError,
+    add_adapters,
+    convert_to_float8,
+    freeze,
+    parallelize,
+)
+from titanplans.proof.sample import randomise
+
+SMALL = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=48, vocab_size=96)
+EVERY = ("all-linear", "lm_head")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpu_kernels():
+    kernels.install("cpu")
+
+
+def model_of(name, options=None, **fields):
+    model = build_real(zoo.config(name, **fields))
+    add_adapters(model, options or LoRA(rank=4))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "options"),
+    [
+        # Shared key/value heads, a sharded head, a tied embedding.
+        (
+            "qwen3",
+            dict(num_key_value_heads=2, num_hidden_layers=1),
+            LoRA(rank=4, alpha=8, target_modules=EVERY),
+        ),
+        ("phi3", {}, None),  # packed rows
+        ("gpt2", {}, None),  # weights that are [in, out], packed
+        ("gla", {}, None),  # a replicated Linear in a region, a fused MLP
+        ("qwen2_moe", {}, None),  # the gate of a shared expert
+        (
+            "mamba",
+            {},
+            LoRA(rank=3, modules_to_save=("backbone.norm_f", "conv1d")),
+        ),  # a sum inside of a region
+    ],
+)
+def test_adapters_are_proved_on_plans(name, fields, options):
+    """The base has no gradient: one on a rank would be unexpected."""
+    report = verify(functools.partial(model_of, name, options, **fields), degrees=[4], loss_parallel=True)
+    assert report.passed, report.table()
+
+
+def test_float8_bases_are_proved():
+    def make():
+        model = build_real(zoo.config("llama", num_hidden_layers=1, intermediate_size=64, vocab_size=128))
+        convert_to_float8(model, Float8(recipe_name="tensorwise", emulate=True, filter_fqns=("lm_head",)))
+        add_adapters(model, LoRA(rank=4, target_modules=("q_proj", "down_proj")))
+        return model
+
+    report = verify(make, degrees=[2])
+    assert report.passed, report.table()
+
+
+def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
+    def unsummed(module, layouts):
+        found = low_rank.with_factors(module, layouts)
+        return (
+            found | {"lora_A": found["lora_A"]._replace(gradient=Replicate())} if "lora_A" in found else found
+        )
+
+    monkeypatch.setattr("titanplans.split.tensors.styles.with_factors", unsummed)
+    build = functools.partial(
+        model_of, "qwen3", LoRA(rank=4, target_modules=("up_proj",)), num_hidden_layers=1
+    )
+    report = verify(build, degrees=[2], loss_parallel=True, sequence_parallel=True)
+    assert not report.passed
+    assert "mlp.up_proj.lora_A" in report.table()
+    assert "not summed over the ranks" in report.table()
+
+
+def test_initial_values_are_those_of_peft_and_of_no_layout():
+    model = model_of("qwen3")
+    module = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert not module.lora_B.any()
+    bound = module.in_features**-0.5
+    assert 0.8 * bound < module.lora_A.abs().max() <= bound
+    name = "model.layers.0.self_attn.q_proj.lora_A"
+    assert torch.equal(module.lora_A, draw_factor(name, module.lora_A.shape, 0).double())
+    meta = modeling.build(zoo.config("qwen3"))
+    add_adapters(meta, LoRA(rank=4))
+    meta.to_empty(device="cpu")
+    modeling.initialize(meta, seed=0)
+    assert torch.equal(meta.get_parameter(name), module.lora_A.float())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(target_modules=("wq",)), "'wq' matches no Linear module; there are q_proj, k_proj"),
+        (
+            dict(target_modules=("mlp",)),
+            r'model.layers.0.mlp is a Qwen3MLP, .*it holds such: "model.layers.0.mlp.\*"',
+        ),
+        (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and adapters are of Linear modules"),
+        (dict(exclude_modules=("x",)), "lora.exclude_modules = .*'x' matches no Linear module"),
+        (dict(target_modules=("q_proj",), exclude_modules=("q_proj",)), "no module is left for an adapter"),
+        (dict(modules_to_save=("self_attn",)), "self_attn.q_proj gets an adapter already"),
+        (dict(modules_to_save=("wte",)), "'wte' matches no module with parameters"),
+    ],
+)
+def test_names_that_stand_for_nothing_are_refused(options, said):
+    model = modeling.build(zoo.config("qwen3"))
+    with pytest.raises(OptionError, match=said):
+        add_adapters(model, LoRA(rank=4, **options))
+    assert not adapted(model)
+    assert all(param.requires_grad for param in model.parameters())
+
+
+def test_what_takes_no_adapter_is_refused():
+    with pytest.raises(
+        OptionError, match=r"gate_up_proj .* is a parameter of MixtralExperts, and adapters are of Linear"
+    ):
+        add_adapters(modeling.build(zoo.config("mixtral")), LoRA(rank=4, target_modules=("gate_up_proj",)))
+    model = model_of("hgrn2")
+    with pytest.raises(ParallelError, match=r"o_proj has an adapter, and its parent .* reads its weight"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(ParallelError, match="adapters already"):
+        add_adapters(model, LoRA(rank=4))
+
+
+@pytest.mark.parametrize("values", [dict(alpha=4.0), dict(dropout=0.1), dict(target_modules=["q_proj"])])
+def test_options_without_a_rank_are_refused(values):
+    with pytest.raises(OptionError, match=r"does nothing without lora\.rank"):
+        LoRA(**values)
+
+
+def test_dropout_that_can_not_be_the_whole_models_is_refused():
+    model = model_of("gla", LoRA(rank=4, dropout=0.1))
+    with pytest.raises(PlanError, match=r"gk_proj.0.*has a dropout.*lora.exclude_modules"):
+        check_plan(model, 2)
+    check_plan(model_of("gla", LoRA(rank=4, dropout=0.1, exclude_modules=("gk_proj.0",))), 2)
+
+
+def test_frozen_parts_by_name_and_by_pattern():
+    model = modeling.build(zoo.config("llama"))
+    freeze(model, ("embed_tokens", "model.layers.0.*", "q_proj.weight"))
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert trained
+    assert not any("embed" in n or "layers.0" in n or "q_proj.weight" in n for n in trained)
+    with pytest.raises(ParallelError, match="'wte' matches no module and no parameter"):
+        freeze(model, ("wte",))
+    with pytest.raises(ParallelError, match="nothing is left to train"):
+        freeze(model, ("model", "lm_head"))
+
+
+def test_verify_takes_adapters_on_the_command_line(capsys):
+    words = [
+        "verify",
+        "llama",
+        "--tp=2",
+        "--quick",
+        "--loss-parallel",
+        "--sequence-parallel",
+        "--vocab-size=64",
+    ]
+    assert (
+        main([*words, "--lora=rank=2", "--lora=target_modules=q_proj,down_proj", "--lora=dropout=0.5"]) == 0
+    )
+    assert (
+        "4 Linear modules have adapters of rank 2, whole and split, with the same draws of lora.dropout = 0.5"
+        in capsys.readouterr().out
+    )
+    for wrong, said in {
+        "rank": "--lora rank: write KEY=VALUE",
+        "rank=0": "--lora rank 0: expected an integer, from 1 to 2^31 - 1",
+        "alpha=2": "does nothing without lora.rank",
+    }.items():
+        assert main([*words, f"--lora={wrong}"]) == 2
+        assert said in capsys.readouterr().err
+
+
+# Over real process groups, beside one process.
+
+
+def build(kind: str) -> nn.Module:
+    fields = dict(num_key_value_heads=2, intermediate_size=45, num_hidden_layers=2 if kind == "frozen" else 1)
+    model = zoo.build("qwen3", dtype=torch.float32, **fields)
+    if kind == "frozen":
+        freeze(model, ("embed_tokens", "model.layers.0.*", "q_proj"))
+        return model
+    dropout = 0.2 if "dropout" in kind else 0.0
+    add_adapters(model, LoRA(rank=3, dropout=dropout, modules_to_save=("model.norm",)))
+    randomise(model, 0)  # initially a lora_B of zeros hides the gradient of its lora_A
+    torch.manual_seed(1)  # of the dropout
+    return model
+
+
+def split(model: nn.Module, tp: int, **options) -> equal.Parallel:
+    from torchtitan.distributed import ParallelDims
+
+    torch.manual_seed(1)
+    precision = {"mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
+    config = FSDP2Config(disable_loss_parallel=True, **precision, **options)
+    dims = ParallelDims(1, -1, 1, tp, 1, 1, dist.get_world_size(), "partial_dtensor")
+    parallelize(model, parallel_dims=dims, config=config)
+    batch = dims.get_optional_mesh("batch")
+    return equal.Parallel(model, batch and batch.get_group())
+
+
+CASES = {
+    ("lora", 2): {},
+    ("lora", 2, "recomputed"): {"activation_checkpoint": {"mode": "full"}},
+    ("lora", 2, "compiled"): {"compile": {"enable": True, "backend": "aot_eager"}},
+    ("lora dropout", 4): {},
+    ("lora dropout", 4, "recomputed"): {
+        "activation_checkpoint": {"mode": "full"},
+        "enable_sequence_parallel": False,
+    },
+    ("frozen", 2, "always"): {"fsdp_reshard_after_forward": "always"},
+}
+
+
+def test_a_step_is_that_of_one_process():
+    cases = {
+        name: equal.Case(
+            functools.partial(build, name[0]), functools.partial(split, tp=name[1], **options), vocabulary=96
+        )
+        for name, options in CASES.items()
+    }
+    assert not equal.equals_one_process(cases, ranks=4)
+
+
+def _seeds(rank: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanplans import apply_plan
+
+    model = build("lora dropout")
+    apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    torch.manual_seed(rank)
+    try:
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_drop_other_numbers_are_refused():
+    assert "tensor-parallel rank 1 would draw other numbers" in worlds.run(_seeds, 2)

@@ -1,0 +1,93 @@
+"""The loss's Triton kernels, run by Triton's interpreter, against torch's operators.
+
+The interpreter needs a process of its own: `TRITON_INTERPRET` is read when triton is imported. On a GPU `make gpu` runs the
+fused loss by the kernels themselves.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from titanplans.loss.shares import IGNORED, Objective, entropy_and_gradient, read_by_operators
+
+OBJECTIVES = {
+    "plain": Objective(),
+    "smoothed": Objective(label_smoothing=0.1),
+    "z-loss": Objective(z_loss=1e-2),
+    "both": Objective(0.1, 1e-2),
+}
+# Rounding of sums in another order; in bfloat16 a gradient is rounded by up to 2^-9 of itself.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}
+
+
+def case(dtype: torch.dtype, width: int = 4099) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits in two programs' columns, in rows that are no multiple of anything, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(5, width + 2, generator=generator, dtype=torch.float64) * 8).to(dtype)[:, :width]
+    logits[1, : width // 2] = -torch.inf  # masked, the whole first program of them
+    return logits, torch.tensor([0, width - 1, IGNORED, width // 3, 4096])
+
+
+def main() -> None:
+    from titanplans.loss import kernels
+
+    for dtype, tolerance in TOLERANCE.items():
+        for name, objective in OBJECTIVES.items():
+            found = []
+            for read in (kernels.read, read_by_operators):
+                logits, labels = case(dtype)
+                if objective.label_smoothing:
+                    logits = logits.clamp_min(
+                        -30
+                    )  # the loss of an infinite logit is infinite, and its gradient too
+                found.append(entropy_and_gradient(logits.clone(), labels, None, objective, True, read))
+            (loss, gradient), (expected, of_operators) = found
+            assert gradient.dtype == dtype
+            assert loss.dtype == expected.dtype
+            assert torch.allclose(loss, expected, rtol=tolerance), (dtype, name, loss, expected)
+            close = torch.allclose(gradient, of_operators, rtol=tolerance, atol=tolerance)
+            assert close, (dtype, name, (gradient - of_operators).abs().max())
+            assert gradient[0].abs().max() > 0.01
+            assert not gradient[2].any()
+    # A share: labels that are another rank's, and no columns at all.
+    for width in (7, 0):
+        logits, index, mine = torch.randn(2, width), torch.tensor([3, 0]), torch.tensor([width > 0, False])
+        for one, other in zip(
+            kernels.read(logits.clone(), mine, index, True)[0],
+            read_by_operators(logits.clone(), mine, index, True)[0],
+            strict=True,
+        ):
+            assert torch.allclose(one, other), (width, one, other)
+
+
+def test_kernels_compute_what_operators_do():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(("logits", "wide"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
+def test_kernels_compile_for_a_gpu(logits, wide):
+    """Triton brings the assembler, and asks for no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from titanplans.loss import kernels
+
+    constants = {"COLUMNS": kernels.COLUMNS, "SUM": True}
+    integers = dict.fromkeys(("width", "stride"), "i32")
+    for kernel in (kernels._statistics, kernels._gradient):
+        types = {"logits": f"*{logits}", "at": "*i64"} | integers | dict.fromkeys(constants, "constexpr")
+        signature = {name: types.get(name, f"*{wide}") for name in kernel.arg_names}
+        given = {name: value for name, value in constants.items() if name in signature}
+        source = ASTSource(kernel, signature=signature, constexprs=given)
+        assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["cubin"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Async tensor parallelism without a GPU: what is refused, what is recorded of compiled graphs, what the check says.
+
+That anything is really fused is decided on graphs here (tests/cli/test_async_tp_command.py) and was never run.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+from titanplans import kernels, modeling
+from titanplans.observe.graphs import install_record, recording_graphs
+from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelError
+from titanplans.parallel.compile import async_tp
+from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
+from titanplans.proof.simulate import fake_ranks
+from titanplans.split.stream import Border, Stream
+from titanplans.torch_private import LAST_PASSES, own_passes
+
+RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
+WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes
+
+
+def region(border, x, up, down):
+    """An MLP of nothing but its products, between the borders of its region."""
+    return border.leave((border.enter(x) @ up) @ down)
+
+
+@pytest.fixture
+def mesh():
+    with fake_ranks(RANKS):
+        yield Mesh(Degrees(tp=RANKS), "cpu")
+
+
+@pytest.fixture
+def border(mesh):
+    with fresh_cache():
+        # The sequence comes first: gathered along another dimension, shards are put together by a kernel of C++.
+        stream = Stream(sequence_parallel=True, sequence_dim=0)
+        stream.length = TOKENS
+        yield Border(mesh.get_mesh("tp"), stream)
+        torch._dynamo.reset()
+        inductor.post_grad_custom_pre_pass = inductor.post_grad_custom_post_pass = None
+
+
+def run(border):
+    """Compile the region by inductor, and run it forward and backward."""
+    torch._dynamo.reset()
+    x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
+    up, down = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))
+    torch.compile(region, fullgraph=True)(border, x, up, down).sum().backward()
+
+
+def test_options_that_wait_for_nothing_are_refused():
+    with pytest.raises(ParallelError, match='async_tensor_parallel_unfused = "warn": it does nothing'):
+        FSDP2Config(async_tensor_parallel_unfused="warn")
+    with pytest.raises(ParallelError, match="needs enable_sequence_parallel = true"):
+        FSDP2Config(
+            compile={"enable": True}, enable_async_tensor_parallel=True, enable_sequence_parallel=False
+        )
+
+
+def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border, mesh, caplog):
+    """By a record that lasts and by one that does not, beside a hook of the user's own; and none of them is fused."""
+    own = Own()
+    inductor.post_grad_custom_post_pass = own
+    with pytest.raises(ParallelError, match="inductor's graphs are not recorded"):
+        async_tp.check_fused(mesh)
+    installed = install_record()
+    assert install_record() is installed
+    with recording_graphs() as record:
+        run(border)
+    assert own_passes(LAST_PASSES) == (own, installed)
+    assert own.calls == len(record.graphs)
+    assert record.graphs == installed.graphs
+    assert [(g.backward, [c.operation for c in g.collectives]) for g in record.graphs] == [
+        (False, ["all_gather", "reduce_scatter"]),
+        (True, ["all_gather", "reduce_scatter"]),
+    ]
+    assert len({g.compile_id for g in record.graphs}) == 1
+    found = record.collectives(tuple(range(RANKS)))
+    assert len(found) == 4
+    assert all(c.received == WHOLE // RANKS and not c.fused for c in found)
+    assert record.collectives((5, 7)) == []
+    with pytest.raises(ParallelError, match="none of 4 gathers and scatters in 2 compiled graphs was fused"):
+        async_tp.check_fused(mesh)
+    with caplog.at_level(logging.WARNING):
+        assert async_tp.check_fused(mesh, "warn") == (0, 0, 4)
+    assert "titanplans async-tp says what is in the way" in caplog.text
+    with recording_graphs() as record:
+        run(border)  # the same again, after dynamo has forgotten it
+    assert len(record.graphs) == 2, "no graph came unseen out of a compile cache"
+
+
+def gated(border, x, gate, up, down):
+    """An MLP of two products that read the same gathered sequence: the gradient of that is a sum."""
+    whole = border.enter(x)
+    return border.leave(((whole @ gate) * (whole @ up)) @ down)
+
+
+def test_inductor_keeps_products_between_a_scatter_and_its_wait(border):
+    """In the code that inductor writes; without the passes, the wait follows at once."""
+    between = []
+    for install in (lambda: None, async_tp.install_passes):
+        torch._dynamo.reset()
+        install()
+        x = torch.randn(TOKENS // RANKS, BATCH, WIDTH, requires_grad=True)
+        weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(3)]
+        compiled = torch.compile(gated, fullgraph=True)
+        with recording_graphs() as record:
+            _, (_, backward) = run_and_get_code(lambda: compiled(border, x, *weights).sum().backward())  # noqa: B023
+        body = backward[backward.rindex("def call(") :]
+        start = body.index("reduce_scatter_tensor.default(")
+        between.append(body[start : body.index("wait_tensor.default(", start)].count("mm("))
+        kinds = {(c.operation, c.phase): c.overlapped for c in record.collectives()}
+        assert kinds["reduce_scatter", "backward"] == bool(between[-1])
+    assert between == [0, 2]
+
+
+def test_a_loop_of_ones_own_is_checked_where_its_second_step_begins(border, mesh):
+    model = torch.nn.Linear(2, 2)
+    async_tp.check_at_second_forward(model, mesh)
+    install_record()
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        model(x)
+    model(x)
+    with pytest.raises(ParallelError, match="no gather and no scatter in 0 compiled graphs"):
+        model(x)
+    model(x)  # told once
+
+
+class Own(CustomGraphPass):
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, graph):
+        self.calls += 1
+
+    def uuid(self):
+        return "own"
+
+
+def test_a_record_that_was_replaced_is_an_error(border):
+    with pytest.raises(ParallelError, match="was replaced while graphs were recorded"), recording_graphs():
+        inductor.post_grad_custom_post_pass = Own()
+
+
+def test_prepared_blocks_of_fla_compute_the_same():
+    kernels.install("cpu")
+    config = modeling.load_config("gla", "debug", num_hidden_layers=1, hidden_size=64, vocab_size=64)
+    whole = modeling.build_real(config)
+    prepared = copy.deepcopy(whole)
+    with torch._dynamo.config.patch(nested_graph_breaks=False):
+        async_tp.prepare(prepared)
+        (block,) = prepared.model.layers
+        assert block.mlp.fuse_swiglu is False
+        end_graphs_at_kernels(block)
+        block.compile(backend="aot_eager")
+        inputs = modeling.sample_inputs(config, batch_size=2, seq_len=80, seed=0)
+        results = []
+        for model in (whole, prepared):
+            logits = model(**inputs).logits
+            logits.square().mean().backward()
+            results.append((logits, *(p.grad for p in model.parameters())))
+    torch._dynamo.reset()
+    # float64: another order of the same sums.
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,115 @@
+"""Degrees: what is inferred, what is refused, and that the arithmetic in a refusal is right."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanplans.errors import ParallelError
+from titanplans.parallel.mesh.degrees import Degrees, refuse_degrees
+
+NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+degree = st.integers(1, 8)
+
+
+@given(st.lists(degree, min_size=5, max_size=5), st.sampled_from(NAMES))
+def test_one_degree_is_what_the_others_leave(sizes, free):
+    whole = dict(zip(NAMES, sizes, strict=True))
+    world = math.prod(sizes)
+    assert Degrees(**whole | {free: -1}).resolve(world) == Degrees(**whole)
+    assert Degrees(**whole).resolve(world) == Degrees(**whole)
+
+
+@given(st.lists(degree, min_size=5, max_size=5), st.integers(1, 200))
+def test_what_the_remedy_says_works(sizes, world):
+    degrees = Degrees(**dict(zip(NAMES, sizes, strict=True)))
+    if math.prod(sizes) == world:
+        return
+    with pytest.raises(ParallelError) as error:
+        degrees.resolve(world)
+    message = str(error.value)
+    assert "\n" not in message
+    for name, size in re.findall(r"set (\w+) to (\d+)", message):
+        Degrees(**vars(degrees) | {name: int(size)}).resolve(world)
+    (processes,) = re.findall(r"start (\d+) process", message)
+    degrees.resolve(int(processes))
+
+
+@given(st.integers(2, 64), st.integers(1, 200))
+def test_what_can_not_be_inferred_says_how_many_processes_would_do(tp, world):
+    if world % tp == 0:
+        return
+    with pytest.raises(ParallelError, match=f"tp {tp} x pp 1 = {tp}") as error:
+        Degrees(tp=tp).resolve(world)
+    numbers = re.findall(r"start (\d+)(?: or (\d+))?", str(error.value))[0]
+    for number in filter(None, numbers):
+        Degrees(tp=tp).resolve(int(number))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
+def test_what_is_no_degree(name, value):
+    with pytest.raises(ParallelError, match=rf"^{name} = {re.escape(repr(value))}: a degree is"):
+        Degrees(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0])
+def test_the_degree_of_experts_is_no_axis_and_is_not_inferred(value):
+    assert "ep" not in Degrees(ep=2).as_sizes()
+    with pytest.raises(ParallelError, match=rf"^ep = {value}: a degree is"):
+        Degrees(ep=value)
+
+
+def test_only_one_is_inferred():
+    with pytest.raises(ParallelError, match=r"dp_shard and tp are -1, .*: set tp to a number"):
+        Degrees(tp=-1)
+
+
+def test_the_arithmetic_is_in_the_message():
+    with pytest.raises(ParallelError) as error:
+        Degrees(dp_replicate=1, dp_shard=2, tp=2).resolve(8)
+    assert str(error.value) == (
+        "dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 x pp 1 = 4, but there are 8 processes: "
+        "set dp_shard to 4, or set tp to 4, or start 4 processes"
+    )
+
+
+def test_the_outermost_axis_comes_first():
+    sizes = Degrees(dp_replicate=2, dp_shard=3, cp=4, tp=5, pp=6).as_sizes()
+    assert list(sizes.items()) == [("pp", 6), ("dp_replicate", 2), ("dp_shard", 3), ("cp", 4), ("tp", 5)]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (Degrees(cp=2), "context_parallel_degree = 2"),
+        (Degrees(pp=4), "pipeline_parallel_degree = 4"),
+        (SimpleNamespace(cp=1, pp=1, ep=8), "expert_parallel_degree = 8"),
+        (Degrees(ep=2).resolve(4), "expert_parallel_degree = 2"),
+    ],
+)
+def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):
+    for ddp in (False, True):
+        with pytest.raises(ParallelError, match=words):
+            refuse_degrees(degrees, ddp=ddp)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (Degrees(dp_replicate=2, dp_shard=1, tp=2), "ddp with tp = 2"),
+        (Degrees(dp_shard=4), "set dp_shard to 1 and dp_replicate to 4"),
+    ],
+)
+def test_degrees_that_split_the_model_are_refused_by_ddp(degrees, words):
+    refuse_degrees(degrees)
+    with pytest.raises(ParallelError, match=words):
+        refuse_degrees(degrees, ddp=True)
+
+
+def test_what_there_is_is_not_refused():
+    refuse_degrees(Degrees(dp_replicate=2, tp=8))
+    refuse_degrees(Degrees(dp_replicate=4, dp_shard=1), ddp=True)

@@ -1,0 +1,337 @@
+"""Each word of the plan language proves right at two degrees, and says what to write where it is misused."""
+
+from functools import partial
+
+import pytest
+import torch
+from language import (
+    QKV,
+    Bounded,
+    BoundedPlan,
+    Experts,
+    ExpertsPlan,
+    Fused,
+    FusedPlan,
+    GateUp,
+    GateUpPlan,
+    Halves,
+    HalvesPlan,
+    Packed,
+    PackedPlan,
+    PartsPlan,
+    QKVPlan,
+    Retained,
+    RetainedPlan,
+    Retention,
+    RetentionPlan,
+    Selective,
+    SelectiveByHand,
+    SelectiveByHandPlan,
+    SelectivePlan,
+    StateSpace,
+    StateSpacePlan,
+    TwoMixersPlan,
+    Unsized,
+    WholePlan,
+    balanced,
+    norm_linear,
+    with_mixer,
+    with_mlp,
+    with_two_mixers,
+)
+from plainly import verify
+from tiny import Tiny, TinyPlan
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from titanplans import PlanError, TPOptions, TPPlan, apply_plan, check_plan
+from titanplans.plan.custom import DictPlan
+from titanplans.proof.simulate import each_rank, ranks
+from titanplans.split.local_code import Place
+
+
+class BiasBeforeSum(TinyPlan):
+    """The sum is at the region's exit; each rank adds its part of the projection's bias."""
+
+    def attn_plan(self, attn):
+        return super().attn_plan(attn) | self.attn_region() | {"o_proj": self.rowwise(reduce_output=False)}
+
+
+RIGHT = {
+    "bias before the sum": (Tiny, BiasBeforeSum),
+    "packed state space": (lambda: with_mixer(StateSpace), StateSpacePlan),
+    "norms over groups of the width": (lambda: with_mixer(partial(StateSpace, norms=2)), StateSpacePlan),
+    "norm and projection in one kernel": (lambda: with_mixer(Fused), FusedPlan),
+    "an argument for the mixer": (lambda: with_mixer(Fused), PartsPlan),
+    "packed transposed": (lambda: with_mixer(Packed), PackedPlan),
+    "sum in the region": (lambda: with_mixer(Selective), SelectivePlan),
+    "sum of a product by hand": (lambda: with_mixer(SelectiveByHand), SelectiveByHandPlan),
+    "two mixers a block": (with_two_mixers, TwoMixersPlan),
+    "function of a head's number": (lambda: with_mixer(Retention), RetentionPlan),
+    "a function that a function calls": (lambda: with_mixer(Retained), RetainedPlan),
+    "keys for several blocks": (Halves, HalvesPlan),
+    "whole mixer": (Tiny, WholePlan),
+    "experts": (lambda: with_mlp(Experts), ExpertsPlan),
+    "balance of experts": (balanced, ExpertsPlan),
+    "what the model holds": (Bounded, BoundedPlan),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_it_is_right(name):
+    model, plan = RIGHT[name]
+    # The model's own sum with the logits takes no shards of them.
+    loss = False if name == "balance of experts" else None
+    report = verify(model, plan, degrees=[2, 4], loss_parallel=loss)
+    assert report.passed, str(report.table())
+    assert len(report.cases) == (8 if loss is None else 4)
+    gradients = (check for case in report.cases for check in case.checks if check.what == "gradients")
+    assert max(check.error for check in gradients) < 10  # of some hundred that the bound allows
+
+
+def changed(plan, attn=None, mlp=None, model=None, **methods):
+    """Return `plan` with keys of its parts replaced; None leaves a key out."""
+
+    def merged(plan, edits):
+        return {key: style for key, style in (plan | edits).items() if style is not None}
+
+    class Changed(plan):
+        def attn_plan(self, module):
+            return merged(super().attn_plan(module), attn(self) if attn else {})
+
+        def mlp_plan(self, module):
+            return merged(super().mlp_plan(module), mlp(self) if mlp else {})
+
+        def model_plan(self, module):
+            return merged(super().model_plan(module), model(self) if model else {})
+
+    for name, method in methods.items():
+        setattr(Changed, name, method)
+    return Changed
+
+
+def renamed(model, name):
+    """`model`, whose blocks call their mixers `name`; it is never run."""
+    for block in model.layers:
+        block.add_module(name, block._modules.pop("attn"))
+    return model
+
+
+MISUSED = {
+    "a parameter without a key": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"A_log": None}),
+        2,
+        "parameter 'layers.*.attn.A_log' (4,) of StateSpace (that of 'layers.*.attn' says what the module does, not what it "
+        "holds) is covered by no key of Changed: add 'layers.*.attn.A_log' with a style. In a region that is colwise() for "
+        "what is split by heads",
+    ),
+    "a key that names nothing": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"A": plan.colwise()}),
+        2,
+        "no parameter: layers.0.attn (StateSpace) holds in_proj, conv1d, norm, out_proj, A_log, D, dt_bias",
+    ),
+    "a region that nothing leaves": (
+        Halves,
+        changed(HalvesPlan, model=lambda plan: {"keys": plan.attn_input()[""]}),
+        2,
+        "shared_region() if regions read its output",
+    ),
+    "a function that nobody calls": (
+        lambda: with_mixer(Retained),
+        changed(RetainedPlan, local_functions=lambda plan, attn: {"retained.decay": None}),
+        2,
+        "its plan's local_functions name 'retained.decay', but no method of Retained calls a function of this name",
+    ),
+    "a region for a parameter": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"D": plan.attn_region()[""]}),
+        2,
+        "'layers.0.attn.D' (Region on StateSpace): it works on a module's input and output: give it to the module",
+    ),
+    "a sum for a parameter": (
+        lambda: with_mlp(Experts),
+        changed(ExpertsPlan, mlp=lambda plan: {"down_proj": plan.rowwise(dim=2)}),
+        2,
+        "a parameter sums nothing: rowwise(reduce_output=False)",
+    ),
+    "a sum inside for numbers": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"D": plan.rowwise_in_region()}),
+        2,
+        "it is no weight [outputs, inputs]: replicated_in_region()",
+    ),
+    "a packed projection split as one": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
+        2,
+        "its 48 rows look like queries, keys and values packed into one projection, 16 + 16 + 16, which even shards would "
+        "cut anywhere: write self.packed(16, 16, 16), or colwise(interleaved=True)",
+    ),
+    "a packed projection of a mixer without head_dim": (
+        lambda: with_mixer(Unsized),
+        changed(QKVPlan, lambda plan: {"qkv_proj": plan.colwise()}),
+        2,
+        "its 48 rows look like queries, keys and values packed into one projection, 16 + 16 + 16",
+    ),
+    "an MLP under other names": (
+        lambda: with_mlp(GateUp),
+        changed(TinyPlan, mlp=lambda plan: {"up_proj": plan.colwise()}),
+        2,
+        "(GateUp) holds gate_up_proj, down_proj: set mlp_in and mlp_out in Changed to its projections, or override mlp_plan",
+    ),
+    "gate and up split as one": (
+        lambda: with_mlp(GateUp),
+        changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise()}),
+        2,
+        "its 48 rows look like gate and up packed into one projection, 24 + 24",
+    ),
+    "sections that don't add up": (
+        lambda: with_mlp(GateUp),
+        changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.packed(24, 12)}),
+        2,
+        "its sections (24, 12) add up to 36, but dimension 0 of weight is 48: give packed() the rows of each section",
+    ),
+    "a section that the degree does not divide": (
+        lambda: with_mlp(GateUp),
+        GateUpPlan,
+        5,
+        "tensor_parallel_degree = 5 does not divide num_heads = 4",
+    ),
+    "an attribute that is not there": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_attributes=lambda self, attn: {"num_head": 2}),
+        2,
+        "its plan's local_attributes name 'num_head', but QKV has no 'num_head'",
+    ),
+    "a count that the mixer does not have": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "n_heads")),
+        2,
+        "QKV has no n_heads, which Changed divides by the degree; it has ",
+    ),
+    "a block that calls its mixer otherwise": (
+        lambda: renamed(with_mixer(QKV), "token_mixer"),
+        QKVPlan,
+        2,
+        "attn_plan is asked for what a block calls attn, self_attn, mixer, linear_attn, attention or self_attention, "
+        "mlp_plan for mlp, ffn or feed_forward: return the keys of 'token_mixer' from layer_plan(layer)",
+    ),
+    "a count that the degree does not divide": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_attributes=lambda self, attn: self.divided(attn, "odd")),
+        2,
+        "QKV.odd = 3 is no multiple of tensor_parallel_degree = 2, by which Changed divides it",
+    ),
+    "a function that is not called": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, local_functions=lambda self, attn: {"decay": lambda function, place: function}),
+        2,
+        "its plan's local_functions name 'decay', but no method of QKV calls a function of this name",
+    ),
+    "an attribute that an MLP does not have": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, mlp_attributes=lambda self, mlp: {"up_proj.width": 2}),
+        2,
+        "layers.0.mlp (MLP): its plan's mlp_attributes name 'up_proj.width', but Linear has no 'width'",
+    ),
+    "an attribute that the model does not have": (
+        lambda: with_mixer(QKV),
+        changed(QKVPlan, model_attributes=lambda self, model: {"heads": 2}),
+        2,
+        "the model (Tiny): its plan's model_attributes name 'heads', but Tiny has no 'heads'",
+    ),
+    "a function that a module of the model does not call": (
+        lambda: with_mixer(QKV),
+        changed(
+            QKVPlan, model_functions=lambda self, model: {"norm.decay": lambda function, place: function}
+        ),
+        2,
+        "norm (RMSNorm): its plan's model_functions name 'norm.decay', but no method of RMSNorm calls a function of this",
+    ),
+    "a function of a module that the model does not have": (
+        lambda: with_mixer(QKV),
+        changed(
+            QKVPlan, model_functions=lambda self, model: {"base.decay": lambda function, place: function}
+        ),
+        2,
+        "the model (Tiny): its plan's model_functions name 'base.decay', but the model has no module 'base'",
+    ),
+    "a norm that subtracts a mean": (
+        lambda: with_mixer(Packed),
+        changed(PackedPlan, lambda plan: {"o_norm": plan.split_norm()}),
+        2,
+        "it subtracts a mean, too: take gathered_in_region()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_misuse_is_one_sentence(name):
+    model, plan, degree, sentence = MISUSED[name]
+    with pytest.raises(PlanError) as error:
+        check_plan(model(), degree, plan=plan)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_convolution_that_counts_the_channels_of_all_ranks():
+    def without_its_groups(self, attn):
+        own = StateSpacePlan.local_attributes(self, attn)
+        return {name: value for name, value in own.items() if name != "conv1d.groups"}
+
+    with pytest.raises(PlanError) as error:
+        verify(
+            lambda: with_mixer(StateSpace),
+            changed(StateSpacePlan, local_attributes=without_its_groups),
+            degrees=[2],
+        )
+    assert str(error.value) == (
+        "plan key 'layers.0.attn.conv1d' (Packed on Conv1d): its groups = 36 are those of all ranks, and this rank gives it "
+        "18 channels: name 'conv1d.groups' in local_attributes (in mlp_attributes if an MLP holds it), as "
+        "self.divided(attn, 'conv1d.groups') does"
+    )
+
+
+def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused():
+    function = TPPlan.over_all_ranks(norm_linear, Place(rank=0, degree=2, group=("none", 2)))
+    x, weight = torch.ones(1, 4), torch.ones(2, 4)
+    with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no linear_bias"):
+        function(x, torch.ones(4), None, weight, torch.ones(2))
+
+
+def test_a_foreign_style_takes_no_parameter():
+    plan = changed(StateSpacePlan, lambda plan: {"D": ColwiseParallel()})
+    with pytest.raises(
+        PlanError, match="names a parameter, which only a style of titanplans takes, not ColwiseParallel"
+    ):
+        check_plan(with_mixer(StateSpace), 2, plan=plan)
+
+
+def test_packed_weights_keep_their_values_and_their_memory_is_split():
+    """What optimizers, FSDP2 and checkpoints see is a plain DTensor of the true values; a rank stores its share."""
+    whole = with_mixer(Packed)
+    before = {name: param.detach().clone() for name, param in whole.named_parameters()}
+    with ranks(2) as mesh:
+        apply_plan(whole, mesh, plan=PackedPlan)
+        weight = whole.get_parameter("layers.0.attn.c_attn.weight")
+        assert weight.to_local().shape == (8, 48)
+        assert whole.get_submodule("layers.0.attn.c_attn").weight is weight, (
+            "outside of its forward it is the parameter"
+        )
+        for name, param in whole.named_parameters():
+            assert all(torch.equal(one, before[name]) for one in each_rank(param.full_tensor(), 2)), name
+
+
+def test_a_dict_names_parameters():
+    """As strings, in a job's TOML."""
+    plan = DictPlan(TPOptions(2), {"layers.*.attn.A_log": "colwise", "layers.*.attn.norm": "split_norm"})
+    styles = plan.full_plan(with_mixer(StateSpace))
+    assert type(styles["layers.1.attn.A_log"]).__name__ == "Colwise"
+    assert type(styles["layers.0.attn.norm"]).__name__ == "SplitNorm"
+
+
+def test_a_norm_fused_with_a_product_takes_no_bias():
+    fused = TinyPlan.over_all_ranks(norm_linear, Place(0, 2, ("", 2)))
+    with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no norm_bias"):
+        fused(torch.ones(1, 4), torch.ones(4), torch.ones(4), torch.ones(2, 4), None)

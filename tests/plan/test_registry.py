@@ -1,0 +1,126 @@
+"""Plans are found by walking `titanplans.plans` and by entry points of the group of that name."""
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import titanplans.plans
+import torch
+from tiny import Tiny, TinyPlan
+from titanplans.plans.hf.llama import LlamaPlan
+
+from titanplans import PlanError, apply_plan, check_plan, register_plan, registered_plans
+from titanplans.cli.verify.listing import listing
+from titanplans.plan import registry
+from titanplans.proof import threads
+
+PLAN = """
+from titanplans import register_plan
+from titanplans.plans.hf.llama import LlamaPlan
+
+
+@register_plan("{name}", mixer="{name}.Attention")
+class Plan(LlamaPlan):
+    pass
+"""
+
+
+@pytest.fixture
+def another(tmp_path, monkeypatch):
+    """A registry that will look for plans again, and a folder for those of another package."""
+    registry._discover()  # a module registers its plans once: what is found now has to stay
+    for table in ("_BY_MODEL_TYPE", "_BY_MIXER"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._discover.cache_clear()
+    yield tmp_path
+    registry._discover.cache_clear()
+    for name in [name for name in sys.modules if name.endswith(("_elsewhere", "_beside"))]:
+        del sys.modules[name]
+
+
+def install(folder, module, text):
+    """Write a package with one module, and the entry point that names it."""
+    (folder / f"{module}.py").write_text(text)
+    info = folder / f"{module}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[titanplans.plans]\nmine = {module}\n")
+
+
+def test_a_plan_of_another_package_is_found_by_its_entry_point(another):
+    install(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
+    assert issubclass(registered_plans()["elsewhere"], LlamaPlan)
+    assert "elsewhere.Attention" in registry.registered_mixers()
+
+
+def test_an_entry_point_that_fails_is_named(another):
+    """And breaks no plan but its own."""
+    install(another, "broken_elsewhere", "import no_such_module\n")
+    install(another, "plan_elsewhere", PLAN.format(name="elsewhere"))
+    fault = "entry point mine = 'broken_elsewhere' of the group titanplans.plans: ModuleNotFoundError"
+    assert {"llama", "elsewhere"} <= registered_plans().keys()
+    assert [one.startswith(fault) for one in registry.faulty_plans()] == [True]
+    model = Tiny()
+    with pytest.raises(PlanError, match="no plan is registered for Tiny") as error:
+        registry.plan_for_model(model)
+    assert f"Not loaded: {fault}" in str(error.value)
+    assert f"not loaded: {fault}" in listing()
+
+
+@pytest.mark.parametrize("how", ["config", "class attribute", "class name", "empty config"])
+def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
+    """As a job finds that of `model.class`."""
+
+    class Own(Tiny):
+        pass
+
+    name = "Own" if how in ("class name", "empty config") else f"own_{how.split()[0]}"
+    register_plan(name)(type("OwnPlan", (TinyPlan,), {}))
+    model = Own()
+    model.config = {
+        "config": SimpleNamespace(model_type=name),
+        "empty config": SimpleNamespace(model_type=""),  # as PretrainedConfig has it
+    }.get(how)
+    if how == "class attribute":
+        del model.config
+        Own.model_type = name
+    styles = check_plan(model, 2)
+    assert styles.keys() == check_plan(model, 2, plan=TinyPlan).keys()
+
+    def work(rank):
+        split = copy.deepcopy(model)
+        return type(apply_plan(split, rank.mesh).plan).__name__
+
+    assert threads.run(2, torch.device("cpu"), work) == "OwnPlan"
+
+
+@pytest.mark.parametrize(
+    ("register", "words"),
+    [
+        (
+            lambda: register_plan("x")(int),
+            r"register_plan\('x'\): <class 'int'> is no subclass of titanplans.TPPlan",
+        ),
+        (lambda: register_plan("x")(lambda: 1), r"register_plan\('x'\): .* is no subclass"),
+        (lambda: register_plan(TinyPlan), r"register_plan\(<class 'tiny.TinyPlan'>\): give the names"),
+        (lambda: register_plan()(TinyPlan), r"register_plan\(\): give the names"),
+    ],
+)
+def test_what_can_t_be_registered(another, register, words):
+    before = registered_plans()
+    with pytest.raises(PlanError, match=words):
+        register()
+    assert registered_plans() == before
+
+
+def test_a_mesh_that_is_none():
+    with pytest.raises(PlanError, match=r"apply_plan needs a 1-D DeviceMesh, got 'tp': give mesh\['tp'\]"):
+        apply_plan(Tiny(), "tp", plan=TinyPlan)
+
+
+def test_a_plan_beside_the_others_is_found_by_walking(another, monkeypatch):
+    (another / "mine_beside.py").write_text(PLAN.format(name="beside"))
+    monkeypatch.setattr(titanplans.plans, "__path__", [*titanplans.plans.__path__, str(another)])
+    assert registered_plans()["beside"].__module__ == "titanplans.plans.mine_beside"

@@ -1,0 +1,484 @@
+"""Strict application: what a plan refuses, before anything moves, in one line that says what would work."""
+
+import copy
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import MLP, Attention, Tiny, TinyPlan
+from titanplans.plans.fla.transformer import TransformerPlan
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torchao import quantization
+
+from titanplans import (
+    PlanError,
+    TPOptions,
+    apply_plan,
+    check_plan,
+    find_decoder,
+    register_plan,
+    registered_plans,
+)
+from titanplans.plan.custom import RENAMED
+from titanplans.plan.plan import prefixed
+from titanplans.plan.styles.replicated import ReplicatedOnStream
+from titanplans.proof.simulate import ranks
+
+
+def edited(**edits):
+    """TinyPlan with keys of its attn_plan replaced (None: left out)."""
+
+    class Edited(TinyPlan):
+        def attn_plan(self, attn):
+            plan = super().attn_plan(attn) | {
+                k.replace("self", ""): getattr(self, v)() for k, v in edits.items() if v
+            }
+            return {k: v for k, v in plan.items() if edits.get(k, "") is not None}
+
+    return Edited
+
+
+def refused(plan, degree=2, model=None, **options) -> str:
+    model = model or Tiny()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    with pytest.raises(PlanError) as error:
+        check_plan(model, degree, plan=plan, **options)
+    assert "\n" not in str(error.value)
+    with ranks(degree) as mesh, pytest.raises(PlanError):
+        apply_plan(model, mesh, plan=plan, **options)
+    assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}, "something moved"
+    return str(error.value)
+
+
+@pytest.mark.parametrize("quantisation", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_that_torchao_has_quantised_are_refused(quantisation):
+    model = Tiny()
+    quantization.quantize_(model, getattr(quantization, quantisation)())
+    message = refused(TinyPlan, model=model)
+    kind = "Int8Tensor" if "Int8" in quantisation else "Float8Tensor"
+    assert f"weight' is torchao's {kind}, whose numbers and scales no plan can split" in message
+    assert "before quantize_" in message
+
+
+def test_right_plan_is_accepted_and_complete():
+    model = Tiny()
+    names = list(model.state_dict())
+    with ranks(2) as mesh:
+        styles = apply_plan(model, mesh, plan=TinyPlan).styles
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert list(model.state_dict()) == names
+        assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "reading gives the local tensor"
+        assert type(model.layers[0].attn).__name__ == "Attention"
+        assert isinstance(model.layers[0].attn.q_proj, nn.Linear)
+    assert set(styles) >= {"embed", "layers.1.attn.q_norm", "layers.0.mlp", "norm", "lm_head"}
+
+
+def test_unmatched_key():
+    message = refused(edited(qq_proj="colwise"))
+    assert "'layers.0.attn.qq_proj'" in message
+    assert "Edited" in message
+    assert "q_proj, k_proj, v_proj, o_proj, q_norm" in message
+
+
+def test_uncovered_parameter():
+    message = refused(edited(q_norm=None))
+    assert message.startswith(
+        "parameter 'layers.*.attn.q_norm.weight' (4,) of RMSNorm is covered by no key of Edited: add 'layers.*.attn.q_norm' "
+        "with a style. "
+    )
+    assert "replicated_in_region()" in message
+
+
+def test_all_uncovered_parameters_are_told_at_once():
+    class Plan(edited(q_norm=None, o_proj=None)):
+        def model_plan(self, model):
+            plan = super().model_plan(model) | {"layers.1.attn.o_proj": self.rowwise()}
+            return {key: style for key, style in plan.items() if key != "norm"}
+
+    assert refused(Plan).startswith(
+        "parameters 'layers.0.attn.o_proj.weight' (16, 16) of Linear, 'layers.0.attn.o_proj.bias' (16,) of Linear, "
+        "'layers.*.attn.q_norm.weight' (4,) of RMSNorm, 'norm.weight' (16,) of RMSNorm are covered by no key of Plan: add "
+        "'layers.0.attn.o_proj', 'layers.*.attn.q_norm', 'norm' with a style each. In a region "
+    )
+
+
+def test_split_module_outside_a_region():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            plan = super().attn_plan(attn)
+            del plan[""]
+            return plan
+
+    message = refused(Plan)
+    assert "'layers.0.attn.q_proj' (Colwise on Linear)" in message
+    assert "attn_input()" in message
+
+
+def test_region_that_nothing_leaves():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {"o_proj": self.rowwise(reduce_output=False)}
+
+    assert "opens a region that nothing leaves" in refused(Plan)
+
+
+def test_region_that_splits_nothing():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return self.attn_region() | {
+                name: self.replicated_in_region() for name, _ in attn.named_children()
+            }
+
+    assert "opens a region without a rowwise() projection" in refused(Plan)
+
+
+def test_whole_mixer_under_sequence_parallelism():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return {name: self.replicated_on_stream() for name, _ in attn.named_children()}
+
+    assert "would mix its rank's shard of the sequence only" in refused(Plan)
+    check_plan(Tiny(), 8, plan=Plan, sequence_parallel=False)  # and its 4 heads are nobody's business then
+
+
+def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
+    @register_plan("test_strict", mixer="tiny.Attention")
+    class Other(TinyPlan):
+        def attn_plan(self, attn):
+            raise AssertionError("not asked")
+
+    check_plan(Tiny(), 2, plan=TinyPlan)
+
+
+def test_embedding_that_renormalises():
+    model = Tiny()
+    model.embed = nn.Embedding(32, 16, max_norm=1.0)
+    assert "max_norm = 1.0" in refused(TinyPlan, model=model)
+
+
+def test_logits_to_keep_would_count_in_each_shard():
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="logits_to_keep = 1"):
+            model(torch.zeros(1, 4, dtype=torch.long), logits_to_keep=1)
+
+
+def test_region_left_twice():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | self.attn_region()
+
+    assert "once per rank" in refused(Plan)
+
+
+def test_indivisible_heads_name_the_degrees_that_work():
+    message = refused(TinyPlan, degree=3)
+    assert message.startswith(
+        "tensor_parallel_degree = 3 does not divide num_heads = 4 (layers.0.attn, Attention)"
+    )
+    assert message.endswith("1, 2 or 4 would work, or num_heads = 3 or 6")
+
+
+def test_a_rank_without_a_share():
+    model = Tiny()
+    model.embed, model.lm_head = nn.Embedding(9, 16), nn.Linear(16, 9, bias=False)
+    for layer in model.layers:
+        layer.attn = Attention(heads=8)
+    message = refused(TinyPlan, degree=8, model=model)  # shards of 2, 2, 2, 2, 1, 0, 0, 0
+    assert "leaves a rank without a share of dimension 0 of weight = 9 (embed, Embedding)" in message
+    assert message.endswith("1 or 2 would work, or a size of 16")
+
+
+def test_a_split_mixer_whose_heads_are_not_found():
+    """Neither its heads' number nor, without it, that of its key/value heads would be held against the degree."""
+    model = Tiny()
+    for layer in model.layers:
+        del layer.attn.num_heads, layer.attn.num_kv_heads
+    message = refused(TinyPlan, degree=2, model=model)
+    assert (
+        "'layers.0.attn.q_proj' (Colwise on Linear): it splits the mixer layers.0.attn (Attention)" in message
+    )
+    assert "num_heads or num_attention_heads" in message
+    assert message.endswith("or set head_names in TinyPlan to the attribute that counts what is split")
+
+    for layer in model.layers:
+        layer.attn.num_key_value_heads = 4  # these alone don't say it
+    assert refused(TinyPlan, degree=4, model=model) == message
+
+    class Counted(TinyPlan):
+        def heads(self, attn):
+            return {"channels / 4": 4}
+
+    check_plan(model, 4, plan=Counted)
+    assert "does not divide channels / 4 = 4" in refused(Counted, degree=8, model=model)
+
+    class Whole(TinyPlan):
+        def attn_plan(self, attn):
+            return {name: self.replicated_on_stream() for name, _ in attn.named_children()}
+
+    check_plan(model, 2, plan=Whole, sequence_parallel=False)  # nothing in it is split
+
+
+def test_heads_under_mixed_names_and_in_the_config():
+    plan = TinyPlan(TPOptions(4))
+    mixer = nn.Module()
+    mixer.num_heads, mixer.config = 8, SimpleNamespace(num_attention_heads=16, num_key_value_heads=2)
+    assert plan.heads(mixer) == {"num_heads": 8, "num_key_value_heads": 2}
+    assert plan.kv_heads(mixer) == 2
+    mixer.num_key_value_groups = 4
+    assert plan.queries_per_group(mixer) == {"num_key_value_groups": 2}, "two ranks share a head of 4 queries"
+    del mixer.num_heads
+    mixer.num_key_value_heads = 2
+    assert plan.heads(mixer) == {"num_attention_heads": 16, "num_key_value_heads": 2}
+    mixer.config = None
+    assert plan.queries_per_group(mixer) == {}, "nothing to divide; strict application refuses it"
+
+
+class Renamed(nn.Module):
+    """A block whose mixer has a name of its own, and the MLP one that comes first."""
+
+    def __init__(self, heads=4):
+        super().__init__()
+        self.feed, self.token_mixing = MLP(), Attention(heads)
+        self.norm1, self.norm2 = nn.RMSNorm(16), nn.RMSNorm(16)
+
+    def forward(self, x):
+        x = x + self.token_mixing(hidden_states=self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class RenamedPlan(TinyPlan):
+    def layer_plan(self, layer):
+        plan = super().layer_plan(layer)
+        plan |= prefixed("token_mixing", self.attn_plan(layer.token_mixing))
+        return plan | prefixed("feed", self.mlp_plan(layer.feed))
+
+
+def test_a_mixer_of_another_name_is_found_by_its_region():
+    model = Tiny()
+    model.layers = nn.ModuleList(Renamed(heads=4) for _ in range(2))
+    with ranks(2) as mesh:
+        applied = apply_plan(copy.deepcopy(model), mesh, plan=RenamedPlan)
+    assert list(applied.decoder.mixers) == ["layers.0.token_mixing", "layers.1.token_mixing"]
+    assert "8 does not divide num_heads = 4 (layers.0.token_mixing, Attention)" in refused(
+        RenamedPlan, degree=8, model=model
+    )
+    for layer in model.layers:
+        del layer.token_mixing.num_heads, layer.token_mixing.num_kv_heads
+    assert "whose number of heads is not known" in refused(RenamedPlan, model=model)
+
+
+def test_what_was_applied_is_handed_back():
+    model = Tiny()
+    with ranks(2) as mesh:
+        applied = apply_plan(model, mesh, plan=TinyPlan)
+        assert applied.mesh is mesh
+    assert set(applied.layouts) == {name for name, _ in model.named_parameters()}
+    assert applied.layouts["layers.0.attn.q_norm.weight"].gradient == Partial()
+    assert applied.layouts["layers.0.attn.o_proj.weight"].placement == Shard(1)
+    assert isinstance(applied.styles["norm"], ReplicatedOnStream)
+    assert applied.plan.options == TPOptions(2)
+    assert (applied.decoder.names, applied.crossings) == (("layers.0", "layers.1"), {})
+
+
+def test_the_parts_of_a_decoder():
+    decoder = find_decoder(Tiny())
+    block = decoder.blocks[1]
+    assert (decoder.embedding, decoder.norm, decoder.head, decoder.towers) == ("embed", "norm", "lm_head", ())
+    assert (block.name, block.mixer, block.mlp) == ("layers.1", "layers.1.attn", "layers.1.mlp")
+    assert block.norms == ("layers.1.attn_norm", "layers.1.mlp_norm")
+    assert block.kind == "Block (Attention, MLP)"
+    assert decoder.mixer_around("layers.1.attn.q_proj") == "layers.1.attn"
+    assert decoder.mixer_around("layers.1.attn") is decoder.mixer_around("layers.1.mlp.up_proj") is None
+    renamed = Tiny()
+    renamed.stages = renamed._modules.pop("layers")
+    assert find_decoder(renamed).names == ("stages.0", "stages.1"), "the only list of modules"
+    assert find_decoder(nn.Linear(1, 1), required=False).blocks == ()
+    with pytest.raises(
+        PlanError, match=r"Linear has no ModuleList of blocks named layers, blocks or h, nor one"
+    ):
+        find_decoder(nn.Linear(1, 1))
+
+
+def test_more_ranks_than_key_value_heads():
+    model = Tiny()
+    for layer in model.layers:
+        layer.attn.num_kv_heads = 2
+    message = refused(TinyPlan, degree=4, model=model)
+    assert "does not divide num_kv_heads = 2 (layers.0.attn, Attention)" in message
+    assert message.endswith("kv_colwise() where colwise() splits keys and values")
+
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {n: self.kv_colwise(attn) for n in ("k_proj", "v_proj")}
+
+    check_plan(model, 4, plan=Plan)
+    for layer in model.layers:
+        layer.attn.num_kv_heads = 3
+    assert refused(Plan, degree=4, model=model).endswith("1 would work, or num_kv_heads = 1, 2 or 4")
+
+
+def test_unregistered_architecture():
+    message = refused(None)
+    assert "(model_type = 'tiny')" in message
+    assert ", ".join(sorted(registered_plans())) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nope", "not registered"),
+        ("no_such_module:Plan", "no module named 'no_such_module'"),
+        ("titanplans:Nope", "has no attribute 'Nope'"),
+        ("titanplans.plans.hf.llama:LamaPlan", "no attribute 'LamaPlan'; did you mean LlamaPlan? ("),
+        ("titanplans:apply_plan", "neither a TPPlan class nor a dict"),
+    ],
+)
+def test_custom_plans_that_cannot_be_had(name, words):
+    assert words in refused(name)
+
+
+def test_dict_plan():
+    patterns = {
+        "embed": "vocab_embedding",
+        "layers.*.*_norm": "replicated_on_stream",
+        "layers.*.attn": "attn_input",
+        "layers.*.attn.[qkv]_proj": "colwise",
+        "layers.*.attn.q_norm": "replicated_in_region",
+        "layers.*.attn.o_proj": "rowwise",
+        "layers.*.mlp": "mlp_input",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "norm": "replicated_on_stream",
+        "lm_head": "vocab_head",
+    }
+    by_class = check_plan(Tiny(), 2, plan=TinyPlan)
+    by_dict = check_plan(Tiny(), 2, plan=patterns)
+    assert {k: repr(v) for k, v in by_class.items()} == {k: repr(v) for k, v in by_dict.items()}
+    assert "plan key 'layers.*.attn.w_proj'" in refused(patterns | {"layers.*.attn.w_proj": "colwise"})
+    assert "both match layers.0.attn.q_proj" in refused(patterns | {"layers.0.attn.q_proj": "colwise"})
+    assert "no such style" in refused(patterns | {"norm": "columnwise"})
+    for old, new in RENAMED.items():
+        assert f"'norm' = '{old}': this style is now called '{new}'" in refused(patterns | {"norm": old})
+
+
+def test_a_plan_in_python_takes_patterns_as_a_dict_does():
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            whole = super().attn_plan(attn)
+            plan = {key: whole[key] for key in ("", "q_norm", "o_proj")}
+            return plan | {"[qkv]_proj": self.colwise()}
+
+        def model_plan(self, model):
+            return super().model_plan(model) | {"layers.*.mlp.*_proj.bias": self.replicated_in_region()}
+
+    by_pattern, by_name = (check_plan(Tiny(), 2, plan=plan) for plan in (Plan, TinyPlan))
+    biases = {f"layers.{n}.mlp.{name}_proj.bias" for n in range(2) for name in ("gate", "up", "down")}
+    assert by_pattern.keys() - by_name.keys() == biases
+    assert {k: repr(v) for k, v in by_pattern.items() if k in by_name} == {
+        k: repr(v) for k, v in by_name.items()
+    }
+    assert (
+        "'layers.0.mlp.experts.*.w1' (Twice) matches no module and no parameter: layers.0.mlp (MLP) holds"
+        in (refused(twice("experts.*.w1")))
+    )
+    assert "'layers.0.mlp.gate_proj' and 'layers.0.mlp.*_proj' both match layers.0.mlp.gate_proj" in (
+        refused(twice("*_proj"))
+    )
+
+
+def twice(key):
+    class Twice(TinyPlan):
+        def mlp_plan(self, mlp):
+            return super().mlp_plan(mlp) | {key: self.colwise()}
+
+    return Twice
+
+
+def test_tied_weights_stay_one():
+    model = Tiny(tied=True)
+    with ranks(2) as mesh:
+        apply_plan(model, mesh, plan=TinyPlan)
+        assert model.lm_head._parameters["weight"] is model.embed._parameters["weight"]
+
+
+def test_tied_weights_with_two_layouts():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"lm_head": self.replicated_on_stream()}
+
+    message = refused(Plan, model=Tiny(tied=True))
+    assert "embed.weight (Shard(dim=0)) and lm_head.weight (Replicate()) are tied" in message
+
+
+def test_foreign_style_works_and_is_held_to_completeness():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {
+                "lm_head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+            }
+
+    class Idle(ColwiseParallel):
+        def _apply(self, module, device_mesh):
+            return module
+
+    class Broken(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"lm_head": Idle()}
+
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=Plan)
+        assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 32)
+        with pytest.raises(
+            PlanError, match=r"'lm_head' \(Idle on Linear\): it left parameter 'lm_head.weight' a plain"
+        ):
+            apply_plan(Tiny(), mesh, plan=Broken)
+
+
+@pytest.mark.parametrize("style", ["colwise", None, ColwiseParallel])
+def test_what_is_no_style(style):
+    class Plan(TinyPlan):
+        def attn_plan(self, attn):
+            return super().attn_plan(attn) | {"q_proj": style}
+
+    assert re.match(r"plan key 'layers.0.attn.q_proj' \(Plan\) has .*, which is no style: ", refused(Plan))
+
+
+def test_an_embedding_with_a_style_of_torch():
+    class Plan(TinyPlan):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"embed": RowwiseParallel(input_layouts=Replicate())}
+
+    assert "'embed' (RowwiseParallel on Embedding): with sequence parallelism it has to be known" in refused(
+        Plan
+    )
+    check_plan(Tiny(), 2, plan=Plan, sequence_parallel=False)
+
+
+def test_applied_twice():
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="DTensor already"):
+            apply_plan(model, mesh, plan=TinyPlan)
+
+
+def test_labels_are_refused_where_the_models_own_loss_is_wrong():
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with ranks(2) as mesh:
+        model = Tiny()
+        apply_plan(model, mesh, plan=TinyPlan)
+        with pytest.raises(PlanError, match="loss_parallel = False"):
+            model(tokens, labels=tokens)
+
+
+def test_names_are_taken_once():
+    with pytest.raises(PlanError, match=r"taken by titanplans.plans.fla.transformer.TransformerPlan"):
+        register_plan("transformer")(TinyPlan)
+    assert registered_plans()["transformer"] is TransformerPlan

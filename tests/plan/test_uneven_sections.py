@@ -1,0 +1,60 @@
+"""Packed projections whose sections the degree does not divide: the last rank has fewer rows of each, but some."""
+
+import language
+import pytest
+import zoo
+from plainly import verify
+from tiny import Tiny
+
+from titanplans import PlanError, check_plan
+from titanplans.adapters.add import add_adapters
+from titanplans.modeling.samples import build_real
+from titanplans.parallel import LoRA
+
+
+def phi3(**fields):
+    return build_real(zoo.config("phi3", intermediate_size=37, **fields))
+
+
+def with_adapters():
+    model = phi3()
+    add_adapters(model, LoRA(rank=4))
+    return model
+
+
+def experts():
+    """Three-dimensional weights, whose other dimensions hold the shards, and biases, which are replicated."""
+    model = Tiny()
+    for layer in model.layers:
+        layer.mlp = language.Experts(width=7)
+    return model
+
+
+def olmoe():
+    model = build_real(zoo.config("olmoe", intermediate_size=13))
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "options"),
+    [
+        (phi3, None, {}),
+        (phi3, None, {"ranks": "simulated"}),
+        (with_adapters, None, {}),
+        (experts, language.ExpertsPlan, {}),
+        (olmoe, None, {}),
+    ],
+)
+def test_equal_to_the_whole_model(model, plan, options):
+    report = verify(model, plan, degrees=[2, 4], loss_parallel=True, sequence_parallel=True, **options)
+    assert report.passed, report.table()
+    assert len(report.cases) == 2
+
+
+def test_ranks_without_a_row_are_refused():
+    with pytest.raises(
+        PlanError,
+        match=r"degree = 8 leaves a rank without a share of section 1 of its rows = 9 .* size of 16",
+    ):
+        check_plan(build_real(zoo.config("phi3", intermediate_size=9)), 8)

@@ -1,0 +1,130 @@
+"""QLoRA: frozen weights in NF4, whole and split: torchao's codes, proved on plans, refused where a block would be cut."""
+
+import functools
+
+import equal
+import pytest
+import torch
+import zoo
+from plainly import verify
+from test_adapters import split
+from torch import nn
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+from titanplans import PlanError, check_plan, kernels, modeling
+from titanplans.errors import OptionError
+from titanplans.modeling.samples import build_real
+from titanplans.parallel import LoRA, add_adapters
+from titanplans.precision.nf4 import CODES, LEVELS, SCALES, dequantise, quantise, quantised
+from titanplans.proof.sample import randomise
+
+QLORA = LoRA(rank=4, quantize_base="nf4")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cpu_kernels():
+    kernels.install("cpu")
+
+
+def test_codes_are_torchaos():
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512)
+    codes, scales = quantise(weight)
+    theirs = to_nf4(weight, 64, 256)
+    torch.testing.assert_close(
+        theirs.nf4, torch.tensor(LEVELS), rtol=0, atol=1e-4
+    )  # torchao's has four digits
+    # The scales here are rounded to bfloat16 before the codes are sought.
+    assert (theirs.quantized_data.view(-1) == codes.view(-1)).float().mean() > 0.98
+    ours = dequantise(codes, scales, torch.float32)
+    error, of_torchao = ((w - weight).abs().mean() for w in (ours, theirs.get_original_weight()))
+    assert error < 1.01 * of_torchao
+    assert codes.nbytes + scales.nbytes == weight.numel() * 4.25 / 8
+    again = quantise(ours)
+    assert torch.equal(dequantise(*again, torch.float32), ours)
+    zeros = dequantise(*quantise(torch.zeros(2, 64)), torch.float32)
+    assert not zeros.any()
+
+
+def model_of(name, **fields):
+    model = build_real(zoo.config(name, num_hidden_layers=1, **fields))
+    add_adapters(model, QLORA)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (
+            "qwen3",
+            dict(num_key_value_heads=2, hidden_size=64, head_dim=32, intermediate_size=256),
+        ),  # shared heads
+        ("phi3", dict(hidden_size=256, intermediate_size=256)),  # packed rows: codes by an all-to-all
+    ],
+)
+def test_weights_in_nf4_are_proved_on_plans(name, fields):
+    report = verify(functools.partial(model_of, name, **fields), degrees=[4], loss_parallel=True)
+    assert report.passed, report.table()
+
+
+def test_initial_values_are_those_of_the_model_quantised():
+    config = zoo.config("qwen3", num_hidden_layers=1, intermediate_size=64)
+    whole, small = modeling.build(config), modeling.build(config)
+    done = add_adapters(small, QLORA)
+    assert done.frozen < sum(param.numel() for param in whole.parameters())
+    for model in (whole, small):
+        model.to_empty(device="cpu")
+        modeling.initialize(model, seed=3)
+    assert quantised(small)
+    for name, module in quantised(small).items():
+        codes, scales = quantise(whole.get_parameter(f"{name}.weight"))
+        assert torch.equal(module._parameters[CODES], codes), name
+        assert torch.equal(module._parameters[SCALES], scales), name
+
+
+def test_a_block_that_would_be_cut_is_refused():
+    model = modeling.build(zoo.config("qwen3", num_hidden_layers=1, intermediate_size=192))
+    add_adapters(model, QLORA)
+    with pytest.raises(
+        PlanError, match=r"down_proj.*\[64, 192\] is in NF4.* would hold \[64, 96\].*64 inputs.*divides 3"
+    ):
+        check_plan(model, 2)
+    model = modeling.build(zoo.config("qwen3", num_hidden_layers=1, intermediate_size=48))
+    with pytest.raises(OptionError, match=r"down_proj has a weight \(64, 48\), which blocks of 64 inputs"):
+        add_adapters(model, QLORA)
+    model = modeling.build(zoo.config("gpt2"))
+    with pytest.raises(OptionError, match=r"is a Conv1D, and weights in NF4 are of plain Linear"):
+        add_adapters(model, QLORA)
+    with pytest.raises(OptionError, match=r"does nothing without lora\.rank"):
+        LoRA(quantize_base="nf4")
+
+
+def build(kind: str) -> nn.Module:
+    fields = dict(num_key_value_heads=2, head_dim=32, intermediate_size=256, num_hidden_layers=1)
+    model = zoo.build("qwen3", dtype=torch.float32, **fields)
+    add_adapters(model, QLORA)
+    weights = {name: param.detach().clone() for name, param in model.named_parameters() if "nf4" in name}
+    randomise(model, 0)
+    for name, weight in weights.items():  # as they were: random scales would be far from a model's
+        model.get_parameter(name).data.copy_(weight)
+    return model
+
+
+CASES = {
+    ("nf4", 2): {},
+    ("nf4", 2, "recomputed"): {
+        "activation_checkpoint": {"mode": "full"},
+        "fsdp_reshard_after_forward": "always",
+    },
+    ("nf4", 4, "compiled"): {"compile": {"enable": True, "backend": "aot_eager"}},
+}
+
+
+def test_a_step_is_that_of_one_process():
+    cases = {
+        name: equal.Case(
+            functools.partial(build, name[0]), functools.partial(split, tp=name[1], **options), vocabulary=96
+        )
+        for name, options in CASES.items()
+    }
+    assert not equal.equals_one_process(cases, ranks=4)

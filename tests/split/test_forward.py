@@ -1,0 +1,588 @@
+"""What a forward of a split model may be asked: it answers as the whole model does, or refuses by a sentence.
+
+Ranks are threads of this process; the whole model runs beside them, on the same weights.
+"""
+
+import copy
+import inspect
+from typing import NamedTuple
+
+import pytest
+import torch
+import zoo
+from tiny import Tiny, TinyPlan
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from zoo import plan
+
+from titanplans import PlanError, apply_plan, check_plan
+from titanplans.errors import ParallelError
+from titanplans.loss import added_loss
+from titanplans.parallel import cross_entropy
+from titanplans.proof import threads
+
+RANKS = 2
+NAMES = ("llama", "gemma3_text", "gla")
+
+
+def on_ranks(work, name="llama", model=None, **options):
+    """Run `work(split, whole)` on two ranks, with the model called `name`."""
+    whole = zoo.build(name, options=False) if model is None else model
+
+    def start(rank):
+        split = copy.deepcopy(whole)
+        own = TinyPlan if isinstance(whole, Tiny) else None
+        apply_plan(split, rank.mesh, **{"loss_parallel": False, "plan": own} | options)
+        work(split, copy.deepcopy(whole))
+
+    threads.run(RANKS, torch.device("cpu"), start)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same(split, whole):
+    """Equal but for rounding; Gemma's norms and softmax round to float32."""
+    split = full(split).detach()
+    assert split.shape == whole.shape
+    assert torch.dist(split, whole) <= 1e-5 * whole.norm()
+
+
+def same_gradients(split, whole):
+    for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            same(mine.grad, theirs.grad)
+
+
+def ids(length=7, batch=2, vocabulary=96):
+    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hidden_states_are_whole(name):
+    def work(split, whole):
+        mine, theirs = (m(ids(), output_hidden_states=True) for m in (split, whole))
+        assert len(mine.hidden_states) == len(theirs.hidden_states)
+        for a, b in zip(mine.hidden_states, theirs.hidden_states, strict=True):
+            same(a, b)
+        same(mine.logits, theirs.logits)
+        for each in (mine, theirs):
+            (each.logits.square().mean() + sum(h.sin().mean() for h in each.hidden_states)).backward()
+        same_gradients(split, whole)
+
+    on_ranks(work, name)
+
+
+def heads(model):
+    """A value head's loss on the hidden states of the base, called by itself."""
+    return model.model(ids()).last_hidden_state.cos().mean()
+
+
+class States(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+    third: torch.Tensor
+
+
+class Dict(Tiny):
+    """Returns a dict, and hidden states in a named tuple, from the module that holds both blocks and head."""
+
+    def forward(self, input_ids):
+        states = [self.embed(input_ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return {"logits": self.lm_head(self.norm(states[-1])), "hidden_states": States(*states)}
+
+
+def test_hidden_states_in_other_forms():
+    def dicts(split, whole):
+        mine, theirs = (model(ids(7, vocabulary=32)) for model in (split, whole))
+        for a, b in zip(mine["hidden_states"], theirs["hidden_states"], strict=True):
+            same(a, b)
+        assert isinstance(mine["hidden_states"], States)
+        same(mine["logits"], theirs["logits"])
+
+    def tuples(split, whole):
+        mine, theirs = (
+            m(ids(), output_hidden_states=True, return_dict=False, use_cache=False) for m in (split, whole)
+        )
+        same(mine[0], theirs[0])
+        for a, b in zip(mine[-1], theirs[-1], strict=True):
+            same(a, b)
+
+    torch.manual_seed(0)
+    on_ranks(dicts, model=Dict())
+    on_ranks(tuples)
+    on_ranks(tuples, "gla")
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_base_called_by_itself_gives_whole_hidden_states(name, sequence_parallel):
+    def work(split, whole):
+        mine, theirs = heads(split), heads(whole)
+        same(mine, theirs)
+        mine.backward()
+        theirs.backward()
+        same_gradients(split, whole)
+
+    on_ranks(work, name, sequence_parallel=sequence_parallel)
+
+
+def prompted(model, prompt, to):
+    """The logits of soft prompts before the embeddings of tokens; `to` calls the model, or its base and its head."""
+    embedded = model.get_input_embeddings()(ids())
+    embedded.retain_grad()
+    return to(model, torch.cat([prompt.expand(2, -1, -1), embedded], 1)), embedded
+
+
+CALLED = {
+    "model": lambda model, x: model(inputs_embeds=x).logits,
+    "base": lambda model, x: model.lm_head(model.model(inputs_embeds=x).last_hidden_state),
+    "base, by position": lambda model, x: model.lm_head(model.model(*_before_embeds(model), x)[0]),
+}
+
+
+def _before_embeds(model):
+    names = list(inspect.signature(model.model.forward).parameters)
+    return [None] * names.index("inputs_embeds")
+
+
+@pytest.mark.parametrize("to", CALLED)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_embeddings_outside_of_a_forward_and_soft_prompts(name, sequence_parallel, to):
+    """The embedding gives the whole sequence; what is made of it goes in whole; so do the gradients, to both."""
+
+    def work(split, whole):
+        found = []
+        for model in (split, whole):
+            model(ids(9))  # a forward before, of another length
+            prompt = torch.linspace(-1, 1, 5 * 64).sin().view(1, 5, 64).to(next(whole.parameters()).dtype)
+            logits, embedded = prompted(model, prompt.requires_grad_(), CALLED[to])
+            full(logits).square().mean().backward()
+            found.append((logits, embedded, embedded.grad, prompt.grad))
+        for mine, theirs in zip(*found, strict=True):
+            same(mine, theirs.detach())
+        same_gradients(split, whole)
+
+    on_ranks(work, name, sequence_parallel=sequence_parallel)
+
+
+def test_embeddings_outside_of_a_forward_that_a_backward_computes_again():
+    def work(split, whole):
+        for model in (split, whole):
+            embedded = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
+            within = checkpoint(
+                lambda tokens, model=model: model.model(tokens)[0], ids(5), use_reentrant=False
+            )
+            (model(inputs_embeds=embedded).logits.square().mean() + within.square().mean()).backward()
+        same_gradients(split, whole)
+
+    on_ranks(work, "gla")
+
+
+def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
+    class Prompted(type(zoo.build("gla", options=False))):
+        def forward(self, input_ids, **kwargs):
+            return super().forward(inputs_embeds=self.model.embeddings(input_ids) * 2, **kwargs)
+
+    model = zoo.build("gla", options=False)
+    model.__class__ = Prompted
+    with pytest.raises(PlanError, match="inputs_embeds that the model has made in the same forward"):
+        on_ranks(lambda split, whole: split(ids()), model=model)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten()),
+        lambda logits, labels: nn.CrossEntropyLoss()(logits[:, :-1].transpose(1, 2), labels[:, 1:]),
+    ],
+)
+def test_torch_s_cross_entropy_of_sharded_logits_names_ours(loss):
+    def work(split, whole):
+        with pytest.raises(
+            ParallelError, match=r"call titanplans.parallel.cross_entropy.* loss_parallel = False"
+        ):
+            loss(split(ids()).logits, ids())
+        labels = torch.distributed.tensor.distribute_tensor(
+            ids(), split(ids()).logits.device_mesh, [torch.distributed.tensor.Replicate()]
+        )
+        same(loss(split(ids()).logits, labels), loss(whole(ids()).logits, ids()).detach())  # torch's own way
+
+    on_ranks(work, loss_parallel=True)
+
+
+def test_a_base_without_a_head_gives_whole_hidden_states():
+    def work(split, whole):
+        for model in (split, whole):
+            model(ids()).last_hidden_state.cos().mean().backward()
+        same(*(model(ids(5), return_dict=False)[0] for model in (split, whole)))
+        same_gradients(split, whole)
+
+    on_ranks(work, model=zoo.build("llama", options=False).model)
+
+
+def test_the_head_takes_whole_hidden_states_outside_of_a_forward():
+    def work(split, whole):
+        outputs = []
+        for model in (split, whole):
+            hidden = model.model(ids(7)).last_hidden_state
+            model(ids(8))
+            outputs.append(model.lm_head(hidden))
+            outputs[-1].square().mean().backward()
+        same(*outputs)
+        same_gradients(split, whole)
+
+    on_ranks(work)
+
+
+@pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 4])], ids=["last", "three", "chosen"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_some_tokens(name, kept):
+    def work(split, whole):
+        outputs = [model(ids(), logits_to_keep=kept).logits for model in (split, whole)]
+        same(*outputs)
+        for output in outputs:
+            output.square().mean().backward()
+        same_gradients(split, whole)
+
+    on_ranks(work, name)
+    on_ranks(work, name, loss_parallel=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_embeds(name):
+    def work(split, whole):
+        table = whole.get_input_embeddings().weight.detach().clone()
+        same(*(model(inputs_embeds=table[ids()]).logits for model in (split, whole)))
+        mask = torch.ones(2, 7, dtype=torch.long)
+        positional = (None, mask, table[ids()]) if name == "gla" else (None, mask, None, None, table[ids()])
+        same(*(model(*positional).logits for model in (split, whole)))
+
+    on_ranks(work, name)
+
+
+LABELS = {"llama": (None, None, None, None), "gla": (None, None, None)}
+"""What stands between tokens and labels by position."""
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_by_position_are_refused_as_by_name(name):
+    def work(split, whole):
+        for call in (lambda: split(ids(), labels=ids()), lambda: split(ids(), *LABELS[name], ids())):
+            with pytest.raises(
+                PlanError, match="was called with labels, but its logits or its head are sharded"
+            ):
+                call()
+        same(split(ids()).logits, whole(ids()).logits)
+
+    on_ranks(work, name, loss_parallel=True)
+    if name == "gla":
+        fused = dict(fuse_linear_cross_entropy=True, fuse_cross_entropy=False)
+        on_ranks(work, model=zoo.build("gla", options=False, **fused), sequence_parallel=False)
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_the_models_own_loss(name):
+    def work(split, whole):
+        outputs = [model(ids(), *LABELS[name], ids()) for model in (split, whole)]
+        same(*(output.loss for output in outputs))
+        for output in outputs:
+            output.loss.backward()
+        same_gradients(split, whole)
+
+    on_ranks(work, name)
+
+
+def test_the_own_loss_with_the_balance_of_routers():
+    """Every rank computes the balance whole, inside of regions where gradients are summed.
+
+    FLA's mixture of memories adds it where it computes its own loss; a loop of one's own calls `added_loss`.
+    """
+
+    def work(split, whole):
+        outputs = [model(ids(), labels=ids()) for model in (split, whole)]
+        same(*(output.loss for output in outputs))
+        for output in outputs:
+            output.loss.backward()
+        same_gradients(split, whole)
+        same(added_loss(split, split(ids())), 10.0 * outputs[1].aux_loss)
+
+    on_ranks(work, model=zoo.build("mom", fuse_cross_entropy=False, aux_loss_scale=10.0))
+
+
+def test_a_loss_that_some_models_fuse_with_the_head_when_they_train():
+    def work(split, whole):
+        with pytest.raises(PlanError, match=r"set loss_parallel = False and .*fuse_cross_entropy"):
+            split(ids(), labels=ids())
+
+    on_ranks(work, model=zoo.build("kda"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_attentions_of_a_rank_are_refused(sequence_parallel):
+    def work(split, whole):
+        for call in (split, split.model):
+            with pytest.raises(
+                PlanError, match="output_attentions = True, but each rank has the attention of its own"
+            ):
+                call(ids(), output_attentions=True)
+        same(split(ids()).logits, whole(ids()).logits)
+        split.config.output_attentions = True
+        with pytest.raises(PlanError, match="output_attentions = True"):
+            split(ids())
+
+    whole = zoo.build("llama", options=False)
+    whole.set_attn_implementation("eager")
+    on_ranks(work, model=whole, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("lengths", [(16, 15), (15, 16), (8, 12)])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_of_several_lengths_wait_for_one_backward(lengths, reentrant):
+    def work(split, whole):
+        for model in (split, whole):
+            for layer in model.model.layers:
+                layer.forward = recomputed(layer.forward, use_reentrant=reentrant)
+            losses = [model(ids(length)).logits.sin().mean() for length in lengths]
+            with torch.no_grad():
+                model(ids(4))
+            sum(losses).backward()
+        same_gradients(split, whole)
+
+    on_ranks(work)
+    on_ranks(work, "gla")
+
+
+def recomputed(forward, use_reentrant):
+    def call(*args, **kwargs):
+        return checkpoint(lambda *args: forward(*args, **kwargs), *args, use_reentrant=use_reentrant)
+
+    return call
+
+
+def test_a_whole_forward_that_is_recomputed():
+    def work(split, whole):
+        for model in (split, whole):
+            losses = []
+            for length in (16, 15):
+                logits = checkpoint(lambda x, model=model: model(x).logits, ids(length), use_reentrant=False)
+                losses.append(logits.sin().mean())
+            sum(losses).backward()
+        same_gradients(split, whole)
+
+    on_ranks(work)
+
+
+class Reentrant(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(lambda *args: self.module(*args, **kwargs), *args, use_reentrant=True)
+
+
+def test_a_checkpoint_within_a_reentrant_one_is_refused_where_its_length_is_not_known():
+    def work(split, whole):
+        for model in (split, whole):
+            for layer in model.model.layers:
+                layer.mlp = Reentrant(layer.mlp)
+            model.model.layers = nn.ModuleList(map(Reentrant, model.model.layers))
+            model(ids(16)).logits.sin().mean().backward()
+        same_gradients(split, whole)
+        losses = [split(ids(length)).logits.sum() for length in (16, 15)]
+        with pytest.raises(PlanError, match="forwards of 15 or 16 tokens may be meant"):
+            losses[0].backward()
+
+    on_ranks(work)
+
+
+def test_a_part_of_the_model_called_by_itself_is_refused():
+    def work(split, whole):
+        split(ids())
+        with pytest.raises(PlanError, match="a part of the model was called by itself"):
+            split.model.layers[1].mlp(torch.zeros(2, 4, 64, dtype=torch.float64))
+        hidden = torch.ones(2, 8, 64, dtype=torch.float64)
+        with pytest.raises(PlanError, match="a part of the model was called by itself"):
+            split.model.norm(hidden)  # the gradient of its weight would be counted once for each rank
+        with torch.no_grad():
+            assert split.model.norm(hidden).equal(whole.model.norm(hidden))
+
+    on_ranks(work)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind():
+    def work(split, whole):
+        broken = split.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        for call in (split, split.model):
+            with pytest.raises(ZeroDivisionError):
+                call(ids())
+        broken.remove()
+        same(heads(split), heads(whole))
+
+    on_ranks(work)
+
+
+def test_a_copy_has_a_stream_of_its_own():
+    def work(split, whole):
+        twin = copy.deepcopy(split)
+        same(twin(ids(7)).logits, whole(ids(7)).logits)
+        losses = []
+        for length in (16, 15):
+            with torch.no_grad():
+                same(twin(ids(length + 3)).logits, whole(ids(length + 3)).logits)
+            losses.append(split(ids(length)).logits.sin().mean())
+            with torch.no_grad():
+                twin(ids(length + 5))
+        sum(losses).backward()
+        sum(whole(ids(length)).logits.sin().mean() for length in (16, 15)).backward()
+        same_gradients(split, whole)
+        assert all(p.grad is None for p in twin.parameters())
+
+    on_ranks(work)
+    on_ranks(work, "gla")
+
+
+@pytest.mark.parametrize("wrong", [-1, 96, 97])
+def test_ids_outside_of_the_vocabulary_are_an_error(wrong):
+    def work(split, whole):
+        tokens = ids()
+        tokens[1, 2] = wrong
+        with pytest.raises(RuntimeError, match="a token id outside of the vocabulary"):
+            split(tokens)
+
+    on_ranks(work)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("length", [8, 7])
+def test_a_gradient_is_differentiated_again(sequence_parallel, length):
+    """The gradient at the embeddings, as adversarial training penalises it."""
+
+    def work(split, whole):
+        table = whole.get_input_embeddings().weight.detach().clone()
+        for model in (split, whole):
+            embedded = table[ids(length)].requires_grad_()
+            loss = model(inputs_embeds=embedded).logits.sin().mean()
+            (grad,) = torch.autograd.grad(loss, embedded, create_graph=True)
+            (loss + grad.square().sum() * 100).backward()
+            model.penalised = embedded.grad
+        same(split.penalised, whole.penalised)
+        same_gradients(split, whole)
+
+    odd = zoo.build("llama", options=False, vocab_size=97)
+    odd.set_attn_implementation("eager")
+    on_ranks(work, model=odd, sequence_parallel=sequence_parallel)
+
+
+def test_sharded_logits_are_not_differentiated_twice():
+    def work(split, whole):
+        embedded = whole.get_input_embeddings().weight.detach()[ids()].requires_grad_()
+        loss = cross_entropy(split(inputs_embeds=embedded).logits, ids(), 14)
+        with pytest.raises(ParallelError, match=r"can't be differentiated again \(create_graph = True\)"):
+            torch.autograd.grad(loss, embedded, create_graph=True)
+
+    on_ranks(work, loss_parallel=True)
+
+
+class Classifier(nn.Module):
+    """A score of the last token, behind a base that is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = zoo.config("llama", options=False)
+        self.model = zoo.build("llama", options=False).model
+        self.score = nn.Linear(64, 3, dtype=torch.float64)
+
+    def forward(self, input_ids):
+        return self.score(self.model(input_ids).last_hidden_state)[:, -1]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_head_of_ones_own(sequence_parallel):
+    class Plan(plan("llama")):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"score": self.replicated_off_stream()}
+
+    class OnStream(plan("llama")):
+        def model_plan(self, model):
+            return super().model_plan(model) | {"score": self.replicated_on_stream()}
+
+    def work(split, whole):
+        outputs = [model(ids()) for model in (split, whole)]
+        same(*outputs)
+        for output in outputs:
+            output.sin().sum().backward()
+        same_gradients(split, whole)
+
+    model = Classifier()
+    on_ranks(work, model=model, sequence_parallel=sequence_parallel, plan=Plan)
+    if sequence_parallel:
+        with pytest.raises(
+            PlanError, match=r"'score' .* it stands behind the blocks of a model without a head"
+        ):
+            check_plan(model, 2, plan=OnStream)
+
+
+@pytest.mark.parametrize("name", ["get_output_embeddings", "get_input_embeddings"])
+def test_a_loss_of_ones_own_on_a_share_of_the_vocabulary_is_an_error(name):
+    def work(split, whole):
+        weight = getattr(split, name)().weight
+        assert weight is getattr(split, name)()._parameters["weight"]
+        assert weight.shape == (96, 64)
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            nn.functional.linear(split.model(ids()).last_hidden_state, weight)
+        hidden, weight = whole.model(ids()).last_hidden_state, weight.full_tensor()
+        same(
+            nn.functional.linear(hidden, weight), nn.functional.linear(hidden, getattr(whole, name)().weight)
+        )
+
+    on_ranks(work)
+
+
+class Looped(Tiny):
+    """A model that goes through its blocks twice."""
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def test_blocks_that_are_called_again():
+    tokens = torch.arange(32).reshape(2, 16)
+
+    def whole_sequence(split, whole):
+        for layer in split.layers:  # also where a backward computes them again
+            layer.forward = lambda x, forward=layer.forward: checkpoint(forward, x, use_reentrant=False)
+        whole.load_state_dict({name: p.full_tensor() for name, p in split.state_dict().items()})
+        for model in (split, whole):
+            model(tokens).pow(2).sum().backward()
+        expected = dict(whole.named_parameters())
+        for name, param in split.named_parameters():
+            grad = param.grad.full_tensor()
+            assert torch.allclose(grad, expected[name].grad, rtol=1e-9, atol=1e-12), name
+
+    def sequence_parallel(split, whole):
+        for _ in range(2):  # a forward that has failed leaves nothing
+            with pytest.raises(PlanError, match="Block, the first block, was called twice in a forward"):
+                split(tokens)
+
+    on_ranks(whole_sequence, model=Looped().double(), sequence_parallel=False)
+    on_ranks(sequence_parallel, model=Looped().double())
+
+
+def test_a_block_that_stands_twice_in_the_list_is_refused():
+    model = Tiny()
+    model.layers[1] = model.layers[0]
+    with pytest.raises(
+        PlanError, match=r"are one tensor, and the plan has no style for layers\.1\.attn_norm"
+    ):
+        check_plan(model, 2, plan=TinyPlan)

@@ -1,0 +1,244 @@
+"""A job's last step as a Hugging Face folder, checkpoints exported, a folder imported: the same weights, bit for bit."""
+
+import contextlib
+import json
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from jobs import Job
+from resident import own_peak, peak
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from transformers import AutoModelForCausalLM
+
+from titanplans import kernels, modeling
+from titanplans.cli.main import main
+from titanplans.training.checkpoint.card import damage, read_card
+from titanplans.training.checkpoint.storage import Planner, Reader
+from titanplans.training.data.vocabulary import default_tokenizer_path
+
+IN_HF = "--checkpoint.last_save_in_hf"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job of 2 steps on 2 ranks, which has saved step 1 whole and step 2 as a Hugging Face folder."""
+    kernels.install("cpu")
+    job = Job(tmp_path_factory.mktemp("job"))
+    status = job.run("--training.steps=2", "--checkpoint.interval=1", IN_HF)
+    assert status == 0, job.out + job.err
+    return job
+
+
+@pytest.fixture(scope="module")
+def at(job):
+    return job.folder / "out" / "checkpoint"
+
+
+def run(capsys, *words):
+    status = main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def weights_of(checkpoint):
+    metadata = Reader(checkpoint).read_metadata().state_dict_metadata
+    names = [name for name in metadata if name.startswith(("model.", "lm_head."))]
+    state = {name: torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype) for name in names}
+    dcp_load(state, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+    return state
+
+
+def test_the_last_step_is_a_folder_that_transformers_loads(job, at):
+    last = at / "step-2"
+    assert job.steps == [1, 2]
+    loaded = AutoModelForCausalLM.from_pretrained(last)
+    assert type(loaded).__name__ == "GLAForCausalLM"
+    assert loaded.config.use_cache
+    assert {"config.json", "model.safetensors", "tokenizer.json", "titanplans.json"} <= {
+        p.name for p in last.iterdir()
+    }
+    assert damage(last) is None
+    assert read_card(last).holds == "weights"
+
+
+def test_the_job_knows_that_it_is_finished(job, at):
+    options = ("--training.steps=2", "--checkpoint.interval=1", IN_HF)
+    assert job.run(*options) == 0
+    assert "step-2 is whole: the job has taken its training.steps = 2 and is finished" in job.out
+    assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2
+    assert (
+        "step-2 holds only the weights (checkpoint.last_save_in_hf), so training can't be resumed from it"
+        in job.err
+    )
+
+
+def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):
+    shutil.copytree(at, job.folder / "prolonged" / "checkpoint")
+    options = ("--job.dump_folder=prolonged", "--training.steps=3", "--checkpoint.interval=1")
+    assert job.run(*options) == 0, job.err
+    assert (
+        "the job goes on from step-1, and takes the steps up to 2 again: step-2 holds only the weights; "
+        "checkpoint.last_save_model_only = false saves the last step whole"
+    ) in job.out + job.err
+    assert [step for step, _ in job.losses] == [2, 3]
+    shutil.copytree(at / "step-1", job.folder / "whole" / "checkpoint" / "step-1")
+    options = ("--job.dump_folder=whole", "--checkpoint.no-last_save_model_only")
+    assert job.run(*options, "--training.steps=2") == 0, job.err
+    assert job.run(*options, "--training.steps=3") == 0, job.err
+    assert [step for step, _ in job.losses] == [3]
+    assert "again" not in job.out + job.err
+
+
+def test_the_same_step_exported_has_the_same_weights(job, at, capsys):
+    other = job.folder / "again" / "checkpoint"
+    other.mkdir(parents=True)
+    shutil.copytree(at / "step-1", other / "step-1")
+    options = ("--job.dump_folder=again", "--training.steps=2", "--checkpoint.interval=1")
+    assert job.run(*options, "--checkpoint.last_save_model_only=false") == 0, job.err
+    status, said = run(capsys, "export", other / "step-2", job.folder / "hf")
+    assert status == 0, said
+    assert said == f"{job.folder}/hf: 0.001 GB in 4 files, the tokenizer of {default_tokenizer_path()}\n"
+    exported, saved = (
+        load_file(folder / "model.safetensors") for folder in (job.folder / "hf", at / "step-2")
+    )
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+    one, two = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (job.folder / "hf", at / "step-2"))
+    inputs = zoo.inputs("gla")
+    assert torch.equal(one(**inputs).logits, two(**inputs).logits)
+
+
+def test_a_folder_becomes_a_seed_that_a_job_starts_from(job, at, capsys):
+    seed = job.folder / "seed" / "step-0"
+    status, said = run(capsys, "import", at / "step-2", seed)
+    assert status == 0, said
+    assert said.endswith("; a job starts from it by checkpoint.initial_load_path\n")
+    assert damage(seed) is None
+    weights, saved = weights_of(seed), load_file(at / "step-2" / "model.safetensors")
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
+    options = ("--job.dump_folder=started", "--training.steps=1", "--parallelism.tensor_parallel_degree=1")
+    assert job.run(*options, f"--checkpoint.initial_load_path={seed}") == 0, job.err
+
+
+def test_experts_and_towers_go_there_and_back(tmp_path, capsys):
+    for name in ("mixtral", "gemma3", "qwen3"):
+        model = zoo.build(name, dtype=torch.bfloat16 if name == "qwen3" else torch.float32)
+        model.save_pretrained(tmp_path / name)
+        assert run(capsys, "import", tmp_path / name, tmp_path / f"{name}-seed", "--dtype", "float32")[0] == 0
+        words = ("export", tmp_path / f"{name}-seed", tmp_path / f"{name}-back", "--max-shard-size", "100KB")
+        assert run(capsys, *words)[0] == 0
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-back")
+        inputs = zoo.inputs(name)
+        with torch.no_grad():
+            assert torch.equal(back.eval()(**inputs).logits, model.float().eval()(**inputs).logits)
+
+
+def test_no_more_than_some_tensors_are_in_memory(tmp_path, capsys):
+    config = zoo.config(
+        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096
+    )
+    model = modeling.build(config).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    model.save_pretrained(tmp_path / "folder")
+    del model
+    largest = 16  # MB; all are 270
+    assert sum(path.stat().st_size for path in (tmp_path / "folder").iterdir()) > 200e6
+    there = own_peak(lambda: run(capsys, "import", tmp_path / "folder", tmp_path / "seed"))
+    back, _ = peak(
+        lambda: run(capsys, "export", tmp_path / "seed", tmp_path / "back", "--max-shard-size", "50MB")
+    )
+    assert max(there, back) < 5 * largest
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("folder", "back")
+    )
+    assert all(torch.equal(one[name], tensor) for name, tensor in two.items())
+
+
+def test_libraries_say_nothing(job, at):
+    command = [sys.executable, "-m", "titanplans", "export", at / "step-1", job.folder / "quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+
+
+def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
+    step, new = at / "step-1", tmp_path / "new"
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes").write_text("mine")
+    plain = tmp_path / "plain" / "step-1"
+    shutil.copytree(step, plain)
+    (plain / "titanplans.json").unlink()
+    flipped = tmp_path / "flipped" / "step-1"
+    shutil.copytree(step, flipped)
+    path = next(flipped.glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2}))
+    said = {
+        "there": run(capsys, "export", step, tmp_path / "there"),
+        "in hf": run(capsys, "export", at / "step-2", new),
+        "nothing": run(capsys, "export", tmp_path / "there", new),
+        "no card": run(capsys, "export", plain, new),
+        "damaged": run(capsys, "export", flipped, new),
+        "another": run(capsys, "export", step, new, "--config", config),
+        "another, no card": run(capsys, "export", plain, new, "--config", zoo_config(tmp_path)),
+        "import, there": run(capsys, "import", at / "step-2", tmp_path / "there"),
+        "import, step": run(capsys, "import", at / "step-2", tmp_path / "step-7"),
+        "import, nothing": run(capsys, "import", tmp_path / "there", new),
+    }
+    assert not new.exists()
+    with smallest_files():
+        full = {
+            "export": run(capsys, "export", step, new),
+            "import": run(capsys, "import", at / "step-2", new),
+        }
+    assert full == {
+        "export": (1, f"error: {tmp_path}/.new.writing can't be written (File too large)\n"),
+        "import": (1, f"error: {new} can't be written (File too large)\n"),
+    }
+    assert not (tmp_path / ".new.writing").exists()
+    assert {status for status, _ in said.values()} == {2}
+    lines = {case: text.replace(str(tmp_path), "").replace(str(at), "at") for case, (_, text) in said.items()}
+    other = lines.pop("another, no card")
+    assert other.startswith(
+        "error: what is saved is no GLAForCausalLM of its config: model.embeddings.weight is (4096, 32)"
+    )
+    metadata = "there is no distributed checkpoint in it (.metadata)"
+    assert lines == {
+        "there": "error: /there is there already, and nothing is written over: name a new folder\n",
+        "in hf": f"error: export at/step-2: {metadata}; it is a Hugging Face folder already\n",
+        "nothing": f"error: export /there: {metadata}; name a step-N folder\n",
+        "no card": "error: export /plain/step-1: it has no titanplans.json, which says which model it is: give its "
+        "--config\n",
+        "damaged": f"error: export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum is not the one "
+        "that was written; take another checkpoint\n",
+        "another": "error: --config /config.json: at/step-1 is of another model (num_heads = 4, now 2); leave it out\n",
+        "import, there": "error: import: /there is there already, and nothing is written over: name a new folder\n",
+        "import, step": "error: import: /step-7 would be a checkpoint of another step: no step was taken, name it step-0\n",
+        "import, nothing": "error: model config '/there/config.json' can't be read: No such file or directory\n",
+    }
+    assert run(capsys, "export", plain, new, "--config", job.folder / "gla.json")[0] == 0
+
+
+@contextlib.contextmanager
+def smallest_files():
+    """No file may grow beyond 100,000 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def zoo_config(folder):
+    zoo.config("gla", vocab_size=4096).save_pretrained(folder / "other")
+    return folder / "other"

@@ -1,0 +1,177 @@
+"""A job that loses ranks goes on: by our launcher, by torchrun; and what is lost with a launcher ends with it."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from jobs import Job, descendants, gone
+
+from titanplans.training.launch.launcher import _store_on_this_machine
+from titanplans.training.launch.main import main
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def by_torchrun(backend, endpoint, words):
+    """torchrun --nproc-per-node 2 --max-restarts 3, whose workers are forked."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="job",
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"rank": 0, "timeout": 900} if backend == "static" else {},
+        max_restarts=3,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, worker)(words[1:])
+
+
+def free_endpoint():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def worker(words):
+    sys.exit(main(words))
+
+
+def repeats_itself(job):
+    """Whether each step that was taken again had the same loss, and none is missing."""
+    losses = dict(job.losses)
+    return set(losses) == set(range(1, max(losses) + 1)) and len(set(job.losses)) == len(losses)
+
+
+def kill(job, process, rank, restarts):
+    """Kill a rank of a job that was restarted so often before; return its pid."""
+    job.wait_for(process, lambda: job.out.count("Training starts at") == restarts + 1)
+    job.wait_for_steps(process, 6)
+    pid = descendants(process.pid)[rank]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_killed_ranks_are_started_again_up_to_so_many_times(job):
+    process = job.start("--max-restarts", "1")
+    pids = [kill(job, process, rank, number) for number, rank in enumerate((0, 1))]
+    assert job.end(process) == 1
+    first, *_, last = (line for line in job.err.splitlines() if line.startswith(("rank", "error")))
+    assert first == (
+        f"rank 0 (pid {pids[0]}) was killed by SIGKILL (by the system, if memory ran out): all ranks start again, from the "
+        "newest checkpoint; 0 more restarts are left"
+    )
+    assert last.startswith(f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL")
+    assert repeats_itself(job)
+    steps = job.steps[-1]
+    assert job.run(f"--training.steps={steps + 2}", "--max-restarts=1") == 0
+    assert job.steps[-1] == steps + 2
+    # Its last checkpoint holds the weights alone. It is finished, by whatever starts it, and can be prolonged.
+    for by in (None, partial(by_torchrun, "static", free_endpoint())):
+        restarts = () if by else ("--max-restarts=1",)
+        assert job.run(f"--training.steps={steps + 2}", *restarts, by=by) == 0
+        assert (
+            job.out.count(f"step-{steps + 2} is whole: the job has taken its training.steps = {steps + 2}")
+            == 1
+        )
+        assert job.losses == []
+    assert job.run(f"--training.steps={steps + 4}", "--max-restarts=1") == 0
+    assert "Training completed" in job.out
+    assert "Sleeping" not in job.out
+    assert job.steps[-1] == job.losses[-1][0] == steps + 4
+    # What a finished job has left is read before it says so.
+    shard = job.folder / "out" / "checkpoint" / f"step-{steps + 4}" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    assert job.run(f"--training.steps={steps + 4}") == 2
+    assert (
+        f"the job is finished, but {shard.relative_to(job.folder)} is damaged: its checksum is not the one that was "
+        "written; checkpoint.load_step = "
+    ) in job.err
+
+
+class Slow:
+    def __del__(self):
+        time.sleep(30 * int(os.environ["RANK"]))
+
+
+def slow_to_free(words):
+    """A training that holds what takes long to free, as workers of a loader do, and must not be interrupted."""
+    from titanplans.cli.main import run
+    from titanplans.training.trainer.trainer import Trainer
+
+    def train(self):
+        slow = Slow()  # noqa: F841
+        before(self)
+
+    before, Trainer.train = Trainer.train, train
+    run(words)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_would_end_in_the_same_line_is_not_started_again(job, ranks):
+    options = (
+        f"--parallelism.tensor_parallel_degree={ranks}",
+        "--optimizer.lr=1e30",
+        "--checkpoint.no-enable",
+    )
+    assert job.run(*options, "--lr_scheduler.warmup_steps=0", "--max-restarts=2", by=slow_to_free) == 1
+    assert job.err.startswith("error: step 2: the ")
+    assert "is not finite" in job.err
+    assert job.err.count("\n") == 1
+    assert job.out.count("Training starts at") == 1
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_torchrun_restarts_ranks(job, backend):
+    process = job.start(by=partial(by_torchrun, backend, free_endpoint()))
+    for number, rank in enumerate((0, 1)):
+        kill(job, process, rank, number)
+    job.wait_for(process, lambda: job.out.count("Training starts at") == 3)
+    job.wait_for_steps(process, 3)
+    assert repeats_itself(job)
+    ranks = descendants(process.pid)
+    process.kill()
+    assert gone(ranks, 10)
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_what_a_killed_launcher_leaves_ends(job, when):
+    process = job.start("--training.dataloader.num_workers=1", "--checkpoint.async_mode=async")
+    job.wait_for(process, lambda: len(descendants(process.pid)) >= 2)
+    if when == "later":
+        job.wait_for_steps(process, 6)
+        assert len(descendants(process.pid)) == 4  # two ranks, each with a worker
+    left = descendants(process.pid)
+    process.kill()
+    process.join()
+    assert gone(left, 5)
+    assert not list(job.folder.glob("out/checkpoint/.*.removed"))
+
+
+def test_only_this_machine_reaches_the_store():
+    store = _store_on_this_machine()
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
+    assert [address for address in listening if address.endswith(f":{store.port:04X}")] == [
+        f"0100007F:{store.port:04X}"
+    ]

@@ -1,0 +1,163 @@
+"""Jobs that start from a Hugging Face folder: its model, tokenizer and weights; resuming; and what is refused at once."""
+
+import functools
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+from jobs import Job
+from safetensors.torch import load_file, save_file
+from test_checkpoint_jobs import Said
+from test_trainer import train, write_inputs
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from titanplans import kernels, modeling
+from titanplans.config import ConfigError, load_job
+from titanplans.errors import UserError
+from titanplans.training.data.vocabulary import default_tokenizer_path
+
+TP = "--parallelism.tensor_parallel_degree=2"
+SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
+
+
+def publish(config: Path, folder: Path) -> None:
+    """Write a model of this config.json as transformers does, and a tokenizer, into `folder`."""
+    kernels.install("cpu")
+    modeling.build_real(modeling.load_config_file(config)).save_pretrained(folder)
+    shutil.copy(Path(default_tokenizer_path()) / "tokenizer.json", folder)
+
+
+def starts(rank: int, folder: Path) -> dict:
+    """What a job on two ranks holds before its first step, and the losses of it and of its prolongation."""
+    found = {}
+    published = folder / "published"
+    start = (f"--checkpoint.initial_load_path={published}", "--checkpoint.initial_load_in_hf")
+
+    def look(trainer):
+        trainer.checkpointer.load(step=-1)
+        values = trainer.model_parts[0].state_dict()
+        found["weights"] = {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in values.items()
+        }
+
+    job = (folder, "dense", "start", TP, *SAVES, *start)
+    found["losses"] = train(*job, "--training.steps=4", prepare=look)[0].losses()
+    said = Said()
+    logging.getLogger().addHandler(said)
+    logging.getLogger().setLevel(logging.INFO)
+    found["prolonged"] = train(*job, "--training.steps=6")[0].losses()
+    found["said"] = list(said.lines)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_inputs(tmp_path_factory.mktemp("weights"))
+    publish(folder / "dense.json", folder / "published")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def started(folder):
+    return worlds.run(functools.partial(starts, folder=folder), ranks=2)
+
+
+def test_a_job_starts_with_the_weights_of_the_folder(started, folder):
+    expected = AutoModelForCausalLM.from_pretrained(folder / "published", dtype=torch.float32).state_dict()
+    assert started["weights"].keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(expected[name], started["weights"][name])] == []
+
+
+def test_resuming_beats_starting_anew(started):
+    assert list(started["losses"]) == [1, 2, 3, 4]
+    assert list(started["prolonged"]) == [5, 6]
+    assert not any("read 20 tensors" in line for line in started["said"])
+
+
+# ---------------------------------------------------------------- by the command line
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job of which the model is in a folder alone."""
+    job = Job(tmp_path)
+    publish(tmp_path / "gla.json", tmp_path / "gla")
+    toml = (tmp_path / "job.toml").read_text().replace('[model]\nconfig = "gla.json"\n', "")
+    toml = toml.replace("interval = 5", 'interval = 5\ninitial_load_path = "gla"\ninitial_load_in_hf = true')
+    (tmp_path / "job.toml").write_text(toml)
+    return job
+
+
+def test_a_folder_is_all_that_a_job_needs(job):
+    assert job.run("--training.steps=2", "--checkpoint.enable") == 0, job.err
+    assert "model from gla, tokenizer from gla" in job.out
+    assert "bytes on this rank in" in job.out
+
+
+def refusal(job, *options: str) -> str:
+    """Return the line in which a job is refused before its processes start."""
+    from titanplans.training.job.checks import check_job
+
+    with pytest.raises(UserError) as caught:
+        check_job(load_job([str(job.folder / "job.toml"), *options]), 2)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
+    monkeypatch.chdir(job.folder)
+    folder, file = job.folder / "gla", job.folder / "gla" / "model.safetensors"
+    said = refusal(job, "--model.config=gla.json", "--checkpoint.initial_load_path=nowhere")
+    assert said == (
+        'checkpoint.initial_load_path = "nowhere" is no folder, and checkpoint.initial_load_in_hf = true needs one'
+    )
+    (job.folder / "other.json").write_text(
+        json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2})
+    )
+    assert "the job's model is not the one of gla (num_heads = 4, now 2)" in refusal(
+        job, "--model.config=other.json"
+    )
+    (folder / "tokenizer.json").rename(job.folder / "tokenizer.json")
+    assert "no tokenizer.json can be read there" in refusal(job)
+    refused = load_job([str(job.folder / "job.toml"), f"--model.hf_assets_path={job.folder}"])
+    assert refused.model.hf_assets_path == str(job.folder)
+    (job.folder / "tokenizer.json").rename(folder / "tokenizer.json")
+    values = load_file(file)
+    values["model.norm.weight"] = torch.zeros(31)
+    save_file(values, file)
+    assert (
+        "(model.norm.weight is (31,) of float32 in model.safetensors, expected (32,) of float32)"
+        in refusal(job)
+    )
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "model.safetensors is cut short" in refusal(job)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--checkpoint.no-enable"], "it does nothing with"),
+        (
+            ["--checkpoint.no-initial_load_model_only"],
+            "a Hugging Face folder holds weights alone: leave it out",
+        ),
+        (["--checkpoint.initial_load_in_hf_quantized"], "quantised weights are not read"),
+    ],
+)
+def test_keys_that_contradict_it(job, options, message):
+    with pytest.raises(ConfigError, match=message):
+        load_job([str(job.folder / "job.toml"), *options])
+
+
+def test_verify_takes_the_model_of_the_folder(job, monkeypatch, capsys):
+    from titanplans.cli.verify.main import main
+
+    monkeypatch.chdir(job.folder)
+    assert main(["verify", "job.toml", "--quick"]) == 0
+    assert "job.toml: gla" in capsys.readouterr().out

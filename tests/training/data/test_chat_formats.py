@@ -1,0 +1,138 @@
+"""Conversations by the names of their columns and keys: ShareGPT's, Alpaca's, and any others."""
+
+import typing
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from test_chat import PLAIN, chat, decoded, form, own_cache, rows, said, tokens_of  # noqa: F401  fixtures
+
+from titanplans.config import load_job
+from titanplans.config.sections.model import Chat
+from titanplans.errors import DataError
+from titanplans.training.data.chat.formats import FORMATS
+from titanplans.training.data.chat.messages import conversation_of
+from titanplans.training.data.corpus.sources import open_source
+
+
+def shared(*turns):
+    return {"id": "x_0", "conversations": [{"from": who, "value": what} for who, what in turns]}
+
+
+TALK = shared(("system", "Be brief."), ("human", "A prime?"), ("gpt", "2"), ("tool", ""), ("gpt", "3"))
+ASK = {"instruction": "Add them.", "input": "2 and 3", "output": "5"}
+SHAREGPT, ALPACA = {"format": "sharegpt"}, {"format": "alpaca"}
+OF_ORCA = {"prompt_column": "question", "completion_column": "response", "system_column": "system_prompt"}
+RIGHT = [
+    (TALK, SHAREGPT, "system: Be brief.|user: A prime?|assistant: 2|tool: |assistant: 3"),
+    (shared(("human", "a"), ("gpt", "b")) | {"system": "s"}, SHAREGPT, "system: s|user: a|assistant: b"),
+    (shared(("user", "a"), ("observation", "t"), ("gpt", "b")), SHAREGPT, "user: a|tool: t|assistant: b"),
+    (shared(("human", "a"), ("bard", "b")), SHAREGPT | {"roles": {"bard": "assistant"}}, "user: a|assistant: b"),
+    (ASK, ALPACA, "user: Add them.\n\n2 and 3|assistant: 5"),
+    (ASK | {"input": ""}, ALPACA, "user: Add them.|assistant: 5"),
+    ({"instruction": "a", "output": "b", "system": None}, ALPACA, "user: a|assistant: b"),
+    (ASK | {"system": "s"}, ALPACA, "system: s|user: Add them.\n\n2 and 3|assistant: 5"),
+    ({"question": "a", "response": "b", "system_prompt": "s"}, OF_ORCA, "system: s|user: a|assistant: b"),
+    (
+        {"turns": [{"by": "q", "text": "a"}, {"by": "a", "text": "b"}]},
+        {"messages_column": "turns", "role_key": "by", "content_key": "text", "roles": {"q": "user", "a": "assistant"}},
+        "user: a|assistant: b",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "options", "expected"), RIGHT)
+def test_rows_become_messages(row, options, expected):
+    conversation = conversation_of(row, Chat(enable=True, **options), "here")
+    assert "|".join(f"{m['role']}: {m['content']}" for m in conversation.messages) == expected
+    assert all(message.keys() == {"role", "content"} for message in conversation.messages)
+
+
+def test_calls_of_tools_reach_the_template_in_either_format():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    for row, options in (
+        ({"messages": [said("user", "a"), {"role": "assistant", **call}, said("tool", "1")]}, {}),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", **call}, {"from": "tool", "value": "1"}]},
+            SHAREGPT,
+        ),
+    ):  # fmt: skip
+        found = conversation_of(row | {"tools": tools}, Chat(enable=True, **options), "here")
+        assert found.tools == tools
+        assert found.messages == [said("user", "a"), {"role": "assistant", **call}, said("tool", "1")]
+
+
+def test_what_the_assistant_says_counts(chat):  # noqa: F811
+    for row, options, counts in ((TALK, SHAREGPT, "2<|eos|>\n3<|eos|>\n"), (ASK, ALPACA, "5<|eos|>\n")):
+        tokens = tokens_of(row, chat(PLAIN, **options))
+        assert decoded(tokens.ids[tokens.counted]) == counts
+
+
+def test_parquet_gives_what_jsonl_does(chat, rows, tmp_path):  # noqa: F811
+    """The columns that are read are asked for by name, and no others."""
+    for table, options in (
+        ([TALK | {"system": None}, TALK | {"system": "s"}], SHAREGPT),
+        ([ASK, ASK | {"input": None}], ALPACA),
+    ):
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
+        options = chat(PLAIN, **options)
+        both = [
+            open_source("local", file, split="all", chat=form(options))._corpus
+            for file in (str(path), rows(*table))
+        ]
+        one, other = ([corpus.document(i).to_bytes() for i in range(2)] for corpus in both)
+        assert one == other
+        assert one[0] != one[1]
+
+
+REFUSED = [
+    (shared(("human", "a"), ("bard", "b")), SHAREGPT,
+     "FILE, line 1, message 2 of 'conversations' has from = 'bard', and the roles known are human, user, gpt,"),
+    (shared(("human", "a"), ("gpt", " \n")), SHAREGPT, "FILE, line 1, message 2 of 'conversations' is empty; repair"),
+    (shared(("human", 3)), SHAREGPT, "FILE, line 1, message 1 of 'conversations' has a content of type int where"),
+    ({"conversations": [{"from": "human"}]}, SHAREGPT, "FILE, line 1, message 1 of 'conversations' has 'from', and needs a "
+     "from and a value; name its keys in [training.chat] role_key"),
+    ({"conversations": [said("user", "a")]}, SHAREGPT, "has 'role', 'content', and needs a from and a value; name its"),
+    ({"conversations": ["a"]}, SHAREGPT, "message 1 of 'conversations' is of type str, and no {from, value}"),
+    ({"conversations": []}, SHAREGPT, "FILE, line 1 holds an empty conversation"),
+    (shared(("human", "a")) | {"system": 3}, SHAREGPT, "FILE, line 1: 'system' holds a value of type int where there"),
+    ({"text": "a"}, SHAREGPT, "messages_column = 'conversations': FILE, line 1 has the columns 'text'; name the one"),
+    (TALK, {}, "messages_column = 'messages': FILE, line 1 has the columns 'conversations', 'id'; name the one with the "
+     "messages in [training.chat] messages_column, or those of prompts and their answers in prompt_column and "
+     'completion_column, or set format = "sharegpt"'),
+    ({"messages": TALK["conversations"]}, {}, "has 'from', 'value', and needs a role and a content; set [training.chat] "
+     'format = "sharegpt"'),
+    (ASK, {}, 'or set format = "alpaca"'),
+    (ASK, {"prompt_column": "instruction", "completion_column": "output"}, "prompt_column = 'instruction': FILE, line 1 has "
+     "an 'input' beside it, of which nothing would be read; set [training.chat] format = \"alpaca\", or input_column"),
+    (ASK | {"output": ""}, ALPACA, "FILE, line 1: 'output' is empty; repair the row or leave it out"),
+    (ASK | {"output": None}, ALPACA, "FILE, line 1: 'output' holds no value where there should be a text or a list of"),
+    (ASK | {"input": ["a"]}, ALPACA, "FILE, line 1: 'input' holds a value of type list where there should be a text"),
+    (ASK | {"instruction": [said("user", "a"), said("user", "b")]}, ALPACA,
+     "FILE, line 1: 'input' belongs to a prompt that is a text, and 'instruction' holds messages"),
+    ({"instruction": "a"}, ALPACA, "prompt_column = 'instruction': FILE, line 1 has the columns 'instruction'; name"),
+    ({"prompt": "a", "completion": "b"}, {"input_column": "more"},
+     "input_column = 'more': FILE, line 1 has the columns 'completion', 'prompt'; name one of them, or leave it out"),
+    (TALK, SHAREGPT | {"input_column": "id"}, "input_column = 'id': FILE, line 1 holds messages, and an input belongs"),
+    ({"messages": [said("user", "a"), said("assistant", "")]}, {}, "FILE, line 1, message 2 of 'messages' is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "options", "reason"), REFUSED)
+def test_a_row_that_does_not_fit_is_one_sentence(chat, rows, row, options, reason):  # noqa: F811
+    path = rows(row)
+    with pytest.raises(DataError) as error:
+        open_source("local", path, split="all", chat=form(chat(PLAIN, **options)))
+    assert reason.replace("FILE", path) in str(error.value)
+    assert f"{path}, line 1" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_formats_are_those_of_the_option(tmp_path, monkeypatch):
+    assert list(FORMATS) == list(typing.get_args(typing.get_type_hints(Chat)["format"]))
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text('[training.chat]\nenable = true\nroles = {bard = "assistant"}\n')
+    assert load_job(["job.toml"]).training.chat.roles == {"bard": "assistant"}

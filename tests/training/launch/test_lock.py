@@ -1,0 +1,121 @@
+"""One job in a folder: the lock, who holds it, and what is said of those who left."""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from titanplans.config import ConfigError
+from titanplans.config.schema import build_job
+from titanplans.training.job.lock import LOCK, locked
+
+SAVES = {"checkpoint.enable": True}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def job(dump="out", **options):
+    values = {"job.dump_folder": dump} | SAVES | {key.replace("__", "."): v for key, v in options.items()}
+    return build_job(values)
+
+
+@pytest.fixture
+def another():
+    """Hold a job's folders in another process; return a function that does, and its process's number."""
+    pids = []
+
+    def hold(held):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with locked(held):
+                os.write(writer, b".")
+                time.sleep(600)
+        pids.append(pid)
+        os.read(reader, 1)
+        return pid
+
+    yield hold
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_second_job_is_refused_until_the_first_is_gone_however_it_ended(another):
+    pid = another(job())
+    with (
+        pytest.raises(
+            ConfigError,
+            match=rf'^job.dump_folder = "out": another job writes to {Path("out").absolute()}, process {pid} on '
+            rf"{platform.node()} since 2\d\d\d-.*; stop it, wait for its end, or name another folder$",
+        ),
+        locked(job()),
+    ):
+        pass
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with locked(job()):
+        assert json.loads(Path("out", LOCK).read_text())["pid"] == os.getpid()
+        if (fork := os.fork()) == 0:  # a rank: it does not hold what its launcher does
+            os._exit(0)
+        os.waitpid(fork, 0)
+    assert Path("out", LOCK).read_text() == ""
+
+
+def test_two_dump_folders_with_one_folder_of_checkpoints(another):
+    shared = str(Path("shared").absolute())
+    another(job("one", checkpoint__folder=shared))
+    with (
+        pytest.raises(ConfigError, match=rf'^checkpoint.folder = "{shared}": another job writes to {shared}'),
+        locked(job("two", checkpoint__folder=shared)),
+    ):
+        pass
+    with locked(job("three", checkpoint__folder=shared, checkpoint__load_only=True)):
+        pass  # it only reads
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ("", []),
+        ("no JSON", []),
+        (
+            json.dumps({"host": platform.node(), "pid": 1, "since": "then"}),
+            [],
+        ),  # killed; its lock went with it
+        (
+            json.dumps({"host": "elsewhere", "pid": 7, "since": "then"}),
+            ["out was left by process 7 on elsewhere since then, without a lock"],
+        ),
+    ],
+)
+def test_what_others_have_left_is_told_and_not_obeyed(caplog, left, said):
+    Path("out").mkdir()
+    Path("out", LOCK).write_text(left)
+    with locked(job()):
+        pass
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(said)
+    assert all(message.startswith(words) for message, words in zip(messages, said, strict=True))
+
+
+def test_a_file_system_without_locks_is_told(caplog, monkeypatch):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    Path("out").mkdir()
+    Path("out", LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 7, "since": "then"}))
+    with locked(job()):
+        pass
+    assert "out can't be locked (No locks available)" in caplog.messages[0]
+    assert "the last job there: process 7 on elsewhere since then" in caplog.messages[0]

@@ -1,0 +1,144 @@
+"""Signals: one line, once more a checkpoint where that is asked for, and a second signal that waits for nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from jobs import Job, descendants, gone
+
+from titanplans.cli.main import main
+from titanplans.training.launch.signals import Stopped, stop_on_signals
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")
+SLOW = """
+import sys, time
+from titanplans.training.launch.signals import Stopped, stop_on_signals
+try:
+    with stop_on_signals():
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        finally:
+            time.sleep(60)
+except Stopped as stopped:
+    sys.exit(stopped.exit_status)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def said(job):
+    """What a job has printed as an error, without the warnings of libraries."""
+    return [line for line in job.err.splitlines() if "Warning" not in line and "_warn_" not in line]
+
+
+@on_linux
+def test_sigterm_saves_once_more_and_no_step_is_lost_or_taken_twice(job, capsys, monkeypatch):
+    schedule = "--lr_scheduler.total_steps=100000"
+    options = ("--checkpoint.save_on_signal", "--checkpoint.interval=100000", schedule)
+    taken = []
+    for whom in ("launcher", "group", "rank 1"):
+        workers = ("--training.dataloader.num_workers=1",) if whom == "group" else ()
+        process = job.start(*options, *workers)
+        job.wait_for_steps(process, 4)
+        if whom == "launcher":  # while it runs, another job is refused
+            monkeypatch.chdir(job.folder)
+            os.killpg(process.pid, signal.SIGSTOP)
+            assert main(["train", "job.toml"]) == 2
+            assert (
+                f"another job writes to {job.folder}/out, process {process.pid} on" in capsys.readouterr().err
+            )
+            os.kill(process.pid, signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGCONT)
+        elif whom == "group":
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            os.kill(descendants(process.pid)[1], signal.SIGTERM)
+        assert job.end(process) == 0, whom
+        taken += job.losses
+        last = taken[-1][0]
+        assert f"SIGTERM: the job ends after step {last}, which is saved" in job.out
+        assert "Training completed" not in job.out
+        assert "Sleeping" not in job.out
+        assert job.err == ""  # the second and third resume: torch warns of nothing
+        assert job.steps[-1] == last
+        assert said(job) == []
+    assert [step for step, _ in taken] == list(range(1, last + 1))
+    assert job.run(f"--training.steps={last}", "--job.dump_folder=undisturbed", schedule) == 0
+    assert job.losses == taken
+
+
+def slow_saving(words):
+    """Save so slowly that a signal comes while ranks do."""
+    from titanplans.cli.main import run
+    from titanplans.training.checkpoint.storage import Writer
+
+    def write_data(self, plan, planner):
+        Path(f"saving-{os.environ['RANK']}").touch()
+        time.sleep(1.5)
+        return before(self, plan, planner)
+
+    before, Writer.write_data = Writer.write_data, write_data
+    run(words)
+
+
+@on_linux
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_ctrl_c_to_the_group_while_it_saves_is_one_line(job, mode):
+    process = job.start(f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2", by=slow_saving)
+    job.wait_for(process, lambda: len(list(job.folder.glob("saving-*"))) == 2)
+    ranks = descendants(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    assert job.end(process) == 130
+    assert said(job) == ["stopped by SIGINT; finished checkpoints are complete"]
+    assert gone(ranks, 1)
+
+
+def test_a_second_signal_ends_at_once_and_one_that_comes_with_the_first_is_the_same():
+    with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.7)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        before = time.monotonic()
+        assert process.wait(timeout=60) == 130
+        assert time.monotonic() - before < 2.0
+
+
+def ask_for(*signums):
+    """Be told of signals by oneself."""
+    for signum in signums:
+        signal.raise_signal(signum)
+
+
+def library(signum, makes_of_it):
+    """Raise something else where a signal stops, or nothing."""
+    try:
+        signal.raise_signal(signum)
+    except BaseException as error:
+        if makes_of_it is not None:
+            raise makes_of_it from error
+
+
+@pytest.mark.parametrize("makes_of_it", [RuntimeError("a library's own"), SystemExit(1), None])
+def test_what_a_library_makes_of_a_stop_is_a_stop(makes_of_it):
+    with pytest.raises(Stopped, match="SIGINT"), stop_on_signals():
+        library(signal.SIGINT, makes_of_it)
+
+
+def test_the_first_sigterm_asks_and_the_next_signal_stops():
+    asked = []
+    with pytest.raises(Stopped, match="SIGINT"), stop_on_signals(first_sigterm=partial(asked.append, 1)):
+        ask_for(signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
+    assert asked == [1]

@@ -1,0 +1,224 @@
+"""`python train.py` as a user meets it: exit statuses, what is on the screen, and a rank that dies."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import Job
+
+from titanplans.cli.main import main, run
+
+TRAIN = Path(__file__).parents[2] / "train.py"
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def start(job: Job, *options: str) -> subprocess.Popen:
+    """Start it as a user does: a new process, which imports everything."""
+    return subprocess.Popen(
+        [sys.executable, str(TRAIN), *options],
+        cwd=job.folder,
+        stdout=(job.folder / "stdout").open("w"),
+        stderr=(job.folder / "stderr").open("w"),
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+    )
+
+
+def wait_for_step(job: Job, process: subprocess.Popen, step: int) -> None:
+    deadline = time.monotonic() + 300
+    while max(dict(job.losses), default=0) < step:
+        assert process.poll() is None, job.err
+        assert time.monotonic() < deadline, job.out
+        time.sleep(0.05)
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """The processes of the ranks, which the launcher forks."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the children of a process from /proc")
+def test_killed_rank_ends_the_job_and_the_restarted_job_repeats_its_losses(job):
+    process = start(job, "job.toml", "--checkpoint.keep_latest_k=0")
+    try:
+        wait_for_step(job, process, 13)
+        first, second = ranks_of(process)
+        os.kill(second, signal.SIGKILL)
+        killed = time.monotonic()
+        assert process.wait(timeout=30) == 1
+        assert time.monotonic() - killed < 10
+    finally:
+        process.kill()
+    assert not Path(f"/proc/{first}").exists(), "the other rank lives on"
+    *others, last = job.err.splitlines()
+    assert last.startswith(f"error: rank 1 (pid {second}) was killed by SIGKILL")
+    assert all(line.startswith("rank 0 failed: ") for line in others), others
+    undisturbed = dict(job.losses)
+
+    # From an earlier checkpoint than the newest, for more steps to compare.
+    for path in (job.folder / "out" / "checkpoint").glob("step-*"):
+        if path.name != "step-5":
+            shutil.rmtree(path)
+    last = max(undisturbed)
+    resumed = job.start("--checkpoint.keep_latest_k=0", "--metrics.enable_wandb", by=offline)
+    job.wait_for(resumed, lambda: max(dict(job.losses), default=0) >= last)
+    os.kill(resumed.pid, signal.SIGINT)  # and so a job is ended in order
+    assert job.end(resumed) == 130
+    repeated = {step: loss for step, loss in job.losses if step <= last}
+    assert repeated == {step: undisturbed[step] for step in range(6, last + 1)}
+    assert "Traceback" not in job.err
+    (recorded,) = (job.folder / "out").rglob("run-*.wandb")
+    assert recorded.stat().st_size > 0
+
+
+def offline(words):
+    os.environ["WANDB_MODE"] = "offline"
+    run(words)
+
+
+@pytest.fixture
+def refused(job, monkeypatch, capsys):
+    """Return a function that runs `titanplans train` in this process, for a job that does not start."""
+    monkeypatch.chdir(job.folder)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def refused(*options: str) -> tuple[int, str, str]:
+        try:
+            status = main(["train", *options])
+        except SystemExit as ended:
+            status = ended.code
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    yield refused
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["job.toml", "--training.stepz=3"], "stepz"),
+        (["job.toml", "--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree = 3"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(refused, options, named):
+    status, stdout, stderr = refused(*options)
+    assert status == 2
+    assert stderr.startswith("error: ")
+    assert named in stderr
+    assert stderr.count("\n") == 1
+    assert "step" not in stdout
+
+
+def test_print_config_starts_nothing(job, refused):
+    status, stdout, stderr = refused("job.toml", "--print-config")
+    assert (status, stderr) == (0, "")
+    assert "tensor_parallel_degree = 2" in stdout
+    assert not (job.folder / "out").exists()
+
+
+def test_rank_of_torchrun_checks_against_its_world(refused, monkeypatch):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    status, _, stderr = refused("job.toml")
+    assert status == 2
+    assert "tensor_parallel_degree = 2" in stderr
+    assert stderr.count("\n") == 1
+
+
+MY_PLANS = """
+import os
+from titanplans import TPPlan, register_plan
+from titanplans.training.trainer import trainer
+
+@register_plan("olmo")
+class OlmoPlan(TPPlan):
+    def attn_plan(self, attn):
+        projections = {name: self.colwise() for name in ("q_proj", "k_proj", "v_proj")}
+        return {**self.attn_input(), **projections, "o_proj": self.rowwise()}
+
+def forward_backward_step(self, **batch):
+    if os.environ["RANK"] == "1" and self.step == 2:
+        raise KeyError("first\\nsecond line")
+    return super(trainer.Trainer, self).forward_backward_step(**batch)
+
+if "RANK" in os.environ:  # in the process of a rank, which is a new one where a job has code of the user's
+    trainer.Trainer.forward_backward_step = forward_backward_step
+"""
+
+
+def with_plans_beside(words):
+    sys.path.insert(0, os.getcwd())
+    run(words)
+
+
+def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_is_named(job, refused):
+    (job.folder / "my_plans.py").write_text(MY_PLANS)
+    olmo = {"model_type": "olmo", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    olmo |= {
+        "num_attention_heads": 4,
+        "vocab_size": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    (job.folder / "gla.json").write_text(json.dumps(olmo))
+    options = ("--experimental.custom_import", "my_plans", "--checkpoint.no-enable")
+    assert job.run(*options, by=with_plans_beside) == 1
+    err = job.err
+    assert len(job.losses) == 1, "the first step has the user's plan, and the second fails"
+    assert err.count("Traceback (most recent call last):") == 1
+    *_, other, last = err.splitlines()
+    assert err.startswith("rank 1: Traceback")
+    assert re.match(r"rank 0 (failed: \w+Error: |was stopped by SIGTERM)", other), other
+    assert re.fullmatch(
+        r"error: rank 1 \(pid \d+\) failed: KeyError: 'first\\nsecond line'; the other ranks were stopped",
+        last,
+    )
+    status, _, err = refused("job.toml", *options[2:])
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert "no plan is registered for OlmoForCausalLM" in err
+
+
+@pytest.mark.parametrize(
+    ("body", "raised"),
+    [
+        ("import sys\nsys.exit(0)", "SystemExit: 0"),
+        ("exit()", "SystemExit: None"),
+        ("class Mine(Exception): ...\nraise Mine('so')", "Mine: so"),
+        ("raise StopIteration", "StopIteration: "),
+        ("class Mine(BaseException): ...\nraise Mine('so')", "Mine: so"),
+    ],
+)
+@pytest.mark.parametrize("where", ["module", "plan"])
+def test_code_of_the_users_own_that_ends_the_process_ends_in_a_sentence(
+    job, refused, monkeypatch, body, raised, where
+):
+    name = f"users_{abs(hash((body, where)))}"
+    method = body.replace("\n", "\n        ")
+    plan = (
+        f"from titanplans import TPPlan\nclass P(TPPlan):\n    def attn_plan(self, attn):\n        {method}\n"
+    )
+    (job.folder / f"{name}.py").write_text(body if where == "module" else plan)
+    monkeypatch.syspath_prepend(job.folder)
+    option = f"--experimental.custom_import={name}" if where == "module" else f"--model.plan={name}:P"
+    status, _, err = refused("job.toml", option)
+    assert (status, err.count("\n")) == (2, 1)
+    assert raised in err
+    assert f"{name}.py, line " in err

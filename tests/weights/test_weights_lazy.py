@@ -1,0 +1,80 @@
+"""Lazy tensors are what the same functions make of tensors, box by box, and read no more than the box."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanplans.weights.lazy import LazyTensor
+
+
+class Source:
+    """A tensor whose reads are counted."""
+
+    def __init__(self, tensor):
+        self.tensor, self.read = tensor, 0
+
+    def lazy(self):
+        def fetch(box):
+            part = self.tensor[tuple(slice(first, last) for first, last in box)]
+            self.read += part.numel()
+            return part
+
+        return LazyTensor("x", self.tensor.shape, self.tensor.dtype, fetch)
+
+
+@st.composite
+def programs(draw):
+    """Shape of the sources, how many, and functions on them."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=2, max_size=3))
+    count = draw(st.integers(1, 4))
+    steps = draw(
+        st.lists(st.sampled_from(["stack", "cat", "chunk", "transpose", "reverse", "flatten"]), max_size=4)
+    )
+    return shape, count, steps, draw(st.integers(0, 2**31))
+
+
+def apply(tensors, step, choose):
+    """Return the tensors that a function makes of some."""
+    ndim = tensors[0].ndim
+    dim = choose(ndim)
+    alike = all(tensor.shape == tensors[0].shape for tensor in tensors)
+    if step == "stack" and ndim < 4 and alike:
+        return [torch.stack(tensors, dim=dim)]
+    if step == "cat" and alike:
+        return [torch.cat(tensors, dim=dim)]
+    if step == "chunk":
+        return [chunk.contiguous() for tensor in tensors for chunk in torch.chunk(tensor, 2, dim=dim)]
+    if step == "transpose":
+        other = choose(ndim)
+        return [tensor.transpose(dim, other) for tensor in tensors]
+    if step == "flatten":  # of those that are read whole
+        return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    return tensors[::-1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs())
+def test_any_box_is_that_of_the_tensor(program):
+    shape, count, steps, seed = program
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(below):
+        return int(torch.randint(0, below, (), generator=generator))
+
+    real = [torch.randn(shape, generator=generator) for _ in range(count)]
+    sources = [Source(tensor) for tensor in real]
+    lazy = [source.lazy() for source in sources]
+    for step in steps:
+        state = generator.get_state()
+        real = apply(real, step, choose)
+        generator.set_state(state)
+        lazy = apply(lazy, step, choose)
+    for tensor, found in zip(real, lazy, strict=True):
+        assert tensor.shape == found.shape
+        box = tuple(sorted((choose(size + 1), choose(size + 1))) for size in tensor.shape)
+        expected = tensor[tuple(slice(first, last) for first, last in box)]
+        before = sum(source.read for source in sources)
+        assert torch.equal(found.read(box), expected)
+        if "flatten" not in steps:
+            assert sum(source.read for source in sources) - before == expected.numel()
+        assert torch.equal(torch.empty(tensor.shape).copy_(found), tensor)

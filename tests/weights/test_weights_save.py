@@ -1,0 +1,171 @@
+"""A split model as a Hugging Face folder: transformers loads it in one process, and its logits are those of the model."""
+
+import json
+import os
+import resource
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+import zoo
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from titanplans import Degrees, FSDP2Config, ParallelManager, UserError
+from titanplans.weights.save import save_weights
+
+SPLITS = {"tp 2": Degrees(dp_replicate=2, dp_shard=1, tp=2), "fsdp 2 x tp 2": Degrees(tp=2)}
+# Shared heads, an uneven vocabulary and width; tied heads, experts that are published one by one, towers.
+MODELS = {
+    "llama": dict(num_key_value_heads=1, **zoo.ODD),
+    "qwen2": dict(num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": zoo.ODD,
+    "gemma3_text": {},
+    "gemma3": {},
+    "gla": {},
+    "transformer": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+}
+
+
+def build(name, dtype=torch.float32):
+    return zoo.build(name, dtype=dtype, **MODELS[name])
+
+
+def split(name, degrees):
+    return ParallelManager(FSDP2Config(), degrees, device_type="cpu").parallelize(build(name))
+
+
+def refused(action):
+    try:
+        action()
+    except (UserError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def save_all(rank):
+    folder = Path(os.environ["TEST_FOLDER"])
+    for case, degrees in SPLITS.items():
+        for name in MODELS:
+            small = dict(max_shard_size=40_000) if case == "tp 2" else {}
+            save_weights(split(name, degrees), folder / case / name, **small)
+    model = split("qwen2", SPLITS["tp 2"])
+    save = partial(save_weights, model, folder / "bf16")
+    save(dtype=torch.bfloat16, tokenizer=folder / "tokenizer")
+    (folder / ".killed.writing").mkdir(exist_ok=True)
+    said = {
+        "there": refused(save),
+        "killed": refused(partial(save_weights, model, folder / "killed")),
+        "size": refused(partial(save_weights, model, folder / "new", max_shard_size="5 bananas")),
+        "tokenizer": refused(partial(save_weights, model, folder / "new", tokenizer=folder / "tp 2")),
+        "place": refused(partial(save_weights, model, folder / "tokenizer" / "tokenizer.json" / "new")),
+    }
+    said["no config"] = refused(partial(save_weights, torch.nn.Linear(2, 2), folder / "new"))
+    model.register_buffer("unheard", torch.ones(3))
+    said["of its config"] = refused(partial(save_weights, model, folder / "new"))
+    model = split("qwen2", SPLITS["tp 2"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # as a disk that is full
+    said["full"] = refused(partial(save_weights, model, folder / "new"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, said)
+    assert all(others == said for others in everyone), everyone
+    return said
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "merges.txt", "notes.txt"):
+        (folder / "tokenizer" / name).write_text("{}")
+    os.environ["TEST_FOLDER"] = str(folder)
+    return folder, worlds.run(save_all, 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("case", SPLITS)
+def test_transformers_loads_it_and_gives_the_same_logits(saved, case, name):
+    model, inputs = build(name).eval(), zoo.inputs(name)
+    loaded, report = AutoModelForCausalLM.from_pretrained(saved[0] / case / name, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded) is type(model)
+    assert loaded.config.architectures == [type(model).__name__]
+    assert loaded.config.get_text_config().use_cache
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**inputs).logits, model(**inputs).logits)
+
+
+def tensors_in(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "mixtral", "qwen3_moe"])
+def test_the_folder_holds_what_save_pretrained_writes(saved, tmp_path, name):
+    build(name).save_pretrained(tmp_path)
+    expected, found = tensors_in(tmp_path), tensors_in(saved[0] / "fsdp 2 x tp 2" / name)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[each], tensor) for each, tensor in expected.items())
+
+
+def test_files_have_the_chosen_size_and_an_index(saved):
+    folder = saved[0] / "tp 2" / "mixtral"
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors_in(folder).keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_in(folder).values())
+    assert index["metadata"]["total_parameters"] == build("mixtral").num_parameters()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118
+        assert sum(sizes) <= 40_000 or len(sizes) == 1
+
+
+def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_beside_it(saved):
+    folder = saved[0] / "bf16"
+    assert {tensor.dtype for tensor in tensors_in(folder).values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    expected = build("qwen2").to(torch.bfloat16).state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(saved):
+    folder, said = saved
+    assert {case: line.replace(str(folder), "") for case, line in said.items()} == {
+        "there": "ModelError: /bf16 is there already, and nothing is written over: name a new folder",
+        "killed": "ModelError: /.killed.writing is there: another process writes /killed, or one was killed while it did; "
+        "if so, remove it",
+        "size": "ModelError: max_shard_size = '5 bananas' is no size: 500MB or 5GB would do",
+        "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json and no other file of a tokenizer in it",
+        "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
+        "of its config": "ModelError: what is saved is no Qwen2ForCausalLM of its config: unheard is (3,), expected not "
+        "there",
+        "no config": "ModelError: Linear has no config of transformers, so no config.json can be written: save what "
+        "titanplans.gather_full_state_dict(model) returns on rank 0",
+        "full": "NotSaved: /.new.writing can't be written (File too large)",
+    }
+    assert not [
+        path for path in folder.iterdir() if path.name.startswith(".") and path.name != ".killed.writing"
+    ]
+    assert not (folder / "new").exists()

@@ -1,0 +1,119 @@
+"""A Linear with a low-rank adapter (LoRA, arXiv:2106.09685): two more parameters of the module, and how ranks hold them.
+
+    y = base(x) + scaling * lora_B lora_A dropout(x)          lora_A [rank, inputs], lora_B [outputs, rank]
+
+The base keeps its class, its forward and the names of its parameters; a hook behind its forward adds the rest. How the two
+lie on the ranks is in `titanplans.plan.adapted`.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from titanplans.errors import PlanError
+from titanplans.plan.adapted import LowRank, is_adapted, is_transposed
+from titanplans.plan.layout import Layout
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of `model` with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if is_adapted(module)}
+
+
+def takes_adapter(module: nn.Module) -> bool:
+    """Whether `module` is a Linear, or GPT-2's Conv1D, which is one with its weight transposed."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def add_factors(module: nn.Module, low_rank: LowRank, dropout: float) -> None:
+    """Give `module`, a Linear or a Conv1D that is not split, an adapter whose values `draw_factor` gives."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    outputs, inputs = reversed(weight.shape) if is_transposed(module) else weight.shape
+    shapes = {"lora_A": (low_rank.rank, inputs), "lora_B": (outputs, low_rank.rank)}
+    for name, shape in shapes.items():
+        module.register_parameter(
+            name, nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
+        )
+    if dropout > 0:
+        module.add_module("lora_dropout", LowRankDropout(dropout))
+    module.__dict__["_low_rank"] = low_rank
+    module.register_forward_hook(_add, with_kwargs=True)
+
+
+def draw_factor(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Return the initial values of a factor, as peft's: lora_A uniform in 1/sqrt(inputs), lora_B zeros; float32, on the CPU.
+
+    Args:
+        name: its full name, from which and from `seed` its values follow, so that they are those of any layout.
+        shape: of the whole factor.
+        seed: equal on all ranks.
+    """
+    if name.endswith("lora_B"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+    values = torch.empty(shape)
+    return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+
+
+def _add(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+    if not isinstance(output, torch.Tensor):
+        raise PlanError(
+            f"{type(module).__name__} returns a {type(output).__name__} and not a tensor, so it takes no adapter: leave it "
+            "out by lora.exclude_modules"
+        )
+    x = args[0] if args else kwargs["input"]
+    dropout = module._modules.get("lora_dropout")
+    if dropout is not None:
+        x = dropout(x)
+    a, b = module.lora_A, module.lora_B
+    if not torch.is_autocast_enabled(x.device.type):
+        x = x.to(a.dtype)  # an adapter may be kept in more bits than the model
+    update = nn.functional.linear(nn.functional.linear(x, a), b)
+    return output + (update * module._low_rank.scaling).to(output.dtype)
+
+
+class LowRankDropout(nn.Module):
+    """Dropout of an adapter's input, equal however the model is split.
+
+    Every rank draws for the whole input, from the device's default generator, which is alike on all ranks, and takes its
+    part: the columns, where the base is split by inputs.
+
+    Args:
+        p: the probability with which a number of the input is set to zero.
+    """
+
+    draws_alike = True
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+        self.split: tuple[int, int, int] | None = None
+        """This rank's columns: the first, how many there are, and how many on all ranks together; None: all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        first, own, width = self.split or (0, x.shape[-1], x.shape[-1])
+        kept = torch.rand((*x.shape[:-1], width), device=x.device) >= self.p
+        return x * kept.narrow(-1, first, own) / (1 - self.p)
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether an adapter of `model` has a dropout."""
+    return any(isinstance(module, LowRankDropout) for module in model.modules())
+
+
+def place_dropout(module: nn.Module, layouts: Mapping[str, Layout], rank: int, ranks: int) -> None:
+    """Tell the dropout of the adapter of `module`, if it has one, which part of its input this rank has."""
+    dropout: Any = module._modules.get("lora_dropout")
+    if dropout is None or "lora_A" not in layouts or layouts["lora_A"].placement != Shard(1):
+        return
+    whole = module._parameters["lora_A"].shape[1]  # type: ignore[union-attr]
+    size = -(whole // -ranks)
+    dropout.split = (min(rank * size, whole), max(0, min(size, whole - rank * size)), whole)

@@ -1,0 +1,232 @@
+"""`apply_plan`: a plan onto a model, strictly, in place; `check_plan`: the same refusals without a mesh.
+
+What can be refused is refused before a weight moves. Afterwards every parameter is a DTensor on the TP mesh, and tied
+weights are one. A foreign `ParallelStyle` says what it does only by doing it: what it leaves undone is an error then.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanplans.adapters.low_rank import place_dropout
+from titanplans.apply.check import Checked, check
+from titanplans.errors import PlanError
+from titanplans.loss.cross_entropy import refuse_torchs
+from titanplans.plan.converted import Crossing, is_float8
+from titanplans.plan.custom import PlanSource, resolve_plan
+from titanplans.plan.decoder import Decoder, join
+from titanplans.plan.layout import Layout
+from titanplans.plan.plan import Plan, TPOptions, TPPlan
+from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.plan.styles.vocab import VocabHead
+from titanplans.split.cut import Cut
+from titanplans.split.guards.first_forward import check_first_forward
+from titanplans.split.guards.generation import let_generate
+from titanplans.split.guards.inputs import Forwards, guard_forwards
+from titanplans.split.guards.unsupported_methods import refuse_whole_methods
+from titanplans.split.local_code import set_attributes, set_functions
+from titanplans.split.parameters.block_parameters import read_together
+from titanplans.split.parameters.replaced import parameters_of, retire_replaced
+from titanplans.split.state import make_state
+from titanplans.split.stream import Border
+from titanplans.split.tensors.cut import CutByWeights
+
+
+@dataclass(frozen=True)
+class AppliedPlan:
+    """What `apply_plan` did to a model: read this instead of the model's modules."""
+
+    resolved: ResolvedPlan
+    """The plan as resolved: its styles with their modules and layouts, and the parts of the model before the split."""
+    crossings: dict[str, Crossing]
+    """How a sequence crosses the border of a region or of the head in float8, by plan key."""
+    border: Border
+    """That of the residual stream."""
+
+    @property
+    def plan(self) -> TPPlan:
+        """The plan, with its options."""
+        return self.resolved.source
+
+    @property
+    def styles(self) -> Plan:
+        """The style of each module, by fully qualified name."""
+        return self.resolved.styles
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """How each parameter and its gradient lie on the mesh, by fully qualified name; not those of a foreign style."""
+        return {
+            join(e.path, name): layout for e in self.resolved.entries for name, layout in e.layouts.items()
+        }
+
+    @property
+    def decoder(self) -> Decoder:
+        """The parts of the model, as they were found before it was split."""
+        return self.resolved.decoder
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The 1-D TP mesh."""
+        return self.border.mesh
+
+
+def check_plan(
+    model: nn.Module,
+    tp_degree: int,
+    *,
+    loss_parallel: bool = True,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 1,
+    plan: PlanSource = None,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """Resolve the plan of `model` and check it, moving nothing and needing no process group.
+
+    Args:
+        model: a causal language model, on any device, meta included.
+        tp_degree: number of ranks over which each layer is to be split.
+        loss_parallel: keep the logits sharded over the vocabulary.
+        sequence_parallel: shard the sequence between the regions.
+        sequence_dim: the dimension of the hidden states that is the sequence.
+        plan: a plan of the user's own (a TPPlan class, its "module:Class", or a dict of module
+            names and styles); None looks up the one registered for `model.config.model_type`,
+            or for a model without one by its own `model_type`, or its class's name.
+        dtype: to which the weights are cast for products, by FSDP2's mixed precision; None: they stay as they are.
+
+    Returns:
+        The styles by fully qualified module name.
+
+    Raises:
+        PlanError: there is no such plan; a key matches no module; a parameter is covered by no key;
+            a split module stands outside a region; the heads of a split mixer are not found; the degree
+            does not divide a size.
+    """
+    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim)
+    return check(resolve_plan(plan, model, options), model, dtype=dtype).plan.styles
+
+
+def apply_plan(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    *,
+    loss_parallel: bool = True,
+    sequence_parallel: bool = True,
+    sequence_dim: int = 1,
+    plan: PlanSource = None,
+    dtype: torch.dtype | None = None,
+) -> AppliedPlan:
+    """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
+
+    The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a
+    DTensor, `Shard(-1)`, if `loss_parallel`). Its parameters may lie on meta; real ones are taken
+    from the mesh's first rank.
+
+    Args and errors: see `check_plan`.
+    """
+    if not isinstance(tp_mesh, DeviceMesh):
+        raise PlanError(
+            f"apply_plan needs a 1-D DeviceMesh, got {tp_mesh!r}: give mesh['tp'] of init_device_mesh, or "
+            "manager.mesh.get_mesh('tp')"
+        )
+    if tp_mesh.ndim != 1:
+        raise PlanError(
+            f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
+        )
+    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim)
+    source = resolve_plan(plan, model, options)
+    checked = check(source, model, dist.get_backend(tp_mesh.get_group()), dtype)
+
+    return split(checked, CutByWeights(tp_mesh, options.stream))
+
+
+def split(checked: Checked, cut: Cut) -> AppliedPlan:
+    """Cut the model of a plan that has been checked against it, in place."""
+    plan, model = checked.plan, checked.plan.model
+    whole = parameters_of(model)
+    for name, functions in checked.functions.items():
+        if cut.counts(name):
+            set_functions(model.get_submodule(name), functions, cut.place)
+    for key, style in plan.styles.items():
+        if (entry := plan.by_key.get(key)) is not None:
+            _cut(entry, cut, checked.crossings.get(key))
+        elif style._apply(module := model.get_submodule(key), cut.mesh) is not module:
+            reason = "it replaced the module; a style works in place"
+            raise PlanError(reason, key=key, style=style, module=module)
+    _check_distributed(plan)
+    _check_still_tied(model, checked.tied)
+    retire_replaced(model, whole)
+
+    for name, attributes in checked.attributes.items():
+        if cut.counts(name):
+            set_attributes(model.get_submodule(name), attributes)
+    decoder = plan.decoder
+    read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
+    if any(isinstance(e.style, VocabHead) and e.style.loss_parallel for e in plan.entries):
+        refuse_torchs()
+    make_state(model).border = cut.border
+    _guard(plan, cut.border)
+    let_generate(model)
+    refuse_whole_methods(model)
+    check_first_forward(model, model.get_submodule(decoder.base), cut.mesh)
+    return AppliedPlan(plan, checked.crossings, cut.border)
+
+
+def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
+    """Split what `entry` names: its parameters, and if that is a module its input and output."""
+    module, border = entry.module, cut.border
+    if entry.parameter is None:
+        state = make_state(module)
+        state.key, state.style = entry.key, entry.style
+        if is_float8(module):
+            from titanplans.precision.float8.linear import split_linear  # imports torchao
+
+            split_linear(
+                module, entry.style, cut.place
+            )  # before the parameters: a packed weight is read around it
+        if crossing is not None and None in crossing:
+            from titanplans.precision.float8.border import Float8Border  # imports torchao
+
+            border = Float8Border(border, module, enter=crossing.enter is None, leave=crossing.leave is None)
+    cut.lay_out(entry)
+    place_dropout(module, entry.layouts, cut.place.rank, cut.place.degree)
+    if entry.parameter is None:
+        cut.install(entry, border)
+
+
+def _guard(plan: ResolvedPlan, border: Border) -> None:
+    model, decoder = plan.model, plan.decoder
+    config, loss_parallel = getattr(model, "config", None), plan.source.options.loss_parallel
+    # Some of flash-linear-attention's models have one field for both, which fuses the head when they train.
+    fused_loss = getattr(config, "fuse_linear_cross_entropy", getattr(config, "fuse_cross_entropy", False))
+    heads = [entry.key for entry in plan.entries if isinstance(entry.style, VocabHead)]
+    known = Forwards(
+        border,
+        own_loss=not loss_parallel and not fused_loss,
+        has_head=decoder.head is not None,
+        ends_early=decoder.base != "" and decoder.head in heads,
+        begins_at_embedding=border.stream.dim is not None and plan.begins_at is None,
+    )
+    guard_forwards(model, model.get_submodule(decoder.base), plan.begins_at, known)
+
+
+def _check_distributed(plan: ResolvedPlan) -> None:
+    for name, param in plan.model.named_parameters():
+        if not isinstance(param, DTensor):
+            key = name.rpartition(".")[0]
+            reason = f"it left parameter '{name}' a plain tensor"
+            raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
+
+
+def _check_still_tied(model: nn.Module, groups: Iterable[list[str]]) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for names in groups:
+        if len({id(parameters[name]) for name in names}) > 1:
+            raise PlanError(
+                f"parameters {' and '.join(names)} were tied and no longer are: give both a style of this plan"
+            )

@@ -1,0 +1,1 @@
+"""Softmax attention, plain, sparse and in parts, and rotary embeddings."""

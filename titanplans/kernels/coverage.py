@@ -1,0 +1,113 @@
+"""Whether a model can run on a CPU: no code of it may lead to a kernel of flash-linear-attention that needs a GPU.
+
+That is read off the code, not off a list of models: from the `forward` of each FLA module, through the names that
+the code mentions, to Triton kernels, flash-attn and FlexAttention. What `install` has replaced ends the search.
+Nothing runs, so a branch that is never taken counts too, and a function that is hidden from names (in a table, behind
+`getattr`) does not. Modules of transformers itself are plain PyTorch and are not looked at.
+"""
+
+import dis
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from titanplans.errors import KernelError
+from titanplans.kernels.install import MARK
+from titanplans.torch_private import enabled_function
+
+
+def check_cpu(model: PreTrainedModel) -> None:
+    """Refuse a model that needs GPU kernels. It may be on the meta device: `check_cpu(titanplans.modeling.build(config))`.
+
+    Raises:
+        KernelError: names the first FLA module that leads to a GPU kernel, the kernel, and what would work; or
+            `install("cpu")` has not been called.
+    """
+    kind = model.config.model_type
+    classes = [cls for cls in dict.fromkeys(map(type, model.modules())) if _of_fla(cls)]
+    if classes and not hasattr(importlib.import_module("fla.ops.gla").chunk_gla, MARK):
+        raise KernelError(f"model_type {kind!r} needs kernels.install('cpu') before it runs on a CPU")
+    for cls in classes:
+        for name, needs in _needed(cls.forward, cls, seen=set(), via=""):
+            raise KernelError(
+                f"model_type {kind!r} does not run on a CPU: {cls.__name__} calls {name}, which needs {needs}, and "
+                "kernels.install('cpu') puts nothing in its place; run it on GPUs (a proof of its plan: "
+                "torchrun --nproc-per-node 2 -m titanplans verify ... --process-group)"
+            )
+
+
+def _needed(value: Any, cls: type | None, seen: set[int], via: str) -> Iterator[tuple[str, str]]:
+    """What `value`, which a name in FLA's code stands for, needs: (what the module calls, the kernel it ends in).
+
+    Args:
+        value: a function, a class, a kernel; anything else needs nothing.
+        cls: the class that `value` is a method of, to follow `self.method`.
+        seen: ids of values that were looked at.
+        via: the name by which the module's own code calls it; empty for the code of the module itself.
+    """
+    if id(value) in seen or hasattr(value, MARK):
+        return
+    seen.add(id(value))
+    if (kernel := _gpu_kernel(value)) is not None:
+        yield via, kernel
+    elif isinstance(value, type):
+        if issubclass(value, torch.autograd.Function) and _of_fla(value):
+            yield from _needed(value.forward, value, seen, via)
+            yield from _needed(value.backward, value, seen, via)
+    elif isinstance(function := _undecorated(value), FunctionType) and _of_fla(function):
+        for name, mentioned, owner in _mentioned(function, cls):
+            if mentioned is None and name.startswith("flash_attn"):
+                yield via or name, "flash-attn"
+            yield from _needed(mentioned, owner, seen, via or ("" if owner else name))
+
+
+def _gpu_kernel(value: Any) -> str | None:
+    """What a value needs beyond PyTorch on a CPU, if it is itself a kernel."""
+    # By name: Triton need not be imported for it. Autotuners and heuristics wrap the kernel itself.
+    if any(cls.__name__ == "KernelInterface" for cls in type(value).__mro__):
+        while not hasattr(value, "__name__"):
+            value = value.fn
+        return f"the Triton kernel {value.__name__}"
+    root, _, rest = (getattr(value, "__module__", None) or "").partition(".")
+    if root == "flash_attn":
+        return "flash-attn"
+    if root == "torch" and rest == "nn.attention.flex_attention" and callable(value):
+        return "FlexAttention, whose backward needs a GPU"
+    return None
+
+
+def _mentioned(function: FunctionType, cls: type | None) -> Iterator[tuple[str, Any, type | None]]:
+    """Name, value and owner (for a method of `cls`) of what a function's code mentions and its closure holds."""
+    for opcode, name in _names(function.__code__):
+        if opcode == "LOAD_GLOBAL" and name in function.__globals__:
+            yield name, function.__globals__[name], None
+        elif cls is not None and isinstance(method := inspect.getattr_static(cls, name, None), FunctionType):
+            yield name, method, cls
+    held = inspect.getclosurevars(function).nonlocals
+    yield from ((name, value, None) for name, value in held.items())
+
+
+def _names(code: CodeType) -> Iterator[tuple[str, str]]:
+    """(opcode, name) of every global and attribute in some code and the functions defined in it."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"):
+            yield instruction.opname, instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _undecorated(value: Any) -> Any:
+    """The function inside decorators that keep it (functools.wraps, torch.compiler.disable)."""
+    while (inner := getattr(value, "__wrapped__", enabled_function(value))) is not None:
+        value = inner
+    return value
+
+
+def _of_fla(value: Any) -> bool:
+    return value.__module__.partition(".")[0] == "fla"

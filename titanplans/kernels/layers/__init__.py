@@ -1,0 +1,1 @@
+"""Norms, convolutions, activations, losses and the other layers around a mixer."""

@@ -1,0 +1,138 @@
+"""LayerNorm, RMSNorm and GroupNorm, gated or not, and l2norm, as FLA's autograd functions in `fla/modules/norm` call them.
+
+    y = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias,  z = x + residual        (RMSNorm: no mean, var(z) = mean(z^2))
+
+and a gated norm multiplies y by silu(g) or sigmoid(g). With `prenorm`, z is returned, too. Not FLA's own `rms_norm_ref`
+and `group_norm_ref`: they take no norm without weight, and round x + residual to the dtype of x before they norm it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from titanplans.kernels.layers.activations import gate
+from titanplans.kernels.precision import accumulation_dtype
+
+Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+) -> Normed:
+    """Norm of x [..., G * D] over each of G groups; `weight` and `bias` are [G * D]."""
+    y, z = _normed(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm, num_groups)
+    return (y.to(x.dtype), z) if prenorm else y.to(x.dtype)
+
+
+def layer_norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    *options: Any,
+) -> Normed:
+    """`layer_norm` with its `options`, and a linear layer."""
+    return _linear(layer_norm(x, norm_weight, norm_bias, *options), linear_weight, linear_bias)
+
+
+def layer_norm_gated(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str = "swish",
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Normed:
+    """Norm of x [..., D] times the activation of `g` [..., D]."""
+    y, z = _normed(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm)
+    y = (y * gate(g.to(y.dtype), activation)).to(x.dtype)
+    return (y, z) if prenorm else y
+
+
+def layer_norm_gated_linear(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    *options: Any,
+) -> Normed:
+    """`layer_norm_gated`, by silu, with its other `options`, and a linear layer."""
+    y = layer_norm_gated(x, g, norm_weight, norm_bias, "swish", *options)
+    return _linear(y, linear_weight, linear_bias)
+
+
+def gated_layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> torch.Tensor:
+    """Mamba 2's norm of x [..., D] over groups of `group_size`, times silu(z) [..., D] behind the norm or before it."""
+    dtype = accumulation_dtype(x, weight, z)
+    gate = None if z is None else F.silu(z.to(dtype))
+    wide = x.to(dtype) if gate is None or norm_before_gate else x.to(dtype) * gate
+    groups = 1 if group_size is None else x.shape[-1] // group_size
+    y, _ = _normed(wide, weight, bias, None, eps, False, is_rms_norm, groups)
+    return (y * gate if gate is not None and norm_before_gate else y).to(x.dtype)
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension."""
+    wide = x.to(accumulation_dtype(x))
+    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(output_dtype or x.dtype)
+
+
+def _normed(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    residual_in_fp32: bool,
+    is_rms_norm: bool,
+    num_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y in the accumulation dtype, and z in that of the residual: float32 or wider if `residual_in_fp32` starts one."""
+    dtype = accumulation_dtype(x, weight, residual)
+    z = x.to(dtype) if residual is None else x.to(dtype) + residual.to(dtype)
+    started = dtype if residual_in_fp32 else x.dtype
+    weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+    grouped = z.unflatten(-1, (num_groups, -1)) if num_groups > 1 else z
+    # One group's weight is the norm's own; of several, each has a part of it, which the norm can't take.
+    own = (weight, bias) if num_groups == 1 else (None, None)
+    if is_rms_norm:
+        y = F.rms_norm(grouped, grouped.shape[-1:], own[0], eps)
+        y = y if own[1] is None else y + own[1]
+    else:
+        y = F.layer_norm(grouped, grouped.shape[-1:], *own, eps)
+    if num_groups > 1:
+        y = y.flatten(-2)
+        y = y if weight is None else y * weight
+        y = y if bias is None else y + bias
+    return y, z.to(started if residual is None else residual.dtype)
+
+
+def _linear(normed: Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> Normed:
+    y, z = normed if isinstance(normed, tuple) else (normed, None)
+    out = F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
+    return out if z is None else (out, z)

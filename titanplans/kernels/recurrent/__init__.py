@@ -1,0 +1,1 @@
+"""Linear attention, delta rules and state spaces: their recurrences, by chunks."""

@@ -1,0 +1,39 @@
+"""`chunk_global_cumsum` for a CPU: sums over the tokens of each packed sequence."""
+
+from typing import Any
+
+import torch
+
+from titanplans.kernels.layers.packing import sequences
+from titanplans.kernels.precision import accumulation_dtype
+
+
+def chunk_global_cumsum(
+    s: torch.Tensor,
+    reverse: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float | None = None,
+    output_dtype: torch.dtype | None = torch.float32,
+    **chunks: Any,
+) -> torch.Tensor:
+    """Return the sums over the tokens of s [B, T, ...], from the first on, or from the last with `reverse`.
+
+    They are accumulated as wide as any kernel's: where float32 is asked for, sums of float64 stay so.
+
+    Args:
+        s: what is summed.
+        reverse: from the last token to the first.
+        cu_seqlens: bounds of packed sequences.
+        scale: by which the sums are multiplied.
+        output_dtype: dtype of the sums; None: that of s.
+        chunks: how a kernel splits its work.
+    """
+    wide = s.to(accumulation_dtype(s))
+    parts = [part["s"] for _, part in sequences({"s": wide}, cu_seqlens)]
+    sums = torch.cat([x.flip(1).cumsum(1).flip(1) if reverse else x.cumsum(1) for x in parts], 1)
+    sums = sums if scale is None else sums * scale
+    if output_dtype is None:
+        return sums.to(s.dtype)
+    return sums.to(
+        torch.promote_types(output_dtype, torch.float64) if s.dtype == torch.float64 else output_dtype
+    )

@@ -1,0 +1,84 @@
+"""Log-linear attention on a CPU, in its quadratic form, and the forward of its Mamba 2, which FLA itself keeps to GPUs."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from titanplans.errors import KernelError
+from titanplans.kernels.precision import accumulation_dtype
+from titanplans.kernels.recurrent.chunks import decays
+
+
+class Past(NamedTuple):
+    """The inputs of all tokens so far, [B, T, ...]: here the state, from which everything is computed again."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    level_scales: torch.Tensor
+
+
+def chunk_log_linear_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    level_scales: torch.Tensor,
+    initial_state: Past | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float | None = 1.0,
+) -> tuple[torch.Tensor, Past | None]:
+    """Outputs [B, T, H, V] of q, k [B, T, G, K], v [B, T, H, V], log gates g [B, T, H], level_scales [B, T, H, L]."""
+    if cu_seqlens is not None:
+        raise KernelError(
+            "chunk_log_linear_attn: cu_seqlens are not computed on a CPU; leave them out or run on a GPU"
+        )
+    dtype = accumulation_dtype(q, k, v, g, level_scales)
+    state = Past(*(x.to(dtype) for x in (q, k, v, g, level_scales)))
+    if initial_state is not None:
+        state = Past(*(torch.cat(pair, 1) for pair in zip(initial_state, state, strict=True)))
+    o = _attention(*state)[:, -q.shape[1] :] * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, level_scales: torch.Tensor
+) -> torch.Tensor:
+    """o_t = sum_s level_scales[t, l] (q_t k_s) exp(g_(s+1) + .. + g_t) v_s over s <= t, l the number of bits of t xor s."""
+    q, k, v, g, scales = (x.transpose(1, 2) for x in (q, k, v, g, level_scales))
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    time = torch.arange(v.shape[2], device=v.device)
+    levels = torch.frexp((time[:, None] ^ time).double()).exponent.long()
+    decayed = (q @ k.mT) * decays(g.cumsum(2)[..., None])[..., 0]
+    return (decayed * scales.gather(3, levels.expand(*v.shape[:2], -1, -1)) @ v).transpose(1, 2)
+
+
+def log_linear_mamba2_forward(
+    mixer: nn.Module,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    output_attentions: bool | None = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None, Any]:
+    """As `LogLinearMamba2.forward` on a GPU, whose kernels are replaced one by one."""
+    from fla.layers.utils import get_layer_cache, update_layer_cache
+
+    last_state = get_layer_cache(mixer, past_key_values)
+    m: Any = mixer
+    m.dt_limit = tuple(
+        m.dt_limit
+    )  # of a config.json a list, which FLA's fused path takes for another limit than none
+    output, conv_state, state = m.cuda_kernels_forward(hidden_states, last_state, use_cache, attention_mask)
+    update_layer_cache(
+        mixer,
+        past_key_values,
+        recurrent_state=state,
+        conv_state=conv_state,
+        offset=hidden_states.shape[1],
+    )
+    return output, None, past_key_values

@@ -1,0 +1,20 @@
+"""The loss of a language model whose vocabulary may be split: of its logits, or of its hidden states and its head."""
+
+from titanplans.loss.balance import added_loss, still_biases
+from titanplans.loss.cross_entropy import count_tokens, cross_entropy
+from titanplans.loss.head import FusedLoss, NotFused
+from titanplans.loss.shares import IGNORED, Objective, entropy_and_gradient
+from titanplans.loss.stand_in import StandIn
+
+__all__ = [
+    "IGNORED",
+    "FusedLoss",
+    "NotFused",
+    "Objective",
+    "StandIn",
+    "added_loss",
+    "count_tokens",
+    "cross_entropy",
+    "entropy_and_gradient",
+    "still_biases",
+]

@@ -1,0 +1,182 @@
+"""`FusedLoss`: for a forward, let the head of a model compute the loss instead of logits.
+
+    fused = FusedLoss(model)                      # once, of a model that is split, sharded or neither
+    with fused(labels):
+        logits = model(tokens).logits             # a stand-in
+    cross_entropy(logits, labels, tokens).backward()
+
+In the head's own forward, where FSDP2 has gathered its weight and where its input is whole on all ranks of tensor
+parallelism. Outside of the `with` the model is as it was: it gives logits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanplans.errors import ParallelError
+from titanplans.loss.after_head import after_head
+from titanplans.loss.fused import Compute, Settings, fused_cross_entropy
+from titanplans.loss.shares import (
+    Objective,
+    Share,
+    entropy_and_gradient,
+    share_of,
+)
+from titanplans.loss.stand_in import Computed, NotFused, StandIn, stand_in
+from titanplans.plan.decoder import HEADS, find_decoder
+from titanplans.split.parameters.local_parameters import local_parameter
+from titanplans.split.state import state_of
+from titanplans.split.stream import border_of_model
+from titanplans.torch_private import version
+
+CHUNK = 512
+"""Tokens of a chunk where nobody says: docs/loss.md has what was measured."""
+
+
+class FusedLoss:
+    """The cross entropy of a model, computed in its head chunk by chunk.
+
+    Args:
+        model: a causal language model with a head, an `nn.Linear`.
+        chunk_tokens: tokens whose logits exist at once, on a rank's share of the vocabulary.
+        compute: `entropy_and_gradient`, or the same compiled.
+
+    Raises:
+        NotFused: it has no head, or one that is no plain `nn.Linear`: in float8, with adapters, of a class of its own.
+        ParallelError: `chunk_tokens` is below 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, chunk_tokens: int = CHUNK, compute: Compute = entropy_and_gradient
+    ):
+        name = find_decoder(model, required=False).head or next(
+            (n for n in HEADS if n in model._modules), None
+        )
+        if name is None:
+            raise NotFused(f"{type(model).__name__} has no head under the names {' or '.join(HEADS)}")
+        if chunk_tokens < 1:
+            raise ParallelError(f"chunk_tokens = {chunk_tokens}: at least 1")
+        self.head, self.chunk_tokens, self.compute = model.get_submodule(name), chunk_tokens, compute
+        self._model = type(model).__name__
+        _refuse_head(self.head, f"{self._model}.{name}")
+        self._after_head = after_head(getattr(model, "config", None))
+        border = border_of_model(model)
+        self._mesh: DeviceMesh | None = None if border is None else border.mesh
+        self._share: Share | None = None
+
+    @contextmanager
+    def __call__(
+        self, labels: torch.Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Iterator[None]:
+        """Let the one forward of the body have the loss of `labels` computed by its head.
+
+        Args:
+            labels: [...], as many as tokens: the next ones; -100 where one does not count. The same on all ranks that
+                split the model. `cross_entropy` is given the same, and the same numbers below.
+            label_smoothing, z_loss: as for `cross_entropy`.
+
+        Raises:
+            NotFused: the forward does not call the head, or not with one token for each label; or the head has a `forward`
+                of its own, set on this module.
+        """
+        objective = Objective(label_smoothing, z_loss).checked()
+        if "forward" in self.head.__dict__:
+            raise NotFused(
+                f"the head of {self._model} has a forward that was set on this module, by a library or by another "
+                f"FusedLoss, which would not be called"
+            )
+        called = False
+
+        def forward(input: torch.Tensor) -> StandIn:
+            nonlocal called
+            if called:
+                raise NotFused(f"{self._model} calls its head twice in one forward")
+            called = True
+            return self._loss(input, labels, objective)
+
+        self.head.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            del self.head.__dict__["forward"]
+        if not called:
+            raise NotFused(f"the forward of {self._model} did not call its head")
+
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, objective: Objective) -> StandIn:
+        if labels.numel() != hidden.shape[:-1].numel():
+            raise NotFused(
+                f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",
+                "give one label for each position, the next token's, and no logits_to_keep",
+            )
+        head = self.head
+        weight, bias = local_parameter(head, "weight"), local_parameter(head, "bias")
+        assert weight is not None
+        vocabulary = head._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        settings = Settings(
+            self.chunk_tokens,
+            self._share_of(vocabulary, weight, hidden.device),
+            objective,
+            self._after_head,
+            self.compute,
+            _autocast(hidden),
+        )
+        loss = fused_cross_entropy(hidden.flatten(0, -2), weight, bias, labels.reshape(-1), settings)
+        computed = Computed(labels, version(labels), objective, self._after_head, loss.requires_grad)
+        return stand_in(loss, (*hidden.shape[:-1], vocabulary), computed)
+
+    def _share_of(self, vocabulary: int, weight: torch.Tensor, device: torch.device) -> Share | None:
+        parameter = self.head._parameters["weight"]
+        if (
+            self._mesh is None
+            or not isinstance(parameter, DTensor)
+            or not parameter.placements[0].is_shard(0)
+        ):
+            return None
+        if self._share is None:
+            self._share = share_of(vocabulary, self._mesh, device)
+        return self._share
+
+
+def _refuse_head(head: nn.Module, name: str) -> None:
+    """Refuse a head that is more than a product with its weight.
+
+    Raises:
+        NotFused: names its class.
+    """
+    if not isinstance(head, nn.Linear):
+        raise NotFused(f"{name} is a {type(head).__name__}, and no nn.Linear")
+    own = next(cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _reads_parameters(cls))
+    if own is not nn.Linear or head._modules:
+        raise NotFused(
+            f"{name} is a {own.__name__}, which does more than multiply by its weight (float8, adapters)"
+        )
+    if more := head._parameters.keys() - {"weight", "bias"}:
+        raise NotFused(f"{name} has {' and '.join(sorted(more))} beside its weight (an adapter)")
+    weight = head._parameters["weight"]
+    if weight is None or not weight.is_floating_point():
+        raise NotFused(f"{name} keeps its weight in another form than numbers")
+    if isinstance(weight, DTensor) and state_of(head) is None and _splits(weight):
+        raise NotFused(
+            f"{name} is split by a style that is not a plan's own, which reads its weight as a DTensor"
+        )
+
+
+def _reads_parameters(cls: Any) -> bool:
+    """Whether a class only gives parameters of a split module to the forward of the class below (`read_inside`)."""
+    return vars(cls)["forward"].__module__ == local_parameter.__module__
+
+
+def _splits(weight: DTensor) -> bool:
+    return "tp" in (weight.device_mesh.mesh_dim_names or ())
+
+
+def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast computes in; None where it is off, and for float64, which it leaves as it is."""
+    kind = hidden.device.type
+    computes = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if computes else None

@@ -1,0 +1,167 @@
+"""Cross entropy of a share of the vocabulary: what every loss here computes of the logits that a rank holds.
+
+A rank sends two numbers a token, in one all-gather: the logarithm of its sum of exponentials, and its label's logit; and
+the sum of its logits, where labels are smoothed. Of these each rank has the loss of the whole vocabulary, and with it the
+gradient of its own logits, which is made in their place.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.errors import ParallelError
+from titanplans.plan.layout import shard_size
+from titanplans.split.collectives import Group, all_gather, group_of
+from titanplans.torch_private import assert_async
+
+IGNORED = -100
+"""The label of a token that does not count: torch's default."""
+
+
+Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Read = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[Statistics, Callable[..., torch.Tensor]]
+]
+"""`read_by_operators`, or the same by kernels."""
+
+
+class Objective(NamedTuple):
+    """What is added to the cross entropy of each token that counts."""
+
+    label_smoothing: float = 0.0
+    """The share of a label that all tokens of the vocabulary have alike (Szegedy et al., arXiv 1512.00567): 0 to below 1."""
+
+    z_loss: float = 0.0
+    """The weight of the squared logarithm of the sum of exponentials (PaLM, arXiv 2204.02311, has 1e-4)."""
+
+    def checked(self) -> "Objective":
+        """Return itself.
+
+        Raises:
+            ParallelError: a value that it can't have.
+        """
+        if not 0 <= self.label_smoothing < 1:
+            raise ParallelError(f"label_smoothing = {self.label_smoothing}: from 0 to below 1")
+        if not 0 <= self.z_loss < float("inf"):
+            raise ParallelError(f"z_loss = {self.z_loss}: 0, or a positive number such as 1e-4")
+        return self
+
+
+class Share(NamedTuple):
+    """Which part of a vocabulary a rank holds."""
+
+    first: torch.Tensor
+    """[1], its first token id: a tensor, since it also differs between ranks that one process simulates."""
+    size: int
+    """Of an even share; the last ranks may hold fewer, or none."""
+    vocabulary: int
+    group: Group
+
+
+def share_of(vocabulary: int, mesh: DeviceMesh, device: torch.device) -> Share:
+    """Return this rank's share of a vocabulary that is sharded over a 1-D `mesh`, evenly or not."""
+    size = shard_size(vocabulary, mesh.size())
+    firsts = torch.arange(mesh.size(), device=device) * size
+    return Share(firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, group_of(mesh))
+
+
+def entropy_and_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    share: Share | None,
+    objective: Objective,
+    wanted: bool,
+    read: Read | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of some tokens, float32 or wider, and its gradient with respect to `logits`, of their dtype.
+
+    Args:
+        logits: [tokens, share of the vocabulary]; may be overwritten.
+        labels: [tokens], token ids; -100 where a token does not count.
+        share: which part of the vocabulary; None for all of it.
+        objective: what is added.
+        wanted: the gradient is; else what is returned in its place means nothing.
+        read: None for Triton's kernels on a GPU, and torch's operators elsewhere, and where a compiler sees them.
+    """
+    vocabulary = logits.shape[-1] if share is None else share.vocabulary
+    counts = labels != IGNORED
+    valid = ~counts | ((labels >= 0) & (labels < vocabulary))
+    assert_async(valid.all(), "a label outside of the vocabulary")
+    # Counted labels are below `vocabulary`: that the last shares have fewer columns needs no test.
+    mine = counts if share is None else counts & (labels >= share.first) & (labels < share.first + share.size)
+    index = torch.where(mine, labels if share is None else labels - share.first, 0)
+    smooth = objective.label_smoothing
+    (log_sum, own, sums), gradient = (read or _reader(logits))(logits, mine, index, smooth > 0)
+    if share is not None:
+        log_sum, own, sums = _over_ranks(log_sum, own, sums, share.group)
+    losses = log_sum - (1 - smooth) * own
+    if objective.z_loss:
+        losses = losses + objective.z_loss * log_sum.square()
+    if sums is not None:
+        losses = losses - smooth / vocabulary * sums
+    loss = torch.where(counts, losses, 0).sum()
+    if not wanted:
+        return loss, logits
+    counted = counts.to(log_sum.dtype)
+    scale = counted * (1 + 2 * objective.z_loss * log_sum) if objective.z_loss else counted
+    of_label = mine.to(log_sum.dtype) * (1 - smooth)
+    return loss, gradient(log_sum, scale, of_label, counted * (smooth / vocabulary))
+
+
+def _reader(logits: torch.Tensor) -> Read:
+    if not logits.is_cuda or type(logits) is not torch.Tensor or torch.compiler.is_compiling():
+        return read_by_operators
+    from titanplans.loss import kernels
+
+    return kernels.read
+
+
+def read_by_operators(
+    logits: torch.Tensor, mine: torch.Tensor, index: torch.Tensor, summed: bool
+) -> tuple[Statistics, Callable[..., torch.Tensor]]:
+    """Return what a rank sends of its `logits`, and the function that gives their gradient, in their place.
+
+    Args:
+        logits: [tokens, share of the vocabulary]; overwritten where they are float32 or wider.
+        mine: [tokens], whether the label is one of this share.
+        index: [tokens], which one; 0 where it is not.
+        summed: the sums of logits are asked for.
+
+    Returns:
+        The logarithm of the sum of exponentials, the label's logit or 0, and the sum of logits or None, [tokens] each; and a
+        function of four such: the logarithm over all shares, the weight of the probabilities, what the label's logit gets
+        less, and what each logit gets less.
+    """
+    dtype, width = logits.dtype, logits.shape[-1]
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    if width:
+        own = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0)
+        # Finite, so that a share of logits that are all -inf has a sum of 0.
+        largest = logits.amax(-1).clamp_min(torch.finfo(logits.dtype).min)
+    else:
+        own = logits.new_zeros(index.shape)
+        largest = logits.new_full(index.shape, -torch.inf)
+    sums = logits.sum(-1) if summed else None
+    exponentials = logits.sub_(largest[:, None]).exp_()
+
+    def gradient(log_sum: torch.Tensor, scale: torch.Tensor, own: torch.Tensor, shift: torch.Tensor):
+        exponentials.mul_(((largest - log_sum).exp() * scale)[:, None])
+        if width:
+            exponentials.scatter_add_(-1, index[:, None], -own[:, None])
+        if summed:
+            exponentials.sub_(shift[:, None])
+        return exponentials.to(dtype)
+
+    return (largest + exponentials.sum(-1).log(), own, sums), gradient
+
+
+def _over_ranks(
+    log_sum: torch.Tensor, own: torch.Tensor, sums: torch.Tensor | None, group: Group
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the same of the whole vocabulary, by one all-gather of what the ranks have of each token."""
+    mine = torch.stack([log_sum, own] if sums is None else [log_sum, own, sums])
+    ranks = all_gather(mine[None], 0, group[1], group)
+    rest = ranks[:, 1:].sum(0)
+    return ranks[:, 0].logsumexp(0), rest[0], rest[1] if sums is not None else None

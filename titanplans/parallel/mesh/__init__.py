@@ -1,0 +1,1 @@
+"""Degrees, the device mesh, process groups and how ranks find each other."""

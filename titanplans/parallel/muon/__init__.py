@@ -1,5 +1,0 @@
-"""Muon, of whole matrices, however they are sharded: the optimizer, its products, and what it sends."""
-
-from titanplans.parallel.muon.optimizer import Muon
-
-__all__ = ["Muon"]

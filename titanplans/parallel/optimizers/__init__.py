@@ -1,0 +1,1 @@
+"""Optimizers of split and sharded parameters: their groups, and Muon."""

@@ -1,0 +1,5 @@
+"""Muon, of whole matrices, however they are sharded: the optimizer, its products, and what it sends."""
+
+from titanplans.parallel.optimizers.muon.optimizer import Muon
+
+__all__ = ["Muon"]

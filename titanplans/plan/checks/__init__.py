@@ -1,0 +1,1 @@
+"""Checks of a plan against a model: what strict application refuses before anything moves."""

@@ -1,0 +1,154 @@
+"""Every key of a plan names something in the model, and every parameter of the model is covered by a key."""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans.errors import PlanError, either
+from titanplans.plan.adapted import FACTORS, is_adapted, is_factor
+from titanplans.plan.converted import is_quantised_by_torchao
+from titanplans.plan.decoder import MIXERS, MLPS, Decoder, find_decoder, join, within
+from titanplans.plan.plan_styles import Plan
+from titanplans.plan.styles.base import Style, held
+
+if TYPE_CHECKING:
+    from titanplans.plan.plan import TPPlan
+
+ADAPTERS = (
+    "adapters of peft work with data parallelism alone, tensor_parallel_degree = 1; those of titanplans.add_adapters(model, "
+    "LoRA(rank=8)), [lora] in a job, on any plan"
+)
+
+
+def refuse_foreign_adapters(model: nn.Module) -> None:
+    """Refuse the adapters of peft, whose parameters have "lora_" in their names: no plan has keys for them."""
+    for name, _ in model.named_parameters():
+        if "lora_" in name and not is_factor(name):
+            raise PlanError(f"parameter '{name}' is an adapter's, which no plan splits: {ADAPTERS}")
+
+
+def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
+    """Refuse a key that names no module, with the names that stand there, and a value that is no style."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    plan_name = type(source).__name__
+    for key, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise PlanError(
+                f"plan key '{key}' ({plan_name}) has {style!r}, which is no style: a method of a plan returns what "
+                "self.colwise() and the like make, or an object of another torch ParallelStyle"
+            )
+        if key in modules:
+            continue
+        path, _, last = key.rpartition(".")
+        names_parameter = path in modules and modules[path]._parameters.get(last) is not None
+        if names_parameter and isinstance(style, Style):
+            continue
+        if names_parameter:
+            raise PlanError(
+                f"plan key '{key}' ({plan_name}) names a parameter, which only a style of titanplans takes, not "
+                f"{type(style).__name__}: self.colwise(), self.replicated_in_region() and the like"
+            )
+        parent = key
+        while parent not in modules:
+            parent = parent.rpartition(".")[0]
+        children = [*dict(modules[parent].named_children()), *held(modules[parent])]
+        raise PlanError(
+            f"plan key '{key}' ({plan_name}) matches no module and no parameter: "
+            f"{parent or 'the model'} ({type(modules[parent]).__name__}) holds {', '.join(children) or 'none'}"
+            f"{_other_names(key, parent, model, source)}"
+        )
+
+
+def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> str:
+    """Return how a plan says that an MLP's projections have other names, in words, if that is what is wrong."""
+    if parent in find_decoder(model, required=False).mlps and key.removeprefix(f"{parent}.") in (
+        *source.mlp_in,
+        source.mlp_out,
+    ):
+        return f": set mlp_in and mlp_out in {type(source).__name__} to its projections, or override mlp_plan"
+    return ""
+
+
+def check_coverage(
+    plan: Plan, covered: Collection[str], foreign: Collection[str], model: nn.Module, plan_name: str
+) -> None:
+    """Refuse parameters that no key covers (they would stay plain tensors among DTensors), or that can't be split.
+
+    Args:
+        plan: the styles by key.
+        covered: names of the parameters that have a layout.
+        foreign: modules with a foreign style, which says nothing before it acts; what it left out is found afterwards.
+        model: not yet split.
+        plan_name: for errors.
+    """
+    uncovered: list[tuple[str, nn.Module, str]] = []
+    every: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        for param_name, param in module._parameters.items():
+            if param is None:
+                continue
+            own = join(name, param_name)
+            if isinstance(param, DTensor):
+                raise PlanError(f"parameter '{own}' is a DTensor already: apply a plan once, before FSDP")
+            if is_quantised_by_torchao(param):
+                raise PlanError(
+                    f"parameter '{own}' is torchao's {type(param).__name__}, whose numbers and scales no plan can split: "
+                    "apply the plan to the model as it was before quantize_, or keep frozen weights in NF4 beside adapters "
+                    '(lora.quantize_base = "nf4")'
+                )
+            every[_numberless(own)] += 1
+            if not (own in covered or name in foreign or _follows(covered, name, module, param_name)):
+                uncovered.append((name, module, param_name))
+    if not uncovered:
+        return
+    alike = Counter(_numberless(join(name, param_name)) for name, _, param_name in uncovered)
+    decoder = find_decoder(model, required=False)
+    said: dict[str, tuple[str, str]] = {}
+    for name, module, param_name in uncovered:
+        own = join(name, param_name)
+        pattern = _numberless(own)
+        shown = _numberless if every[pattern] == alike[pattern] > 1 else str
+        beside = (
+            f" (that of '{shown(name)}' says what the module does, not what it holds)" if name in plan else ""
+        )
+        shape = tuple(module._parameters[param_name].shape)  # type: ignore[union-attr]
+        what = f"'{shown(own)}' {shape} of {type(module).__name__}{beside}"
+        if what not in said:
+            key = own if name in plan else name
+            said[what] = f"'{shown(key)}'", _not_asked(plan, decoder, name)
+    keys, reasons = (list(dict.fromkeys(words)) for words in zip(*said.values(), strict=True))
+    raise PlanError(
+        f"parameter{'s' * (len(said) > 1)} {', '.join(said)} {'are' if len(said) > 1 else 'is'} covered by no key of "
+        f"{plan_name}: add {', '.join(keys)} with a style{' each' * (len(keys) > 1)}. In a region that is colwise() for "
+        "what is split by heads or width, split_norm() for a norm over such a width, replicated_in_region() for what is one "
+        f"for all heads; outside, replicated_on_stream(){''.join(reasons)}"
+    )
+
+
+def _numberless(name: str) -> str:
+    """Return a name with `*` for each number in it: a key for all blocks, or for all experts."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _not_asked(plan: Plan, decoder: Decoder, name: str) -> str:
+    """Return why no plan of a mixer or an MLP was asked for the module `name`, in words, if its name is the reason."""
+    for block in decoder.blocks:
+        if name.startswith(f"{block.name}."):
+            child = name.removeprefix(f"{block.name}.").partition(".")[0]
+            whole = join(block.name, child)
+            if whole in (block.mixer, block.mlp) or any(key == whole or within(key, whole) for key in plan):
+                return ""
+            return (
+                f". attn_plan is asked for what a block calls {either(MIXERS)}, mlp_plan for {either(MLPS)}: return the "
+                f"keys of {child!r} from layer_plan(layer)"
+            )
+    return ""
+
+
+def _follows(covered: Collection[str], name: str, module: nn.Module, param_name: str) -> bool:
+    """Whether the parameter is an adapter's of a weight that is covered."""
+    return is_adapted(module) and param_name in FACTORS and join(name, next(iter(held(module)))) in covered

@@ -1,0 +1,126 @@
+"""Regions, mixers and the ends of a model: faults of a plan that would give wrong sums, or none.
+
+Each check reads names and shapes only, so it holds on meta and needs no process group. Most yield faults: a plan key and
+what is wrong there, with what would work.
+"""
+
+from collections.abc import Iterator
+
+from titanplans.errors import either
+from titanplans.plan.adapted import dropout_refusal
+from titanplans.plan.decoder import HEADS, within
+from titanplans.plan.resolve import ResolvedPlan
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.projections import Rowwise
+from titanplans.plan.styles.region import Region
+from titanplans.plan.styles.replicated import ReplicatedOnStream
+
+Fault = tuple[str, str]
+"""A plan key, and what is wrong there."""
+
+
+def parameter_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+    """Yield each style that would be wrong for the parameter that its key names."""
+    for entry in plan.entries:
+        if entry.parameter is not None:
+            param = entry.module._parameters[entry.parameter]
+            reason = entry.style.parameter_refusal(entry.parameter, param)  # type: ignore[arg-type]
+            if reason is not None:
+                yield entry.key, reason
+
+
+def module_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+    """Yield each style that would be wrong on its module."""
+    for entry in plan.entries:
+        reason = entry.style.refusal(entry.module) if entry.parameter is None else None
+        if reason := reason or dropout_refusal(entry.module, entry.layouts):
+            yield entry.key, reason
+
+
+def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+    """Yield split modules outside a region, and regions whose output would not be one sum of parts."""
+    ours = {entry.key: entry.style for entry in plan.entries}
+    opened = {key: style for key, style in ours.items() if style.opens}
+    for key, style, path, _, parameter, _ in plan.entries:
+        # A parameter that the model holds for its blocks, such as a bound for each layer's gates, is read inside of them.
+        for_blocks = parameter is not None and any(within(region, path) for region in opened)
+        if style.inside and not for_blocks and not any(within(key, region) for region in opened):
+            yield (
+                key,
+                "it stands in no region, so its input is not the whole sequence and its input's gradient is not summed: "
+                "add **self.attn_input() or **self.mlp_input() to its plan",
+            )
+    for region, opener in opened.items():
+        inside = {key: style for key, style in ours.items() if within(key, region)}
+        closers = [key for key, style in inside.items() if style.closes]
+        # Foreign styles may do the splitting and the summing; they don't say.
+        all_ours = not any(within(key, region) for key in plan.styles.keys() - ours.keys())
+        shared = isinstance(opener, Region) and opener.shared
+        if all_ours and not shared and not any(isinstance(style, Rowwise) for style in inside.values()):
+            yield (
+                region,
+                "it opens a region without a rowwise() projection: every rank would compute the same output, and their "
+                "sum is that many times too large: split it, or drop the region; shared_region() if regions read its output",
+            )
+        if all_ours and not shared and not closers and not opener.closes:
+            yield (
+                region,
+                "it opens a region that nothing leaves, so its partial output is not summed: give its last projection "
+                "rowwise(), or use attn_region() or mlp_region()",
+            )
+        if closers and opener.closes:
+            yield (
+                region,
+                f"it sums the output of a region that '{closers[0]}' sums too, which would count it once per rank: give "
+                "the projection rowwise(reduce_output=False), or use attn_input() / mlp_input()",
+            )
+
+
+def mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+    """Yield token mixers that would see a shard of the sequence only, and split ones whose heads are not known."""
+    ours, source = {entry.key: entry.style for entry in plan.entries}, plan.source
+    for name, mixer in plan.decoder.mixers.items():
+        keys = [key for key in plan.styles if key == name or within(key, name)]
+        gathered = any(style.gathers and (key == name or within(name, key)) for key, style in ours.items())
+        if source.options.sequence_parallel and keys and ours.keys() >= set(keys) and not gathered:
+            yield (
+                keys[0],
+                f"the mixer {name} ({type(mixer).__name__}) stands in no region, so with sequence parallelism it would mix "
+                "its rank's shard of the sequence only: split it in attn_input() or attn_region(), or set "
+                "sequence_parallel = False",
+            )
+        key, owner = plan.split_key(name), source.plan_of(mixer)
+        if key is not None and all(count in owner.shared_head_names for count in owner.heads(mixer)):
+            yield (
+                key,
+                f"it splits the mixer {name} ({type(mixer).__name__}), whose number of heads is not known: neither the "
+                f"module nor its config has {' or '.join(owner.head_names)}: give it this attribute, or set head_names in "
+                f"{type(owner).__name__} to the attribute that counts what is split",
+            )
+
+
+def end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+    """Yield an embedding without a style that says where the stream begins, and styles on the stream behind its end."""
+    decoder = plan.decoder
+    if not plan.source.options.sequence_parallel:
+        return
+    if any(entry.style.opens for entry in plan.entries):
+        key = decoder.embedding
+        if key is not None and not isinstance(plan.styles[key], Style):
+            yield (
+                key,
+                "with sequence parallelism it has to be known whether an embedding's output is whole or a shard, which only "
+                "styles of titanplans say: give it vocab_embedding(), or set sequence_parallel = False",
+            )
+    if decoder.head is None and decoder.blocks:
+        for key, style, *_ in plan.entries:
+            if (
+                isinstance(style, ReplicatedOnStream)
+                and key != decoder.base
+                and not within(key, decoder.base)
+            ):
+                yield (
+                    key,
+                    f"it stands behind the blocks of a model without a head ({either(HEADS)}), where every rank has the "
+                    "whole sequence and so the whole gradient: give it replicated_off_stream()",
+                )

@@ -1,0 +1,101 @@
+"""Which modules of a model torchao has converted to float8, and by which recipe.
+
+They are converted before a plan is applied (`titanplans.precision.float8`). `float8_linear` has the product of a split
+module, `float8_border` how a sequence crosses a border in float8, `float8_checks` what is refused and which borders are
+crossed so. torchao is imported only if a model holds one of its modules.
+"""
+
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+
+from titanplans.errors import PlanError
+
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+
+ALIGNMENT = 16
+"""Both sizes of each matrix in a float8 product are multiples of it: cuBLAS's and CUTLASS's kernels load 16 bytes."""
+
+_PLAIN = "_plain_border"
+
+
+class Crossing(NamedTuple):
+    """How a sequence crosses the border of a region, or of the head: None for in float8, or why it does not."""
+
+    enter: str | None
+    """The activations, cast once for all projections behind the border and gathered as bytes."""
+
+    leave: str | None
+    """The gradients of the output, likewise; "" where nothing leaves here."""
+
+
+def keep_border_plain(module: nn.Module, reason: str) -> None:
+    """Let the sequence enter `module` in high precision, and give `reason` for it, when a plan is applied."""
+    module.__dict__[_PLAIN] = reason
+
+
+def plain_border(module: nn.Module) -> str | None:
+    """Return why the sequence is to enter `module` in high precision; None if it need not."""
+    return module.__dict__.get(_PLAIN)
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Whether `module` is a Linear that torchao has converted, split by a plan or not."""
+    return any(
+        cls.__name__ == "Float8Linear" and cls.__module__ == "torchao.float8.float8_linear"
+        for cls in type(module).__mro__
+    )
+
+
+def is_cast(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is torchao's tensor of float8 numbers and their scale."""
+    return type(tensor).__name__ == "Float8TrainingTensor"
+
+
+def is_quantised_by_torchao(param: torch.Tensor) -> bool:
+    """Whether `param` is torchao's in place of a plain tensor; not what casts a weight when FSDP2 gathers it."""
+    names = {cls.__name__ for cls in type(param).__mro__ if cls.__module__.partition(".")[0] == "torchao"}
+    return bool(names) and "WeightWithDynamicFloat8CastTensor" not in names
+
+
+def float8_linears(model: nn.Module) -> dict[str, Any]:
+    """Return the converted modules of `model` by fully qualified name."""
+    return {name: module for name, module in model.named_modules() if is_float8(module)}
+
+
+def recipe_of(model: nn.Module) -> Recipe | Literal["none"]:
+    """Return the recipe by which the Linear modules of `model` were converted.
+
+    Raises:
+        PlanError: there are several recipes, or a config that is none of them, whose scales no style knows.
+    """
+    found: dict[str, str] = {}
+    for name, module in float8_linears(model).items():
+        recipe = _recipe_of_config(module.config)
+        if recipe is None:
+            raise PlanError(
+                f"{name} (Float8Linear) has a config that is none of {', '.join(RECIPES)}, and no plan splits it: convert "
+                "the model by one of these, or this module not at all"
+            )
+        found.setdefault(recipe, name)
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise PlanError(
+            f"{first} is converted to float8 by the recipe {one} and {second} by {other}: one recipe a model"
+        )
+    return next(iter(found), "none")  # type: ignore[return-value]
+
+
+@cache
+def _recipe_of_config(config: Any) -> Recipe | None:
+    from torchao.float8 import Float8LinearConfig
+
+    casts = [name for name in vars(config) if name.startswith("cast_config") or name.startswith("round_")]
+    for recipe in RECIPES:
+        known = Float8LinearConfig.from_recipe_name(recipe)
+        if all(getattr(config, name) == getattr(known, name) for name in casts):
+            return recipe
+    return None

@@ -1,0 +1,130 @@
+"""A plan of the user's own, in each form in which a job can name one.
+
+[model]
+plan = "gla"                          a registered name
+plan = "my_package.plans:MyPlan"      a TPPlan class, or a dict, in a module
+[model.plan]                          patterns of module names, each with a style's name
+"model.embeddings" = "vocab_embedding"
+"model.layers.*.attn" = "attn_input"
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans.errors import PlanError
+from titanplans.plan.converted import recipe_of
+from titanplans.plan.decoder import find_decoder, spelled_out
+from titanplans.plan.plan import Plan, TPOptions, TPPlan
+from titanplans.plan.registry import faulty_plans, plan_for_model, registered_plans
+from titanplans.user_code import as_user_error, import_module, meant_in
+
+PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
+
+STYLES: Mapping[str, Callable[[TPPlan, nn.Module | None], ParallelStyle]] = {
+    "attn_input": lambda plan, mixer: plan.attn_input()[""],
+    "attn_region": lambda plan, mixer: plan.attn_region()[""],
+    "mlp_input": lambda plan, mixer: plan.mlp_input()[""],
+    "mlp_region": lambda plan, mixer: plan.mlp_region()[""],
+    "colwise": lambda plan, mixer: plan.colwise(),
+    "kv_colwise": lambda plan, mixer: plan.colwise() if mixer is None else plan.kv_colwise(mixer),
+    "rowwise": lambda plan, mixer: plan.rowwise(),
+    "rowwise_partial": lambda plan, mixer: plan.rowwise(reduce_output=False),
+    "rowwise_in_region": lambda plan, mixer: plan.rowwise_in_region(),
+    "split_norm": lambda plan, mixer: plan.split_norm(),
+    "gathered_in_region": lambda plan, mixer: plan.gathered_in_region(),
+    "added_to_sum": lambda plan, mixer: plan.added_to_sum(),
+    "replicated_in_region": lambda plan, mixer: plan.replicated_in_region(),
+    "replicated_on_stream": lambda plan, mixer: plan.replicated_on_stream(),
+    "replicated_off_stream": lambda plan, mixer: plan.replicated_off_stream(),
+    "end_of_stream": lambda plan, mixer: plan.end_of_stream(),
+    "vocab_embedding": lambda plan, mixer: plan.vocab_embedding(),
+    "vocab_embedding_begins_stream": lambda plan, mixer: plan.vocab_embedding(begins_stream=True),
+    "vocab_head": lambda plan, mixer: plan.vocab_head(),
+}
+"""Names of styles in a plan that is given as a dict, and the TPPlan method behind each, given the mixer around."""
+
+RENAMED = {
+    "replicated": "replicated_in_region",
+    "sequence_parallel": "replicated_on_stream",
+    "no_parallel": "replicated_off_stream",
+    "replicated_before_stream": "replicated_off_stream",
+}
+"""Former names of styles, and today's."""
+
+
+class DictPlan(TPPlan):
+    """A plan given as a dict: `*` stands for one part of a module name, and each pattern must match."""
+
+    def __init__(self, options: TPOptions, patterns: Mapping[str, str | ParallelStyle]):
+        super().__init__(options)
+        self.patterns = patterns
+
+    def full_plan(self, model: nn.Module) -> Plan:
+        plan: Plan = {}
+        decoder = find_decoder(model, required=False)
+        mixers = decoder.mixers
+        for name, pattern in spelled_out(self.patterns, model).items():
+            around = decoder.mixer_around(name)
+            mixer = None if around is None else mixers[around]
+            plan[name] = self._style(pattern, self.patterns[pattern], mixer)
+        return plan
+
+    def _style(self, pattern: str, style: str | ParallelStyle, mixer: nn.Module | None) -> ParallelStyle:
+        if isinstance(style, ParallelStyle):
+            return style
+        if style in RENAMED:
+            raise PlanError(f"plan key '{pattern}' = {style!r}: this style is now called '{RENAMED[style]}'")
+        if style not in STYLES:
+            raise PlanError(
+                f"plan key '{pattern}' = {style!r}: no such style; there are {', '.join(sorted(STYLES))}"
+            )
+        return STYLES[style](self, mixer)
+
+
+def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TPPlan:
+    """Return the plan that `source` names for `model`; None looks the registered one up.
+
+    To `options` is added by which recipe `model` was converted to float8.
+
+    Raises:
+        PlanError: nothing is registered under that name, the module or its attribute does not
+            exist, or it is neither a TPPlan class nor a dict.
+    """
+    options = replace(options, float8=recipe_of(model))
+    if source is None:
+        return plan_for_model(model)(options)
+    if isinstance(source, str):
+        source = _load(source)
+    if isinstance(source, Mapping):
+        return DictPlan(options, source)
+    if isinstance(source, type) and issubclass(source, TPPlan):
+        with as_user_error(f"{source.__name__} can't be made of its options"):
+            return source(options)
+    raise PlanError(f"plan = {source!r}: neither a TPPlan class nor a dict of module names and styles")
+
+
+def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        registered = registered_plans()
+        if name not in registered:
+            raise PlanError(
+                f"plan = '{name}': not registered (there are {', '.join(registered)}); "
+                f"a plan of your own is named 'module:Class'{''.join(f'. Not loaded: {f}' for f in faulty_plans())}"
+            )
+        return registered[name]
+    module = import_module(module_name, f"plan = '{name}'")
+    if not hasattr(module, attribute):
+        raise PlanError(
+            f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'{meant_in(module, attribute, _is_plan)}"
+        )
+    return getattr(module, attribute)
+
+
+def _is_plan(value: object) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, type) and issubclass(value, TPPlan) and value is not TPPlan
+    )

@@ -1,0 +1,225 @@
+"""Where the parts of a decoder stand, found by structure: no model library is imported.
+
+A causal language model here is an embedding, a `ModuleList` of blocks, a final norm and a head, under the usual names.
+A block holds a token mixer, an MLP and norms. A tower, such as a vision encoder, has blocks of its own.
+
+    decoder = find_decoder(model)
+    decoder.blocks[0].mixer        # "model.layers.0.self_attn"
+
+It is found once, before anything wraps a module, and passed along.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from titanplans.errors import PlanError, either
+from titanplans.torch_private import CHECKPOINTED
+
+_LAYER_LISTS = ("layers", "blocks", "h")
+_HALVES = ("self_layers", "cross_layers")
+"""Two lists, one behind the other, of a decoder whose second half reads what the first has made once."""
+_FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
+HEADS = ("lm_head", "output")
+MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
+MLPS = ("mlp", "ffn", "feed_forward")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a decoder. Names are fully qualified; what the block does not hold is None."""
+
+    name: str
+    module: nn.Module = field(compare=False, repr=False)
+    mixer: str | None
+    """The token mixer: attention, linear attention, a state-space layer."""
+    mlp: str | None
+    norms: tuple[str, ...]
+    kind: str
+    """The classes of the block, its mixer and its MLP, as words: "LlamaDecoderLayer (LlamaAttention, LlamaMLP)"."""
+
+    def child(self, name: str) -> nn.Module:
+        """Return the module of the block that is called `name`, fully qualified."""
+        return self.module.get_submodule("" if name == self.name else name.removeprefix(f"{self.name}."))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The parts of a decoder by fully qualified name; what the model does not have is None."""
+
+    blocks: tuple[Block, ...]
+    embedding: str | None = None
+    norm: str | None = None
+    head: str | None = None
+    base: str = ""
+    """The module that holds embedding, blocks and norm; "" is the model itself."""
+    towers: tuple[tuple[str, ...], ...] = ()
+    """The names of the blocks of each tower: a list of blocks beside the decoder's, such as a vision encoder's."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the blocks."""
+        return tuple(block.name for block in self.blocks)
+
+    @property
+    def block_lists(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the decoder's blocks, then those of each tower."""
+        return (self.names, *self.towers)
+
+    @property
+    def mixers(self) -> dict[str, nn.Module]:
+        """The token mixers by name."""
+        return {block.mixer: block.child(block.mixer) for block in self.blocks if block.mixer is not None}
+
+    @property
+    def mlps(self) -> dict[str, nn.Module]:
+        """The MLPs by name."""
+        return {block.mlp: block.child(block.mlp) for block in self.blocks if block.mlp is not None}
+
+    def mixer_around(self, name: str) -> str | None:
+        """Return the name of the token mixer inside which the module `name` stands, or None."""
+        return next((b.mixer for b in self.blocks if b.mixer and name.startswith(f"{b.mixer}.")), None)
+
+
+def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
+    """Return the parts of `model`.
+
+    Args:
+        model: a causal language model, on any device, split or whole.
+        required: refuse a model without blocks. Otherwise its decoder is empty: `blocks` is ().
+
+    Raises:
+        PlanError: `model` has no ModuleList of blocks under one of the usual names, nor one alone.
+    """
+    blocks = _block_names(model)
+    if not blocks:
+        if not required:
+            return Decoder(())
+        raise PlanError(
+            f"{type(model).__name__} has no ModuleList of blocks named {either(_LAYER_LISTS)}, nor one ModuleList alone "
+            "that could be it: give it one of these names"
+        )
+    base_name = blocks[0].rpartition(".")[0].rpartition(".")[0]
+    base = model.get_submodule(base_name)
+    embeddings = (name for name, module in base.named_children() if isinstance(module, nn.Embedding))
+    embedding, norm = next(embeddings, None), _first(_FINAL_NORMS, base)
+    return Decoder(
+        blocks=tuple(find_block(model.get_submodule(name), name) for name in blocks),
+        embedding=None if embedding is None else join(base_name, embedding),
+        norm=None if norm is None else join(base_name, norm),
+        head=_first(HEADS, model),
+        base=base_name,
+        towers=tuple(_towers(model, blocks)),
+    )
+
+
+def find_block(module: nn.Module, name: str = "") -> Block:
+    """Return the parts of the block `module`, whose fully qualified name is `name`."""
+    mixer, mlp = _first(MIXERS, module), _first(MLPS, module)
+    parts = [type(module._modules[part]).__name__ for part in (mixer, mlp) if part is not None]
+    return Block(
+        name,
+        module,
+        mixer=None if mixer is None else join(name, mixer),
+        mlp=None if mlp is None else join(name, mlp),
+        norms=tuple(join(name, child) for child, m in module.named_children() if "Norm" in type(m).__name__),
+        kind=f"{type(module).__name__} ({', '.join(parts)})",
+    )
+
+
+def _block_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the blocks in the outermost list of blocks; without a usual name, in the only outermost list."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in (*_LAYER_LISTS, *_HALVES)
+    ]
+    if not lists:
+        every = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        lists = [name for name in every if not any(within(name, other) for other in every)]
+        if len(lists) != 1:
+            return ()
+    first = min(lists, key=lambda name: name.count("."))
+    base, _, name = first.rpartition(".")
+    halves = [join(base, half) for half in _HALVES] if name in _HALVES else [first]
+    return tuple(
+        join(half, name)
+        for half in halves
+        if half in lists
+        for name, _ in model.get_submodule(half).named_children()
+    )
+
+
+def _towers(model: nn.Module, decoder: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the names of the blocks of each outermost list of blocks that is not the decoder's."""
+    taken = [*decoder, *{name.rpartition(".")[0] for name in decoder}]
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _LAYER_LISTS
+        if is_list and not any(name == other or name.startswith(f"{other}.") for other in taken):
+            taken.append(name)
+            yield tuple(join(name, block) for block, _ in module.named_children())
+
+
+def _first(names: tuple[str, ...], module: nn.Module) -> str | None:
+    return next((name for name in names if name in module._modules), None)
+
+
+def of_fla(cls: type) -> bool:
+    """Whether `cls` is one of flash-linear-attention, or derived from one."""
+    return any(base.__module__.startswith("fla.") for base in cls.__mro__)
+
+
+def holds_fla(module: nn.Module) -> bool:
+    """Whether `module` is, or holds, a module of flash-linear-attention or of a class derived from one."""
+    return any(of_fla(type(inner)) for inner in module.modules())
+
+
+def join(*names: str) -> str:
+    """Join module names with dots, leaving empty ones out."""
+    return ".".join(name for name in names if name)
+
+
+def within(key: str, module: str) -> bool:
+    """Whether `key` names something inside `module`, of which "" is the whole model."""
+    return key != module and (key.startswith(f"{module}.") or module == "")
+
+
+def without_wrappers(path: str) -> str:
+    """Return the name of a module without what checkpointing and compile add to it."""
+    return ".".join(part for part in path.split(".") if part not in (CHECKPOINTED, "_orig_mod"))
+
+
+def spelled_out(keys: Iterable[str], model: nn.Module) -> dict[str, str]:
+    """Return by each name in `model` for which one of the `keys` of a plan stands, that key.
+
+    In a key `*` stands for one part of a module's name, or of a parameter's where no module matches. A key that matches
+    nothing stands for itself; strict application refuses it.
+
+    Raises:
+        PlanError: two keys match one name.
+    """
+    found: dict[str, str] = {}
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for key in keys:
+        names = [key]
+        if any(sign in key for sign in "*?["):
+            names = _matching(key, modules) or _matching(key, parameters) or names
+        for name in names:
+            if name in found:
+                raise PlanError(
+                    f"plan keys '{found[name]}' and '{key}' both match {name}: make them disjoint"
+                )
+            found[name] = key
+    return found
+
+
+def _matching(key: str, names: Iterable[str]) -> list[str]:
+    parts = key.split(".")
+    return [
+        name
+        for name in names
+        if name.count(".") == len(parts) - 1 and all(map(fnmatchcase, name.split("."), parts))
+    ]

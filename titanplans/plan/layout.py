@@ -1,0 +1,117 @@
+"""How one parameter lies on the mesh, which of its rows a rank reads, and how the residual stream lies.
+
+A parameter of which each rank uses one even shard is stored so: `Shard`. Of a packed one (queries, keys and values in one
+weight), or one whose heads ranks share, a rank uses other rows. It is stored in a way that DTensor can say, so that
+`full_tensor`, FSDP2, optimizers and checkpoints see its true values in their true order, and a rank selects its rows when
+it reads it:
+
+    stored                    a rank's rows come     gradient
+    Replicate                 from its own copy      Partial
+    Shard(another dimension)  by an all-to-all       by an all-to-all, back
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+
+class StreamLayout(NamedTuple):
+    """How the residual stream lies between regions: `dim` is its sequence, of which each rank has a shard; None: whole."""
+
+    dim: int | None
+
+    @property
+    def placement(self) -> Placement:
+        """How the hidden states lie on the mesh."""
+        return Replicate() if self.dim is None else Shard(self.dim)
+
+    @property
+    def gradient(self) -> Placement:
+        """How the gradient of a replicated parameter on the stream lies on the mesh."""
+        return Replicate() if self.dim is None else Partial()
+
+    def __repr__(self) -> str:
+        return repr(self.placement)
+
+
+class Shared(NamedTuple):
+    """A section of a packed parameter whose heads neighbouring ranks share where there are fewer of them than ranks.
+
+    One head, which all ranks share, is a section that each rank reads whole.
+    """
+
+    size: int
+    """Rows of the section."""
+    heads: int
+    """Heads (groups, experts) that they count."""
+
+
+Section = int | Shared
+"""Rows of a packed parameter that belong together: so many, of which each rank has a share, or shared ones."""
+
+
+class Run(NamedTuple):
+    """Rows that follow each other: those of the ranks are as long, but at the end, and follow each other, too."""
+
+    first: int
+    """The first row of rank 0."""
+    size: int
+    """Rows of each rank; the last ones may have fewer, as of `torch.chunk`."""
+    end: int
+    """The row behind the last rank's."""
+    sharing: int = 1
+    """So many neighbouring ranks have the same rows."""
+
+    @property
+    def even(self) -> bool:
+        """Whether each rank has `size` rows."""
+        return self.size == 0 or (self.end - self.first) % self.size == 0
+
+    def at(self, rank: int) -> int:
+        """Return the first row of `rank`; by arithmetic, which is right for simulated ranks, too."""
+        return self.first + rank // self.sharing * self.size
+
+    def of(self, rank: int) -> int:
+        """Return how many rows `rank` has: fewer only the last, since none is without; by arithmetic, too."""
+        if self.even:
+            return self.size
+        last, rest = divmod(self.end - self.first, self.size)
+        return self.size - rank // self.sharing // last * (self.size - rest)
+
+
+class Rows(NamedTuple):
+    """What a rank reads of one dimension of a parameter."""
+
+    dim: int
+    runs: tuple[Run, ...]
+
+
+class Layout(NamedTuple):
+    """How one parameter lies on the TP mesh, and how its local gradient does."""
+
+    placement: Placement
+    gradient: Placement
+    hidden: bool = False
+    """Read as None: a style adds it elsewhere (see `local_parameter`)."""
+    rows: Rows | None = None
+    """What a rank reads; None: its local tensor."""
+    addends: int = 1
+    """Each of so many ranks adds it to its part of a sum, so it is read divided by their number."""
+
+
+def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
+    """Return the rows that each of `degree` ranks reads of a dimension of `sections`, which the degree suits."""
+    runs, first = [], 0
+    for section in sections:
+        size, heads = (section, degree) if isinstance(section, int) else section
+        sharing = max(1, degree // heads)
+        runs.append(Run(first, -(size * sharing // -degree), first + size, sharing))
+        first += size
+    return Rows(dim, tuple(runs))
+
+
+def shard_size(length: int, ranks: int) -> int:
+    """Return how much of `length` a rank holds, the last ones perhaps less: as `torch.chunk` and DTensor."""
+    return -(length // -ranks)

@@ -1,0 +1,135 @@
+"""A plan resolved against a model, once: the list of keys, styles, modules and layouts that checks and application read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from titanplans.plan.adapted import with_factors
+from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_foreign_adapters
+from titanplans.plan.decoder import Decoder, find_decoder, join, within
+from titanplans.plan.layout import Layout
+from titanplans.plan.plan import Plan, TPPlan
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.vocab import VocabEmbedding
+from titanplans.user_code import as_user_error
+
+
+class Entry(NamedTuple):
+    """A key of a plan with a style of this project, and what the key names in the model."""
+
+    key: str
+    style: Style
+    path: str
+    """The name of the module: the key, or of a parameter's key the part before the last dot."""
+    module: nn.Module
+    parameter: str | None
+    """The parameter that the key names; None for the module."""
+    layouts: dict[str, Layout]
+    """By parameter of the module. A key of a parameter goes before that of its module."""
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan whose keys all name something in the model, and whose styles cover all of its parameters."""
+
+    source: TPPlan
+    model: nn.Module
+    styles: Plan
+    """Every style by its key, foreign ones too."""
+    entries: tuple[Entry, ...]
+    """The styles of this project."""
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The parts of the model; of a mixer without a usual name, the region that stands for it."""
+        return with_unnamed_mixers(find_decoder(self.model, required=False), self.entries, self.source)
+
+    @cached_property
+    def by_key(self) -> dict[str, Entry]:
+        """The entries by key."""
+        return {entry.key: entry for entry in self.entries}
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks over which a layer is split."""
+        return self.source.options.degree
+
+    def within(self, module: str) -> Iterator[Entry]:
+        """Yield the entries inside the module of this name."""
+        return (entry for entry in self.entries if within(entry.key, module))
+
+    def split_key(self, module: str) -> str | None:
+        """Return the first key that splits something inside the module of this name; None if none does."""
+        return next((entry.key for entry in self.within(module) if entry.style.splits), None)
+
+    def module_at(self, key: str) -> nn.Module:
+        """Return the module that a key names, or that holds the parameter which it names."""
+        entry = self.by_key.get(key)
+        return self.model.get_submodule(key) if entry is None else entry.module
+
+    @cached_property
+    def embedding_begins_stream(self) -> bool:
+        """Whether the embedding's output is laid out as the stream; a foreign style is taken to do it."""
+        ours = [e.style.begins_stream for e in self.entries if isinstance(e.style, VocabEmbedding)]
+        embedding = self.decoder.embedding
+        return any(ours) if ours else embedding is not None and not isinstance(self.styles[embedding], Style)
+
+    @cached_property
+    def begins_at(self) -> nn.Module | None:
+        """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
+        if self.source.options.stream.dim is None or self.embedding_begins_stream:
+            return None
+        return (self.decoder if self.decoder.blocks else find_decoder(self.model)).blocks[0].module
+
+
+def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
+    """Resolve the plan `source` against `model`, which is left as it is.
+
+    Raises:
+        PlanError: a key matches nothing; a value is no style; a parameter is covered by no key, or can't be split.
+    """
+    name = type(source).__name__
+    with as_user_error(f"plan {name}"):
+        styles = source.full_plan(model)
+    refuse_foreign_adapters(model)
+    check_keys(styles, model, source)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    entries = tuple(
+        _entry(key, style, styles, modules) for key, style in styles.items() if isinstance(style, Style)
+    )
+    covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
+    foreign = [key for key, style in styles.items() if not isinstance(style, Style)]
+    check_coverage(styles, covered, foreign, model, name)
+    return ResolvedPlan(source, model, styles, entries)
+
+
+def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict[str, nn.Module]) -> Entry:
+    if (module := modules.get(key)) is not None:
+        own = {name: layout for name, layout in style.layouts(module).items() if join(key, name) not in plan}
+        return Entry(key, style, key, module, None, own)
+    path, _, parameter = key.rpartition(".")
+    module = modules[path]
+    layout = style.layout(parameter, module._parameters[parameter])  # type: ignore[arg-type]
+    own = {} if layout is None else with_factors(module, {parameter: layout})
+    return Entry(key, style, path, module, parameter, own)
+
+
+def with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:
+    """Return `decoder` with the mixers that have none of the usual names.
+
+    In a block without a module of such a name, the first region other than the MLP is taken for the mixer, one whose
+    number of heads is known before others.
+    """
+    regions = [entry.key for entry in entries if entry.style.opens]
+    blocks = []
+    for block in decoder.blocks:
+        found = [r for r in regions if r != block.mlp and (r == block.name or within(r, block.name))]
+        if block.mixer is None and found:
+            found.sort(key=lambda region: not source.heads(block.child(region)))  # stable
+            block = replace(block, mixer=found[0])
+        blocks.append(block)
+    return replace(decoder, blocks=tuple(blocks))

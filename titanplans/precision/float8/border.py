@@ -1,0 +1,134 @@
+"""A border that the sequence crosses in float8: it is cast once, with the scale of the whole, and gathered as bytes.
+
+For the recipe tensorwise, where a tensor has one scale. torchao's float8 parallel styles do the same for DTensors.
+
+    border   in float8                                                   in high precision, because it is summed
+    enter    the activations in the forward, for all projections inside  their gradients
+    leave    the gradients of the output in the backward                 the output
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+    hp_tensor_and_scale_to_float8,
+)
+from torchao.float8.float8_utils import tensor_to_scale
+
+from titanplans.errors import PlanError
+from titanplans.plan.converted import float8_linears
+from titanplans.precision.float8.linear import comes_from_product
+from titanplans.split.collectives import Group, all_gather, all_reduce, own_shard, reduce_scatter
+from titanplans.split.stream import Border
+from titanplans.torch_private import float8_data
+
+
+class Float8Border(Border):
+    """A border of which one direction, or both, is crossed in float8.
+
+    Args:
+        of: the border in high precision.
+        module: the module of the region or of the head; it holds converted modules.
+        enter: the sequence enters in float8: `module` is called with a `Float8TrainingTensor`.
+        leave: gradients of what leaves come back in float8, as a `Float8TrainingTensor`.
+    """
+
+    def __init__(self, of: Border, module: nn.Module, *, enter: bool, leave: bool):
+        super().__init__(of.mesh, of.stream)
+        linear = next(iter(float8_linears(module).values()))
+        self.casts_input, self.casts_gradient = enter, leave
+        self.mm_config = linear.linear_mm_config
+        self.dtype = linear.config.cast_config_input.target_dtype
+        self.gradient_dtype = linear.config.cast_config_grad_output.target_dtype
+        # gloo has no float8, but it has bytes. Async tensor parallelism looks for NCCL's gather in float8.
+        self.as_bytes = dist.get_backend(of.mesh.get_group()) == "gloo"
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.casts_input:
+            return super().enter(x)
+        dim = self.stream.dim
+        return self._cast(x, dim, 0 if dim is None else self.length_of(x))
+
+    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self._cast(x, None, 0) if self.casts_input else super().enter_whole(x)
+
+    def _cast(self, x: torch.Tensor, dim: int | None, length: int) -> torch.Tensor:
+        if torch.is_autocast_enabled():  # on CUDA; torchao's modules do the same before they cast
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        where = dim, length, self.rank, self.group
+        return _Enter.apply(x, *where, self.as_bytes, self.mm_config, self.dtype)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.casts_gradient or self.stream.dim is None or not comes_from_product(x):
+            return super().leave(x)
+        where = self.stream.dim, self.rank, self.group
+        return _Leave.apply(x, *where, self.as_bytes, self.mm_config, self.gradient_dtype)
+
+
+@torch.compiler.allow_in_graph
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, dim, length, rank, group, as_bytes, mm_config, dtype):
+        ctx.dim, ctx.group = dim, group
+        return _cast_and_gather(x, dim, length, rank, group, as_bytes, mm_config, dtype, GemmInputRole.INPUT)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        _refuse_another_backward()
+        summed = all_reduce(grad, ctx.group) if ctx.dim is None else reduce_scatter(grad, ctx.dim, ctx.group)
+        return summed, None, None, None, None, None, None, None
+
+
+@torch.compiler.allow_in_graph
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, dim, rank, group, as_bytes, mm_config, dtype):
+        ctx.dim, ctx.length, ctx.rank, ctx.group = dim, x.shape[dim], rank, group
+        ctx.as_bytes, ctx.mm_config, ctx.dtype = as_bytes, mm_config, dtype
+        return reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        _refuse_another_backward()
+        where = ctx.dim, ctx.length, ctx.rank, ctx.group, ctx.as_bytes
+        cast = _cast_and_gather(grad, *where, ctx.mm_config, ctx.dtype, GemmInputRole.GRAD_OUTPUT)
+        return cast, None, None, None, None, None, None
+
+
+def _refuse_another_backward() -> None:
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "the gradient of a model in float8 can't be differentiated again (create_graph = True) where it is split: leave "
+            "float8 out"
+        )
+
+
+def _cast_and_gather(
+    x: torch.Tensor,
+    dim: int | None,
+    length: int,
+    rank: int,
+    group: Group,
+    as_bytes: bool,
+    mm_config: LinearMMConfig,
+    dtype: torch.dtype,
+    role: GemmInputRole,
+) -> Float8TrainingTensor:
+    """Cast `x` and gather it along `dim`; None: it is whole on every rank."""
+    counted = x
+    if dim is not None and length % group[1]:
+        # What fills the last shards up is no longer zero where a bias was added to it on the stream.
+        own = own_shard(torch.ones(length, dtype=torch.bool, device=x.device), 0, rank, group)
+        counted = torch.where(own.view(-1, *(1 for _ in x.shape[dim + 1 :])), x, 0)
+    scale = tensor_to_scale(counted, dtype)
+    if dim is not None:
+        scale = all_reduce(scale, group, "min")  # of the largest number on any rank
+    data = float8_data(hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role))
+    if dim is not None:
+        data = all_gather(data.view(torch.uint8) if as_bytes else data, dim, length, group).view(dtype)
+    return Float8TrainingTensor(data, scale, x.dtype, mm_config, role)

@@ -1,0 +1,156 @@
+"""Float8 under a plan: sizes that a rank can multiply, and which borders the sequence crosses in float8."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from titanplans.errors import PlanError, either
+from titanplans.plan.adapted import is_adapted
+from titanplans.plan.converted import (
+    ALIGNMENT,
+    Crossing,
+    is_float8,
+    plain_border,
+)
+from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.projections import Colwise, KVColwise, Rowwise, RowwiseInRegion
+from titanplans.plan.styles.region import Region
+from titanplans.plan.styles.replicated import ReplicatedInRegion
+from titanplans.plan.styles.vocab import VocabHead
+
+
+def check_float8(plan: ResolvedPlan) -> None:
+    """Refuse a degree at which a rank's share of a converted module is not aligned for float8.
+
+    And a replicated module in a region that does not read the sequence: a feature map of each head, say, whose scale is that
+    of all heads, and whose gradients are no summands.
+
+    Raises:
+        PlanError: naming the module, its sizes, and what would work.
+    """
+    embedding, degree = plan.decoder.embedding, plan.degree
+    width = None if embedding is None else plan.module_at(embedding).weight.shape[-1]  # type: ignore[union-attr]
+    for key, style, _, module, *_ in plan.entries:
+        if not is_float8(module):
+            continue
+        module: Any
+        if isinstance(style, ReplicatedInRegion) and width not in (None, module.in_features):
+            raise PlanError(
+                f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): it reads no sequence of {width} "
+                "numbers a token, so a rank may give it a part of the heads alone, which has another scale than all of "
+                f"them: leave it out of float8 (filter '{_end_of(key)}')"
+            )
+        for side, size, suits in _sizes(style, module):
+            if suits(degree):
+                continue
+            works = [d for d in range(2, degree) if suits(d)]
+            instead = f", or set tensor_parallel_degree to {either(works)}" if works else ""
+            raise PlanError(
+                f"{key} (Float8Linear, {module.in_features} in, {module.out_features} out): tensor_parallel_degree = "
+                f"{degree} does not split its {size} {side} into multiples of {ALIGNMENT}, as float8 products need: "
+                f"leave it out of float8 (filter '{_end_of(key)}'){instead}"
+            )
+
+
+def _end_of(key: str) -> str:
+    """Return the last part of `key` for a filter; of an item of a list, the last two."""
+    parts = key.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
+
+
+def _sizes(style: Style, module: Any) -> Iterator[tuple[str, int, Callable[[int], bool]]]:
+    """Yield what the degree splits: the side, its size, and whether a degree gives aligned shares of it."""
+    if isinstance(style, KVColwise):
+        size, heads = module.out_features, style.heads
+        yield "outputs", size, lambda d: not size % (min(d, heads) * ALIGNMENT)
+    elif isinstance(style, (Colwise, VocabHead)):
+        size = module.out_features
+        yield "outputs", size, lambda d: not size % (d * ALIGNMENT)
+    elif isinstance(style, Rowwise | RowwiseInRegion):
+        size = module.in_features
+        yield "inputs", size, lambda d: not size % (d * ALIGNMENT)
+
+
+def check_torchao_styles(plan: ResolvedPlan, backend: str | None = None) -> None:
+    """Refuse torchao's own float8 styles where they would be wrong, or fail.
+
+    They check that scales are dynamic, but not that a tensor has one scale, so the rowwise recipes pass their check.
+
+    Args:
+        plan: the user's plan, which may hold any ParallelStyle.
+        backend: the TP group's; None if it is not known yet.
+
+    Raises:
+        PlanError: the recipe scales rows; the module is not converted; the backend is gloo, which has no float8.
+    """
+    recipe = plan.source.options.float8
+    for key, style in plan.styles.items():
+        if type(style).__module__ != "torchao.float8.float8_tensor_parallel":
+            continue
+        module = plan.module_at(key)
+        converted = any(map(is_float8, module.modules()))
+        for wrong, why in (
+            (not converted, "the module is not converted to float8: convert the model first"),
+            (
+                recipe != "tensorwise",
+                f"it gathers with one scale a tensor, and the recipe is {recipe}: take tensorwise",
+            ),
+            (backend == "gloo", "it gathers in float8, which gloo can't: use NCCL"),
+        ):
+            if wrong:
+                reason = f"{why}; or use this project's styles, which work for any recipe and backend"
+                raise PlanError(reason, key=key, style=style, module=module)
+
+
+def float8_crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
+    """Return how a sequence crosses each border at which converted modules stand, by plan key."""
+    recipe = plan.source.options.float8
+    if recipe == "none":
+        return {}
+    found: dict[str, Crossing] = {}
+    for entry in plan.entries:
+        style = entry.style
+        enters = isinstance(style, Region | VocabHead)
+        if not isinstance(style, Region | Rowwise | VocabHead) or not (style.closes or enters):
+            continue
+        inside = [e for e in plan.entries if e.key == entry.key or e.key.startswith(f"{entry.key}.")]
+        linears = [e for e in inside if isinstance(e.module, nn.Linear)]
+        if not any(is_float8(e.module) for e in linears):
+            continue
+        if recipe != "tensorwise":
+            otherwise = (
+                f"{recipe} scales the tensors of each product along other dimensions: cast in each module"
+            )
+            found[entry.key] = Crossing(otherwise if enters else "", otherwise if style.closes else "")
+            continue
+        last = [e for e in linears if isinstance(e.style, Rowwise)]
+        first = [e for e in linears if e not in last]
+        enter = _why_plain(first, "reads it too") if enters else ""
+        if enters and isinstance(style, Region) and not style.float8_input:
+            enter = "the plan says that something else reads it, too (float8_input = False)"
+        plain = plain_border(entry.module)
+        found[entry.key] = Crossing(
+            (plain or enter) if enters else "",
+            (plain or _why_leaves_plainly(style, inside, last)) if style.closes else "",
+        )
+    return found
+
+
+def _why_leaves_plainly(style: Style, inside: list[Entry], last: list[Entry]) -> str | None:
+    """Return why the gradient of an output comes back in high precision; None if it comes in float8."""
+    biased = [e.key for e in last if isinstance(style, Region) and e.module.bias is not None]
+    others = [e.key for e in inside if isinstance(e.style, Rowwise) and not isinstance(e.module, nn.Linear)]
+    if biased:
+        return f"the bias of {biased[0]} sums them, too"
+    return _why_plain(last, "gives it") or (f"{others[0]} is no Linear, and gives it" if others else None)
+
+
+def _why_plain(entries: list[Entry], what: str) -> str | None:
+    """Return why not all of `entries`, Linear modules, can take a float8 tensor; None if they can."""
+    for entry in entries:
+        if not is_float8(entry.module):
+            return f"{entry.key} is not converted, and {what}"
+    adapted = [entry.key for entry in entries if is_adapted(entry.module)]
+    return f"the adapter of {adapted[0]} is not converted, and {what}" if adapted else None

@@ -1,0 +1,28 @@
+"""What a model keeps in float32 where the rest of it has 16 bits: norms, routers, biases of experts.
+
+transformers' classes say it by `_keep_in_fp32_modules` (of float16) and `_keep_in_fp32_modules_strict` (of bfloat16, too),
+and `from_pretrained` honours it. Which dtypes they hold for is asked of the model, by transformers' own method.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.plan.decoder import without_wrappers
+
+
+def keeps_float32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Return what says of a parameter's or persistent buffer's name whether it stays in float32 where `model` has `dtype`.
+
+    The patterns are matched as transformers matches them when it loads. Names are those of the module tree, perhaps with
+    what checkpointing and compile add to them. Of a model that says nothing, and of None, none stays.
+    """
+    of: Any = getattr(model, "_get_dtype_plan", None)
+    patterns = [] if of is None or dtype is None else [each.replace("*", ".*") for each in of(dtype)]
+    if not patterns:
+        return lambda name: False
+    kept = re.compile("|".join(patterns))
+    return lambda name: kept.search(without_wrappers(name)) is not None

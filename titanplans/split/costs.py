@@ -1,0 +1,70 @@
+"""What a style sends for a call of its module: the collectives that a step of a split model needs, and no more.
+
+Each style says it (`Style.sends`); what a step really sends is counted and held against it in `titanplans.observe`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from titanplans.plan.layout import shard_size
+
+
+class Sent(NamedTuple):
+    """A collective of the forward and the one that is its backward."""
+
+    forward: tuple[str, ...]
+    """The operation, or several of which any will do; () for none."""
+    backward: tuple[str, ...]
+    elements: int
+    """Of the whole tensor, at most."""
+
+
+class Call(NamedTuple):
+    """A call of a module of a split model."""
+
+    given: tuple[torch.Size, ...]
+    """Shapes of this rank's tensors, the input first."""
+    dim: int | None
+    """The dimension in which the input is a shard of the sequence; None if it is whole."""
+    degree: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the whole input [..., width], filled up to even shards."""
+        return math.prod(self.given[0][:-1]) * (1 if self.dim is None else self.degree)
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of the whole input."""
+        return self.tokens * self.given[0][-1]
+
+
+def entered(call: Call) -> Sent:
+    """Return what `Border.enter` sends for the input of `call`."""
+    if call.dim is None:
+        return Sent((), ("all_reduce",), call.elements)
+    return Sent(("all_gather",), ("reduce_scatter",), call.elements)
+
+
+def left(call: Call) -> Sent:
+    """Return what `Border.leave` sends for an output that is as large as the input of `call`."""
+    if call.dim is None:
+        return Sent(("all_reduce",), (), call.elements)
+    return Sent(("reduce_scatter",), ("all_gather",), call.elements)
+
+
+def summed_inside(elements: int) -> Sent:
+    """Return what `sum_in_region` sends."""
+    return Sent(("all_reduce",), ("all_reduce",), elements)
+
+
+def gathered_inside(elements: int) -> Sent:
+    """Return what `gather` sends."""
+    return Sent(("all_gather",), ("reduce_scatter",), elements)
+
+
+def even(length: int, degree: int) -> int:
+    """Return `length` filled up to even shards."""
+    return shard_size(length, degree) * degree

@@ -1,0 +1,35 @@
+"""What a way of cutting is: it lays parameters out and installs styles. A plan's styles declare, a cut does."""
+
+from typing import Protocol
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.plan.resolve import Entry
+from titanplans.split.local_code import Place
+from titanplans.split.stream import Border
+
+
+class Cut(Protocol):
+    """Gives each rank of a mesh its part of the work that a plan's styles declare.
+
+    By weights (`titanplans.split.tensors`) a rank has its heads' weights and all tokens of a region; by tokens it has all
+    weights and its tokens, which it exchanges for heads around a mixer's kernel.
+    """
+
+    mesh: DeviceMesh
+    border: Border
+    """Of the residual stream."""
+    place: Place
+    """Where this rank stands among those that share the heads."""
+
+    def lay_out(self, entry: Entry) -> None:
+        """Make the parameters of `entry` DTensors on the mesh, which its module reads as local tensors."""
+        ...
+
+    def install(self, entry: Entry, border: Border) -> None:
+        """Put the hooks of the style of `entry` on its module, at `border`."""
+        ...
+
+    def counts(self, module: str) -> bool:
+        """Whether the code of the module of this name counts this rank's heads or width, and not all of them."""
+        ...

@@ -1,0 +1,165 @@
+"""What is checked once, in the first forward of a split model, since it can't be known before.
+
+All ranks got the same batch; no parameter came after the split; and in the first forward in training mode nothing drew
+random numbers. What has replaced parameters since the split, such as torch's `fully_shard`, is known by then. Later
+forwards cost nothing: the hooks take themselves away.
+"""
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanplans.errors import PlanError
+from titanplans.plan.checks.keys import ADAPTERS
+from titanplans.split.checksum import checksum
+from titanplans.split.guards.dropout import REMEDY, draws_alike, dropouts, generator_state
+from titanplans.split.guards.inputs import positional
+from titanplans.split.parameters.replaced import parameters_of, retire_replaced
+from titanplans.torch_private import dispatch_is_watched, tree_leaves
+
+
+def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
+    """Put the checks before and behind the first forward of `model`, or of `base` in it, whichever is called.
+
+    Args:
+        model: the split model.
+        base: the module that holds its blocks, which an adapter's wrapper calls past the model.
+        mesh: the 1-D TP mesh.
+    """
+    first = _First(mesh)
+    for module in {model: None, base: None}:
+        first.parameters[id(module)] = parameters_of(module)
+        first.handles += [
+            module.register_forward_pre_hook(first.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(first.after),
+        ]
+
+
+class _First:
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self.handles: list[Any] = []
+        self.started = False
+        self.parameters: dict[int, dict[str, nn.Parameter]] = {}
+        """Of each module that is called, by its `id`, as they were split; until the first forward."""
+        self.state: torch.Tensor | None = None
+        """Of the generator, before the first forward in training mode."""
+        self.drew = False
+        """Something did, other than the dropout of an adapter."""
+        self.runs: nn.Module | None = None
+        """The module whose first forward in training mode this is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_First":
+        """A copied model has first forwards of its own, on the same mesh."""
+        twin = memo[id(self)] = _First(self.mesh)
+        twin.started, twin.handles = self.started, copy.deepcopy(self.handles, memo)
+        return twin
+
+    def before(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        # A recorder, simulated ranks and fake tensors see the step itself; so does a compiler.
+        if torch.compiler.is_compiling() or dispatch_is_watched() or self.runs not in (None, module):
+            return
+        split, self.parameters = self.parameters, {}
+        retire_replaced(module, split.get(id(module), {}))
+        trains = module.training and torch.is_grad_enabled()
+        if not self.started or trains:
+            _check_parameters(module, self.mesh)
+            _check_batch(module, args, kwargs, self.mesh)
+        self.started = True
+        if trains:
+            self.state, self.runs = generator_state(self.mesh), module
+            dropouts_of_adapters = [part for part in module.modules() if draws_alike(part)]
+            if dropouts_of_adapters:
+                _check_seed(self.state, self.mesh)
+            for part in dropouts_of_adapters:
+                self.handles += [
+                    part.register_forward_pre_hook(self.before_draw),
+                    part.register_forward_hook(self.after_draw),
+                ]
+
+    def before_draw(self, *_: Any) -> None:
+        """Before the dropout of an adapter draws, which may: note what has drawn until then."""
+        self.drew |= self.state is not None and not generator_state(self.mesh).equal(self.state)
+
+    def after_draw(self, *_: Any) -> None:
+        self.state = generator_state(self.mesh)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.runs is not module or self.state is None:
+            return
+        for handle in self.handles:
+            handle.remove()
+        if self.drew or not generator_state(self.mesh).equal(self.state):
+            raise PlanError(
+                f"the forward of {type(module).__name__} drew random numbers "
+                f"({', '.join(dropouts(module)) or 'dropout, or noise'}), but it is split over {self.mesh.size()} ranks, "
+                f"whose numbers would be the same where they must differ, or differ where they must be equal: {REMEDY}"
+            )
+
+
+def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a parameter that came after the split.
+
+    Raises:
+        PlanError: names it.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names  # after FSDP, those of its mesh before
+            if names is None or mesh.mesh_dim_names is None or mesh.mesh_dim_names[0] in names:
+                continue
+        raise PlanError(
+            f"parameter '{name}' came after the model was split, and is no part of its plan: its gradient would not be "
+            f"summed over the ranks. Add modules before the split, with a style in the plan; {ADAPTERS}"
+        )
+
+
+def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Check that every rank of the TP mesh calls `module` with the same arguments.
+
+    Collective. Raises:
+        PlanError: names the first argument that differs, and the first rank that has another one.
+    """
+    given = dict(zip(positional(module), args, strict=False)) | dict(kwargs)
+    mine = {name: [_essence(leaf) for leaf in tree_leaves(value)] for name, value in given.items()}
+    everyones: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(everyones, mine, mesh.get_group())
+    for name in functools.reduce(lambda names, other: names | other, everyones):
+        for rank, theirs in enumerate(everyones):
+            if theirs.get(name) != everyones[0].get(name):
+                raise PlanError(
+                    f"{type(module).__name__} was called with another {name} on tensor-parallel rank {rank} than on rank 0: "
+                    "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
+                    "not by the global rank, and with one seed"
+                )
+
+
+def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Check that every rank of the TP mesh will draw the same numbers, as adapters' dropout takes them to. Collective.
+
+    Raises:
+        PlanError: they will not.
+    """
+    everyones: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(everyones, checksum(state), mesh.get_group())
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
+            raise PlanError(
+                f"adapters have a dropout, and tensor-parallel rank {rank} would draw other numbers for it than rank 0: "
+                "seed the ranks that split a model alike, by torch.manual_seed, or set lora.dropout to 0"
+            )
+
+
+def _essence(value: Any) -> Any:
+    """Return what has to be equal on all ranks of an argument."""
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return tuple(value.shape), str(value.dtype), None if isinstance(value, DTensor) else checksum(local)
+    return value if isinstance(value, bool | int | float | str) else type(value).__name__

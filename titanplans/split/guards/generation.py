@@ -1,0 +1,64 @@
+"""`generate` of a split model: transformers' own, with whole logits, and with the same draws on every rank.
+
+transformers reads logits as one plain tensor, and samples with torch's default generator. So while it generates the head
+gathers its logits, also under loss parallelism, and all ranks draw from the state of the first one's generator.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.split.state import specialise, subclass
+from titanplans.split.stream import border_of_model
+
+
+def let_generate(model: nn.Module) -> None:
+    """Let `generate` of the split `model`, if it has one, give the same tokens on every rank."""
+    if callable(getattr(model, "generate", None)):
+        specialise(model, _generating(type(model)))
+
+
+@functools.cache
+def _generating(cls: type[nn.Module]) -> type[nn.Module]:
+    theirs: Callable[..., Any] = cls.generate  # pyrefly: ignore[missing-attribute]
+
+    @functools.wraps(theirs)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        border = border_of_model(self)
+        assert border is not None
+        before, border.stream.whole_logits = border.stream.whole_logits, True
+        try:
+            with _draws_of_the_first_rank(border.mesh):
+                return theirs(self, *args, **kwargs)
+        finally:
+            border.stream.whole_logits = before
+
+    return subclass(cls, {"generate": generate})
+
+
+@contextmanager
+def _draws_of_the_first_rank(mesh: DeviceMesh) -> Iterator[None]:
+    """Let torch's default generator draw on every rank of the 1-D `mesh` what it draws on the first.
+
+    Afterwards it goes on from there, but on a rank where it was in another state: there it is in that again.
+    """
+    device = torch.device(mesh.device_type)
+    generator = torch.cuda if device.type == "cuda" else torch
+    own = generator.get_rng_state()
+    first = own.to(device, copy=True)
+    dist.broadcast(first, group=mesh.get_group(), group_src=0)
+    first = first.cpu()
+    if torch.equal(own, first):
+        yield
+        return
+    generator.set_rng_state(first)
+    try:
+        yield
+    finally:
+        generator.set_rng_state(own)

@@ -1,0 +1,60 @@
+"""Methods of a model that take its parameters for whole tensors: on a split model they are refused by name.
+
+torch's modules and transformers' models have them. Each rank would initialise its shard as if it were the whole, resize its
+rows, or write a file of parts, and none of that ends in an error.
+"""
+
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titanplans.errors import PlanError
+from titanplans.plan.checks.keys import ADAPTERS
+
+_INITIALISE = (
+    "call titanplans.modeling.initialize(model, seed=0) for a model of transformers or FLA, which gives the same values "
+    "however it is split, or load whole tensors by load_state_dict"
+)
+_BEFORE = "call it before the model is split"
+_REFUSED = {
+    "init_weights": _INITIALISE,
+    "initialize_weights": _INITIALISE,
+    "_init_weights": _INITIALISE,
+    "reset_parameters": _INITIALISE,
+    "tie_weights": "weights that were tied are still; after to_empty() " + _INITIALISE,
+    "resize_token_embeddings": _BEFORE,
+    "set_input_embeddings": _BEFORE,
+    "set_output_embeddings": _BEFORE,
+    "add_adapter": ADAPTERS,
+    "load_adapter": ADAPTERS,
+}
+"""Methods, and what to do instead."""
+
+
+def refuse_whole_methods(model: nn.Module) -> None:
+    """Let each such method of `model` and of its modules raise a PlanError; `save_pretrained` takes a whole state dict."""
+    for module in model.modules():
+        for name, instead in _REFUSED.items():
+            if callable(getattr(module, name, None)):
+                module.__dict__[name] = partial(_refuse, type(module).__name__, name, instead)
+        if callable(getattr(module, "save_pretrained", None)):
+            module.__dict__["save_pretrained"] = partial(_save, module)
+
+
+def _refuse(model: str, name: str, instead: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise PlanError(
+        f"{model}.{name} takes the weights for whole, but each rank holds its part of them: {instead}"
+    )
+
+
+def _save(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    state = kwargs.get("state_dict")
+    if state is None or any(isinstance(value, DTensor) for value in state.values()):
+        raise PlanError(
+            f"{type(model).__name__}.save_pretrained would write this rank's parts: titanplans.save_weights(model, folder), "
+            "called on every rank, writes the whole; or on rank 0 save_pretrained(folder, state_dict=state) with "
+            "state = titanplans.gather_full_state_dict(model) from every rank"
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)  # type: ignore[attr-defined]

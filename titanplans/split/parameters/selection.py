@@ -1,0 +1,88 @@
+"""The rows that a rank reads of a parameter, out of how it is stored (`layout.Rows`), and their way back as a gradient.
+
+Each way is one copy, or one on either side of the all-to-all: row by row in autograd's own operators every run of rows
+would cost a tensor of zeros of the whole parameter's size in the backward, and an addition.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from titanplans.plan.layout import Layout, Run
+from titanplans.split.collectives import Group, all_to_all, exchange
+
+
+def selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> torch.Tensor:
+    """Return the rows of this rank: of its own copy, or of the shards of another dimension that the ranks hold."""
+    assert layout.rows is not None
+    dim, runs = layout.rows
+    if isinstance(layout.placement, Shard):
+        return _OfShards.apply(local, dim, runs, layout.placement.dim, rank, group)
+    places = [(run.at(rank), run.of(rank)) for run in runs]
+    return local.narrow(dim, *places[0]) if len(places) == 1 else _OfCopy.apply(local, dim, places)
+
+
+class _OfCopy(torch.autograd.Function):
+    """Rows at `places` [(first, size), …] of a whole tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, whole, dim, places):
+        ctx.dim, ctx.places, ctx.shape = dim, places, whole.shape
+        return torch.cat([whole.narrow(dim, first, size) for first, size in places], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        whole = grad.new_zeros(ctx.shape)
+        parts = grad.split([size for _, size in ctx.places], ctx.dim)
+        for part, (first, size) in zip(parts, ctx.places, strict=True):
+            whole.narrow(ctx.dim, first, size).copy_(part)
+        return whole, None, None
+
+
+class _OfShards(torch.autograd.Function):
+    """Rows of `dim`, of which every rank holds all, in its shard of the dimension `sharded`.
+
+    On the way each rank has as many: who has fewer gets them filled up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard, dim, runs, sharded, rank, group):
+        ctx.dim, ctx.runs, ctx.sharded, ctx.rank, ctx.group = dim, runs, sharded, rank, group
+        ranks, rows = group[1], shard.movedim(dim, 0)
+        sent = torch.cat(
+            [_filled(rows.narrow(0, run.at(r), run.of(r)), run, 0) for r in range(ranks) for run in runs]
+        )
+        came = all_to_all(sent.view(ranks, -1, *rows.shape[1:]), group)
+        made = torch.cat([part.movedim(0, dim) for part in came.unbind()], sharded)
+        if all(run.even for run in runs):
+            return made
+        parts = zip(made.split([run.size for run in runs], dim), runs, strict=True)
+        return torch.cat([part.narrow(dim, 0, run.of(rank)) for part, run in parts], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        ranks, runs = ctx.group[1], ctx.runs
+        if not all(run.even for run in runs):
+            parts = grad.split([run.of(ctx.rank) for run in runs], ctx.dim)
+            grad = torch.cat([_filled(*part, ctx.dim) for part in zip(parts, runs, strict=True)], ctx.dim)
+        sent = torch.stack([part.movedim(ctx.dim, 0) for part in grad.chunk(ranks, ctx.sharded)])
+        came = exchange(sent, ctx.group).movedim(1, ctx.dim + 1)
+        return _put_back(came.unbind(), ctx.dim, ctx.runs), None, None, None, None, None
+
+
+def _filled(rows: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
+    """Return a rank's `rows` of `run` in dimension `dim`, filled up with zeros to as many as the first rank has."""
+    missing = run.size - rows.shape[dim]
+    return torch.nn.functional.pad(rows, (0, 0) * (rows.ndim - 1 - dim) + (0, missing)) if missing else rows
+
+
+def _put_back(grads: Sequence[torch.Tensor], dim: int, runs: Sequence[Run]) -> torch.Tensor:
+    """Return the gradient of all rows of `dim`, out of those of each rank's rows; of rows that ranks share, the sum."""
+    parts: dict[int, torch.Tensor] = {}
+    for rank, grad in enumerate(grads):
+        for run, part in zip(runs, grad.split([run.size for run in runs], dim), strict=True):
+            first, part = run.at(rank), part.narrow(dim, 0, run.of(rank))
+            parts[first] = parts[first] + part if first in parts else part
+    return torch.cat([parts[first] for first in sorted(parts)], dim)

@@ -1,0 +1,57 @@
+"""Partial gradients of replicated parameters, summed over their ranks together.
+
+Each rank has followed its own share of the paths to the loss (see `styles`), so the gradients of a block's norms, biases and
+adapters are sums over the ranks: many small ones. They are summed in one all-reduce for each mesh, dtype and device: by FSDP
+those of a unit as its backward ends, without FSDP all of them before the optimizer's step (`gradients.align_gradients`).
+Until then they are Partial, whoever reads them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanplans.split.raw_collectives import all_reduce, group_of
+from titanplans.torch_private import local_tensor, spec_as, spec_of, with_spec
+
+LARGE = 2**20
+"""Bytes from which a gradient is summed by itself: a copy of it would cost more than a collective's start."""
+
+
+@torch.no_grad()
+def summed(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `grads`, with each that is Partial on a 1-D mesh summed over its ranks: a DTensor that is Replicate.
+
+    Collective: every rank calls it with gradients of the same parameters in the same order.
+    """
+    found = list(grads)
+    alike: dict[tuple[DeviceMesh, torch.dtype, torch.device], list[tuple[int, DTensor]]] = {}
+    for at, grad in enumerate(grads):
+        if (
+            not isinstance(grad, DTensor)
+            or grad.device_mesh.ndim != 1
+            or not grad.placements[0].is_partial("sum")
+        ):
+            continue
+        local = local_tensor(grad)
+        if local.is_contiguous() and not _is_large(local):
+            alike.setdefault((grad.device_mesh, local.dtype, local.device), []).append((at, grad))
+        else:
+            found[at] = grad.redistribute(placements=(Replicate(),))
+    for (mesh, _, _), places in alike.items():
+        flat = torch.cat([local_tensor(grad).view(-1) for _, grad in places])
+        parts = all_reduce(flat, group_of(mesh)).split([local_tensor(grad).numel() for _, grad in places])
+        for (at, grad), part in zip(places, parts, strict=True):
+            found[at] = with_spec(part.view(grad.shape), spec_as(spec_of(grad), Replicate()))
+    return found
+
+
+def number_of_sums(grads: Iterable[torch.Tensor]) -> int:
+    """Return how many all-reduces `summed` takes for `grads`, contiguous and of one mesh, or for their parameters."""
+    grads = list(grads)
+    return sum(map(_is_large, grads)) + len({grad.dtype for grad in grads if not _is_large(grad)})
+
+
+def _is_large(grad: torch.Tensor) -> bool:
+    return grad.numel() * grad.element_size() >= LARGE

@@ -1,0 +1,52 @@
+"""The root mean square of a width that ranks share: the ratio of a rank's own to that of all of them."""
+
+from typing import Any
+
+import torch
+
+from titanplans.split.collectives import Group, gather, sum_in_region
+
+
+def root_ratio(
+    x: torch.Tensor, epsilon: float, group: Group, first: int = 0, sharing: int | None = None
+) -> torch.Tensor:
+    """Return the ratio of the root mean square of this rank's `x` [..., width] to that of more ranks', [..., 1].
+
+    They are all ranks of `group`, or `sharing` ones from the `first`.
+    """
+    own = _MeanSquare.apply(x, epsilon)
+    if sharing is None or sharing == group[1]:
+        return _RootRatio.apply(own, sum_in_region(own, group), group[1])
+    of_ranks = gather(own, own.ndim - 1, group[1], group).narrow(-1, first, sharing)
+    return _RootRatio.apply(own, of_ranks.sum(-1, keepdim=True), sharing)
+
+
+class _MeanSquare(torch.autograd.Function):
+    """The mean square of `x` [..., width] plus `epsilon`, [..., 1], in float32 or wider; fewer kernels than autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x, epsilon):
+        ctx.save_for_backward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide.square().mean(-1, keepdim=True).add_(epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        (x,) = ctx.saved_tensors
+        return (x * (grad * (2 / x.shape[-1]))).to(x.dtype), None
+
+
+class _RootRatio(torch.autograd.Function):
+    """The root of `own` over the mean of `total`, a sum over so many ranks; fewer kernels than autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, own, total, ranks):
+        ratio = (own / total).mul_(ranks).sqrt_()
+        ctx.save_for_backward(own, total, ratio)
+        return ratio
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        own, total, ratio = ctx.saved_tensors
+        half = grad * ratio * 0.5
+        return half / own, -(half / total), None

@@ -1,0 +1,96 @@
+"""What a split leaves on a module: one `SplitState`, and one subclass of the module's class, named for it (`SplitLinear`).
+
+`print(model)` shows both: the style of each split module, and the local shapes of its parameters. A subclass is made at run
+time, so a split module can't be pickled; its state dict can.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+if TYPE_CHECKING:
+    from titanplans.split.parameters.local_parameters import Reading
+    from titanplans.split.stream import Border
+
+_NAME = "_split"
+
+
+@dataclass
+class SplitState:
+    """The split of one module."""
+
+    key: str = ""
+    """Its plan key."""
+    style: ParallelStyle | None = None
+    readings: "dict[str, Reading]" = field(default_factory=dict)
+    """How its parameters are read, by name."""
+    read_by_block: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Local tensors that the block has read as its forward began, until that ends."""
+    read_inside: dict[str, torch.Tensor] | None = None
+    """Local tensors that its own forward has read; None while that does not run."""
+    border: "Border | None" = None
+    """The model's, and the embedding's: the border of the residual stream."""
+    product: Any = None
+    """How a float8 product lies on the ranks."""
+    weight_scale: torch.Tensor | None = None
+    """The scale of the whole float8 weight, where it was sought together with others'."""
+
+
+def state_of(module: nn.Module) -> SplitState | None:
+    """Return the state of a split module; None if `module` is not split."""
+    return module.__dict__.get(_NAME)
+
+
+def make_state(module: nn.Module) -> SplitState:
+    """Return the state of `module`, which from now on is a split one."""
+    if (state := state_of(module)) is None:
+        state = module.__dict__[_NAME] = SplitState()
+        specialise(module, subclass(type(module), {}))
+    return state
+
+
+def key_of(module: nn.Module) -> str:
+    """Return the plan key of `module`; "" if it has none."""
+    return "" if (state := state_of(module)) is None else state.key
+
+
+def specialise(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give `module` the class `kind`, a `subclass` of its own."""
+    module.__class__ = kind
+
+
+def subclass(cls: type[nn.Module], members: Mapping[str, object]) -> type[nn.Module]:
+    """Return a subclass of `cls` with `members`: `SplitLinear` of `Linear`, and of `SplitLinear`."""
+    if not members:
+        return _split(cls)
+    return type(
+        cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+
+
+@cache
+def _split(cls: type[nn.Module]) -> type[nn.Module]:
+    def extra_repr(self: Any) -> str:
+        return ", ".join(filter(None, (cls.extra_repr(self), _described(self))))
+
+    return type(f"Split{cls.__name__}", (cls,), {"extra_repr": extra_repr, "__module__": cls.__module__})
+
+
+def _described(module: nn.Module) -> str:
+    """Return the style of a split module, and the local shapes of its parameters, in words."""
+    state = state_of(module)
+    if state is None or state.style is None:
+        return ""
+    shapes = {
+        name: tuple(param.to_local().shape)
+        for name, param in module._parameters.items()
+        if isinstance(param, DTensor)
+    }
+    local = "".join(f", local {name} {list(shape)}" for name, shape in shapes.items())
+    return f"{type(state.style).__name__}{local}"

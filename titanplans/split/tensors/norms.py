@@ -1,0 +1,92 @@
+"""Norms over a width that the ranks share, cut by weights: their statistic is summed, or their width gathered."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.plan.styles.norms import EPSILONS, GatheredInRegion, SplitNorm
+from titanplans.split.collectives import Group, gather
+from titanplans.split.costs import Call, Sent, gathered_inside, summed_inside
+from titanplans.split.parameters.local_parameters import hidden_bias
+from titanplans.split.root_mean_square import root_ratio
+from titanplans.split.stream import Border
+from titanplans.split.tensors.rules import Rule
+
+
+def _install_norm(style: SplitNorm, module: nn.Module, border: Border) -> None:
+    """Let the module divide its part by the root mean square of that part, and multiply by the ratio of the roots.
+
+    The ratio is that of the part's root to the whole width's, so the module's own code and kernels stand, with a weight or
+    1 + weight, with a gate behind the norm. A bias is added afterwards.
+    """
+    ranks = border.group[1]
+    if isinstance(module, nn.RMSNorm):
+        (width,) = module.normalized_shape
+        rows = width // ranks if style.rows is None else sum(run.size for run in style.rows.runs)
+        module.normalized_shape = (rows,)
+    sharing = max(1, ranks // style.groups)
+    first = border.rank // sharing * sharing
+    module.register_forward_hook(partial(_correct, style, border.group, first, sharing), with_kwargs=True)
+
+
+def _expect_norm(style: SplitNorm, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+    sharing = max(1, call.degree // style.groups)
+    if sharing == 1:
+        return ()
+    return (
+        summed_inside(call.tokens) if sharing == call.degree else gathered_inside(call.tokens * call.degree),
+    )
+
+
+def _correct(
+    style: SplitNorm,
+    group: Group,
+    first: int,
+    sharing: int,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    output: Any,
+) -> Any:
+    if sharing > 1:
+        x = args[0] if style.statistic is None else style.statistic(*args, **kwargs)
+        epsilon = next(getattr(module, name) for name in EPSILONS if hasattr(module, name))
+        if epsilon is None:  # torch's RMSNorm: that of the input's dtype
+            epsilon = torch.finfo(x.dtype).eps
+        output = (output * root_ratio(x, epsilon, group, first, sharing)).to(output.dtype)
+    bias = hidden_bias(module)
+    return output if bias is None else output + bias
+
+
+def _install_gathered(style: GatheredInRegion, module: nn.Module, border: Border) -> None:
+    gathered = _Gathered(style.dim, border.group, border.rank)
+    module.register_forward_pre_hook(gathered.enter)
+    module.register_forward_hook(gathered.leave)
+
+
+def _expect_gathered(style: GatheredInRegion, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+    return tuple(gathered_inside(shape.numel() * call.degree) for shape in call.given)
+
+
+class _Gathered:
+    """The hooks of a module that runs on the whole width: `width` is this rank's part of it in the call that runs."""
+
+    def __init__(self, dim: int, group: Group, rank: int):
+        self.dim, self.group, self.rank, self.width = dim, group, rank, 0
+
+    def enter(self, module: nn.Module, args: Any) -> Any:
+        self.width = args[0].shape[self.dim]
+        return tuple(map(self._whole, args))
+
+    def _whole(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return gather(x, self.dim % x.ndim, x.shape[self.dim] * self.group[1], self.group)
+
+    def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.narrow(self.dim, self.rank * self.width, self.width).contiguous()
+
+
+SPLIT_NORM, GATHERED = Rule(_install_norm, _expect_norm), Rule(_install_gathered, _expect_gathered)

@@ -1,0 +1,67 @@
+"""Products, cut by weights: by outputs nothing is sent, by inputs the ranks' parts are summed."""
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.plan.styles.base import held
+from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
+from titanplans.split.collectives import Group, sum_in_region
+from titanplans.split.costs import Call, Sent, summed_inside
+from titanplans.split.parameters.local_parameters import hidden_bias
+from titanplans.split.state import specialise, subclass
+from titanplans.split.stream import Border
+from titanplans.split.tensors.convolution import check_groups
+from titanplans.split.tensors.rules import Rule
+
+
+def _install_colwise(style: Colwise, module: nn.Module, border: Border) -> None:
+    if type(module).forward is nn.Linear.forward and "bias" in held(module):
+        specialise(module, _with_bias_apart(type(module)))
+    check_groups(module, style)
+
+
+def _install_rowwise(style: Rowwise, module: nn.Module, border: Border) -> None:
+    if style.reduce_output:
+        module.register_forward_hook(partial(_leave, border))
+
+
+def _leave(border: Border, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    output = border.leave(output)
+    bias = hidden_bias(module)
+    return output if bias is None else output + bias
+
+
+def _install_in_region(style: RowwiseInRegion, module: nn.Module, border: Border) -> None:
+    module.register_forward_hook(partial(_sum, border.group))
+
+
+def _expect_in_region(style: RowwiseInRegion, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+    return (summed_inside(call.tokens * len(held(module)["weight"])),)
+
+
+def _sum(group: Group, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    output = sum_in_region(output, group)
+    bias = hidden_bias(module)
+    return output if bias is None else output + bias
+
+
+@cache
+def _with_bias_apart(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a Linear, under the same name, so that a compiled graph has its product and its bias apart.
+
+    Only a product by itself is fused with the gather before it: inductor's pass knows no `addmm`.
+    """
+
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return nn.functional.linear(input, module.weight) + module.bias
+        return nn.functional.linear(input, module.weight, module.bias)
+
+    return subclass(cls, {"forward": forward})
+
+
+COLWISE, ROWWISE = Rule(_install_colwise), Rule(_install_rowwise)
+ROWWISE_IN_REGION = Rule(_install_in_region, _expect_in_region)

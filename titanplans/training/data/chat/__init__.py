@@ -1,0 +1,1 @@
+"""Conversations: their formats, their template, and which tokens count."""

@@ -1,0 +1,227 @@
+"""Conversations as tokens, and which of them count in the loss.
+
+What the assistant says is marked by the chat template itself, `{% generation %}`, or found: each answer begins where the
+conversation before it, with the template's generation prompt, ends. Which messages a row holds is in `messages.py`, how they
+are written in `template.py`.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titanplans.config.sections.model import Chat
+from titanplans.errors import DataError
+from titanplans.training.data.chat.formats import columns_of, laid_out
+from titanplans.training.data.chat.messages import Conversation, conversation_of
+from titanplans.training.data.chat.template import ChatTemplate
+from titanplans.training.job.reading import refusing
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_log = logging.getLogger(__name__)
+_VERSION = 2
+"""Of what these files make of a row: raise it with a change, so that no cache is read that another version wrote."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A conversation's tokens."""
+
+    ids: np.ndarray
+    """`[n]` int32."""
+    counted: np.ndarray
+    """`[n]` bool: which count in the loss."""
+
+    def to_bytes(self) -> bytes:
+        """Return both in 4 bytes a token: what doesn't count is complemented, which makes it negative."""
+        return np.where(self.counted, self.ids, ~self.ids).astype("<i4").tobytes()
+
+    @classmethod
+    def from_bytes(cls, row: Any) -> "Tokens":
+        """Return what `to_bytes` wrote."""
+        signed = np.frombuffer(row, "<i4")
+        return cls(np.where(signed < 0, ~signed, signed), signed >= 0)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> "Tokens":
+        return Tokens(self.ids[part], self.counted[part])
+
+    @property
+    def says_something(self) -> bool:
+        """Whether a token counts that another precedes, from which it can be predicted."""
+        return bool(self.counted[1:].any())
+
+
+class ChatFormat:
+    """Reads rows as conversations, see `titanplans.training.data.corpus.rows.Reader`.
+
+    Args:
+        chat: [training.chat].
+        folder: with the tokenizer and its chat template.
+        seq_len: tokens in a sequence.
+
+    Raises:
+        DataError: the tokenizer or the template is missing, or can't be used.
+    """
+
+    may_be_columns = False  # a row of nothing but messages looks so
+    features = {"conversation": "binary", "where": "string"}  # noqa: RUF012
+    """A row's tokens, and the file and the row that they are from."""
+
+    def __init__(self, chat: Chat, folder: str, seq_len: int):
+        import transformers
+
+        self._chat, self.seq_len, self.packing = chat, seq_len, chat.packing
+        self._template = ChatTemplate(chat, folder)
+        self.vocabulary = self._template.vocabulary
+        self._less = 0  # conversations that this process has left out or cut, of a stream
+        chosen = [chat.train_on, laid_out(chat)]
+        digest = hashlib.sha256(json.dumps([*chosen, *self._template.depends_on]).encode()).hexdigest()[:16]
+        self.key = ["chat", digest, transformers.__version__, _VERSION]
+        self.identity = {"chat": f"{digest}, train_on = {chat.train_on!r}"}
+
+    def columns(self, there: Sequence[str], where: str) -> list[str]:
+        """See Reader."""
+        names = columns_of(there, self._chat, where)
+        found = (
+            names.messages_column,
+            names.prompt_column,
+            names.input_column,
+            names.completion_column,
+            names.system_column,
+        )
+        return [*filter(None, found), *(name for name in ("tools",) if name in there)]
+
+    def read(self, row: object, where: str) -> dict[str, Any]:
+        """See Reader. A conversation in which nothing counts has no tokens."""
+        tokens = self.tokens(conversation_of(row, self._chat, where), where)
+        return {"conversation": tokens.to_bytes() if tokens.says_something else b"", "where": where}
+
+    def table(self, table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int) -> "pyarrow.Table":
+        """See Reader."""
+        import pyarrow
+
+        names, records = self.columns(table.schema.names, file), []
+        for number in range(len(table)):
+            where = f"{file}, row {before + number + 1}"
+            with refusing(f"{where} can't be read", "repair the file or leave it out"):
+                row = {name: _without_none(table.column(name)[number].as_py()) for name in names}
+            records.append(self.read(row, where))
+        kinds = {"binary": pyarrow.binary(), "string": pyarrow.string()}
+        schema = pyarrow.schema([(name, kinds[kind]) for name, kind in self.features.items()])
+        return pyarrow.Table.from_pylist(records, schema)
+
+    def documents(self, record: dict[str, Any]) -> Iterator[Tokens]:
+        """See Reader. What is left out or cut is logged: the first, and then each time that there are twice as many."""
+        whole, where = Tokens.from_bytes(record["conversation"]), record["where"]
+        tokens = self.fit(whole, where)
+        if tokens is None or len(tokens) < len(whole):
+            self._less += 1
+            if self._less.bit_count() == 1:
+                said = f"{len(whole):,} tokens" if len(whole) else "nothing in it counts"
+                _log.info(
+                    f"this process has left out or cut {self._less:,} conversations; the newest: {where}, {said}"
+                )
+        if tokens is not None:
+            yield tokens
+
+    def tokens(self, conversation: Conversation, where: str) -> Tokens:
+        """Return a conversation's tokens. One that begins in the prompt and ends in an answer counts, as for transformers.
+
+        Raises:
+            DataError: the template refuses it, or what the assistant says can't be found.
+        """
+        messages, train_on = conversation.messages, self._chat.train_on
+        text = self._template.write(conversation, where)
+        written = self._template.tokenise(conversation, where)
+        ids = np.asarray(written["input_ids"], np.int32)
+        if train_on == "all":
+            return Tokens(ids, np.ones(len(ids), bool))
+        answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n >= conversation.prompt]
+        answers = answers[-1:] if train_on == "last" else answers
+        begin, end = np.asarray(written["offset_mapping"], np.int64).reshape(-1, 2).T
+        counted = np.zeros(len(ids), bool)
+        for first, last in self._answers(conversation, answers, text, where):
+            if first < last:
+                counted |= (begin < last) & (end > first)
+        return Tokens(ids, counted)
+
+    def _answers(
+        self, conversation: Conversation, answers: list[int], text: str, where: str
+    ) -> Iterator[tuple[int, int]]:
+        """What the assistant says in some of the messages, as characters from and to."""
+        if self._template.marked and answers:
+            from_here = 0
+            if conversation.prompt or self._chat.train_on == "last":
+                from_here = self._length(conversation, answers[0], text, where, prompt=True)
+            yield from ((max(first, from_here), last) for first, last in self._template.marks(conversation))
+            return
+        for answer in answers:
+            if answer == 0:
+                raise DataError(
+                    f"{where}: the assistant begins, and {self._template.shown} has no {{% generation %}} marks, by which "
+                    "alone it could be told what it says; leave the row out, or give a chat_template with them"
+                )
+            first, last = self._length(conversation, answer, text, where, prompt=True), len(text)
+            if answer + 1 < len(conversation.messages):
+                last = self._length(conversation, answer + 1, text, where, prompt=False)
+            yield first, last
+
+    def fit(self, tokens: Tokens, where: str) -> Tokens | None:
+        """Return a conversation as it goes into a sequence; None if it is left out.
+
+        Raises:
+            DataError: it is too long, under truncation = "error".
+        """
+        most = self.seq_len + 1
+        if len(tokens) > most:
+            if self._chat.truncation == "error":
+                raise DataError(
+                    f'{where} has {len(tokens)} tokens, more than seq_len + 1 = {most}, and truncation = "error"; raise '
+                    'seq_len, leave the row out, or set [training.chat] truncation to "drop", "left" or "right"'
+                )
+            cuts = {"drop": slice(0), "left": slice(-most, None), "right": slice(most)}
+            tokens = tokens[cuts[self._chat.truncation]]
+        return tokens if tokens.says_something else None
+
+    def what_is_left_out(self) -> str:
+        """Return in words why none of a data set's rows may be left."""
+        return (
+            f"no conversation in which the assistant says something, within seq_len = {self.seq_len} tokens "
+            f'([training.chat] train_on = "{self._chat.train_on}", truncation = "{self._chat.truncation}")'
+        )
+
+    def _length(
+        self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
+    ) -> int:
+        """How many characters of `text` the first messages are.
+
+        Raises:
+            DataError: by themselves they are written otherwise.
+        """
+        begins = self._template.beginning(conversation, messages, text, where, prompt=prompt)
+        if begins is None:
+            last = ' or train_on = "last",' if self._chat.train_on != "last" else ""
+            raise DataError(
+                f"{where}: {self._template.shown} writes the first {messages} messages otherwise where others follow, so "
+                "what the assistant says can't be found in the whole; give a chat_template with {% generation %} around it,"
+                f"{last} or leave the row out"
+            )
+        return len(begins)
+
+
+def _without_none(value: Any) -> Any:
+    """What a row said: Arrow gives an object every key that another row's object has."""
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

@@ -1,0 +1,167 @@
+"""Rows as conversations: which messages a row holds, and whether each is one that a chat template can write out.
+
+What counts in the loss, and tokens, are in `chat.py`.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from titanplans.config.sections.model import Chat
+from titanplans.errors import DataError
+from titanplans.training.data.chat.formats import FORMATS, Columns, columns_of
+
+_REMEDY = "repair the row or leave it out"
+
+
+class Conversation(NamedTuple):
+    """A row's messages, as transformers' `apply_chat_template` takes them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    """What the assistant could call, from the row's column "tools"."""
+    prompt: int
+    """Messages at the beginning in which nothing counts: those of a prompt."""
+
+
+def conversation_of(row: object, chat: Chat, where: str) -> Conversation:
+    """Return the conversation of a row, which has a column of messages, or one of a prompt and one of its completion.
+
+    Args:
+        row: columns by name.
+        chat: the names of the columns, and of a message's keys.
+        where: the file and the row, for messages.
+
+    Raises:
+        DataError: it has no such column, no message, or a message without a role that is known or a content that is a text
+            and says something.
+    """
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where} holds a value of type {type(row).__name__} where there should be an object; {_REMEDY}"
+        )
+    names = columns_of(list(row), chat, where)
+    if names.messages_column is not None:
+        messages, before = _messages(row, names.messages_column, names, where), 0
+    else:
+        asked = _messages(row, names.prompt_column, names, where, "user")
+        if names.input_column is not None and (more := _optional(row, names.input_column, where)):
+            if len(asked) != 1:
+                raise DataError(
+                    f"{where}: {names.input_column!r} belongs to a prompt that is a text, and {names.prompt_column!r} holds "
+                    f"messages; {_REMEDY}"
+                )
+            asked[0]["content"] += f"\n\n{more}"
+        answered = _messages(row, names.completion_column, names, where, "assistant")
+        messages, before = asked + answered, len(asked)
+    if not messages:
+        raise DataError(f"{where} holds an empty conversation; {_REMEDY}")
+    if names.system_column is not None and (said := _optional(row, names.system_column, where)):
+        messages, before = [{"role": "system", "content": said}, *messages], before + 1
+    tools: Any = row.get("tools")
+    if isinstance(tools, str):
+        tools = _parsed(tools, "tools", where)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f'{where}: "tools" is not a list of objects, each the schema of a tool; {_REMEDY}')
+    return Conversation(messages, tools or None, before)
+
+
+def _messages(
+    row: dict[str, Any], column: Any, names: Columns, where: str, role: str | None = None
+) -> list[dict[str, Any]]:
+    """The messages of a cell: a list of them, or a text of `role`'s; JSON of a list where there is no role."""
+    value = row[column]
+    if isinstance(value, str):
+        if role is not None:
+            return [
+                {"role": role, "content": _said(_text(value, f"{where}: {column!r}"), f"{where}: {column!r}")}
+            ]
+        value = _parsed(value, column, where)
+    if not isinstance(value, list):
+        found = "no value" if value is None else f"a value of type {type(value).__name__}"
+        raise DataError(
+            f"{where}: {column!r} holds {found} where there should be {'a text or ' * (role is not None)}a list of "
+            f"messages; {_REMEDY}"
+        )
+    return [
+        _message(message, names, f"{where}, message {number} of {column!r}")
+        for number, message in enumerate(value, 1)
+    ]
+
+
+def _optional(row: dict[str, Any], column: str, where: str) -> str | None:
+    """The text of a cell that may be empty."""
+    value = row[column]
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{where}: {column!r} holds a value of type {type(value).__name__} where there should be a text; {_REMEDY}"
+        )
+    return _text(value, f"{where}: {column!r}") if value and value.strip() else None
+
+
+def _parsed(text: str, column: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: {column!r} is a text, and not one of JSON ({error}); name another column, or repair the row"
+        ) from None
+
+
+def _message(message: object, names: Columns, where: str) -> dict[str, Any]:
+    role_key, content_key = names.role_key, names.content_key
+    if not isinstance(message, dict):
+        raise DataError(
+            f"{where} is of type {type(message).__name__}, and no {{{role_key}, {content_key}}}; {_REMEDY}"
+        )
+    message = {key: value for key, value in message.items() if value is not None}  # columns of other rows
+    called = content_key not in message and message.get("tool_calls")
+    role = message.pop(role_key, None)
+    if not isinstance(role, str) or (content_key not in message and not called):
+        there = ", ".join(map(repr, message if role is None else [role_key, *message])) or "nothing"
+        remedy = "name its keys in [training.chat] role_key and content_key"
+        if {FORMATS["sharegpt"].role_key, FORMATS["sharegpt"].content_key} <= message.keys():
+            remedy = 'set [training.chat] format = "sharegpt"'
+        raise DataError(f"{where} has {there}, and needs a {role_key} and a {content_key}; {remedy}")
+    if names.roles and role not in names.roles:
+        raise DataError(
+            f"{where} has {role_key} = {role!r}, and the roles known are {', '.join(names.roles)}; add it to "
+            "[training.chat] roles, with the template's name of it, or leave the row out"
+        )
+    role = names.roles.get(role, role)
+    if called:
+        return message | {"role": role}
+    content = _content(message.pop(content_key), where)
+    if role != "tool" and not any(isinstance(value, str | list) and value for value in message.values()):
+        _said(content, where)  # beside the calls of tools, or thoughts, nothing need be said
+    return message | {"role": role, "content": content}
+
+
+def _said(text: str, where: str) -> str:
+    if not text.strip():
+        raise DataError(f"{where} is empty; {_REMEDY}")
+    return text
+
+
+def _content(content: object, where: str) -> str:
+    """A content as one text: also a list of texts, as vision models take them."""
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise DataError(
+                    f"{where} has a part of type {kind!r}: only texts are trained on; take it out, or leave the row out"
+                )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise DataError(
+            f"{where} has a content of type {type(content).__name__} where there should be a text; {_REMEDY}"
+        )
+    return _text(content, where)
+
+
+def _text(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{where} holds half of a character (a lone surrogate); {_REMEDY}") from None
+    return text

@@ -1,0 +1,217 @@
+"""The chat template of a tokenizer's folder, as transformers applies it: Jinja in a sandbox; and what it can't be used for.
+
+Which of the tokens count in the loss is decided in `chat.py`.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from titanplans.config.sections.model import Chat
+from titanplans.errors import DataError
+from titanplans.training.data.chat.messages import Conversation
+from titanplans.training.job.reading import refusing
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""As transformers looks for it."""
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_LOOKS_LIKE_A_TOKEN = re.compile("<[|\uff5c][^<>|\uff5c\\s{}]+[|\uff5c]>")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_DATE = (
+    "; if the template asks for the date (strftime_now), which is not given, since another day's start would read other "
+    "data: give the variable that it takes instead in chat_template_kwargs, such as date_string, or a template of your own"
+)
+
+
+class ChatTemplate:
+    """Writes conversations out, and tokenises them.
+
+    Args:
+        chat: [training.chat].
+        folder: with the tokenizer and its template.
+
+    Attributes:
+        shown: where the template is from, in words.
+        marked: whether it marks what the assistant says: `{% generation %}`.
+
+    Raises:
+        DataError: the tokenizer or the template is missing, or can't be used.
+    """
+
+    def __init__(self, chat: Chat, folder: str):
+        import transformers
+
+        where = f"hf_assets_path = {folder!r}"
+        files = sorted(Path(folder).glob("*.json")) + sorted(Path(folder).glob("*.jinja"))
+        with refusing(f"{where}: its tokenizer can't be used", "give another"):
+            tokenizer = _load(folder, tuple((file.name, file.stat().st_mtime_ns) for file in files))
+        if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
+            raise DataError(
+                f"{where}: its tokenizer, {type(tokenizer).__name__}, doesn't say where its tokens lie in the text; give "
+                "one with a tokenizer.json"
+            )
+        self._tokenizer = tokenizer
+        self._template, self.shown = _find(chat.chat_template, tokenizer, where)
+        self.marked = _GENERATION.search(self._template) is not None
+        self._variables: dict[str, Any] = dict(chat.chat_template_kwargs or {})
+        taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "strftime_now"}
+        if taken := taken & self._variables.keys():
+            raise DataError(
+                f"chat_template_kwargs has {min(taken)!r}, which is no variable of a template's own; leave it out"
+            )
+        with refusing(f"{self.shown} is no valid Jinja", "repair it"):
+            unset = _unset(self._template, {*tokenizer.special_tokens_map, *self._variables})
+        if unset:
+            raise DataError(
+                f"{self.shown} writes {unset[0]}, which tokenizer_config.json does not define: nothing would stand there; "
+                f"define it, or give {unset[0]} in chat_template_kwargs"
+            )
+        self.vocabulary = max(tokenizer.get_vocab().values()) + 1
+        """One more than the largest id."""
+        self._no_tokens = set(_LOOKS_LIKE_A_TOKEN.findall(self._template)) - tokenizer.get_vocab().keys()
+        self.depends_on = [self._template, self._variables, tokenizer.backend_tokenizer.to_str()]
+        """JSON values."""
+
+    def write(self, conversation: Conversation, where: str) -> str:
+        """Return a conversation as text.
+
+        Args:
+            conversation: its messages.
+            where: the file and the row, for messages.
+
+        Raises:
+            DataError: the template refuses it, leaves a message out, or writes a mark that is no token.
+        """
+        text = self._text(conversation, len(conversation.messages), where)
+        for mark in self._no_tokens:
+            if mark in text:
+                raise DataError(
+                    f"{self.shown} writes {mark!r}, which is no token of the tokenizer, and would be read as text; add it "
+                    "to the tokenizer and the model's vocabulary, or take the template that belongs to the tokenizer"
+                )
+        messages = conversation.messages
+        for n, message in enumerate(messages):
+            content = message.get("content", "")
+            if content.strip() in text:
+                continue
+            # Written in another way, or not at all?
+            other = [*messages[:n], message | {"content": f"{content} x"}, *messages[n + 1 :]]
+            if self._text(conversation._replace(messages=other), len(messages), where) == text:
+                raise DataError(
+                    f"{where}: {self.shown} leaves out what {message['role']!r} says in message {n + 1}; rename the role, "
+                    "or leave the row out"
+                )
+        return text
+
+    def tokenise(self, conversation: Conversation, where: str) -> Any:
+        """Return what transformers makes of it: input_ids and offset_mapping."""
+        return self._apply(
+            conversation,
+            len(conversation.messages),
+            where,
+            return_dict=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )
+
+    def marks(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """Return what a marked template has written between its marks, as characters from and to, of what `write` returned.
+
+        By tokens transformers' assistant_masks say it, too, but not where a tokenizer leaves spaces out of the places of its
+        tokens, as Llama 3's does: a mark that begins there ends the search, one that ends there lasts to the end.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables: dict[str, Any] = self._tokenizer.special_tokens_map | self._variables
+        written: Any = render_jinja_template(
+            [conversation.messages],
+            tools=conversation.tools,
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            strftime_now=None,
+            **variables,
+        )
+        return written[1][0]
+
+    def beginning(
+        self, conversation: Conversation, messages: int, text: str, where: str, *, prompt: bool
+    ) -> str | None:
+        """Return how the first messages by themselves are written, which `text`, the whole, has to begin with; else None.
+
+        Args:
+            conversation: as for `write`.
+            messages: how many of them.
+            text: what `write` returned.
+            where: as for `write`.
+            prompt: with what the template lets the assistant begin with.
+        """
+        begins = self._text(conversation, messages, where, prompt=prompt) if messages else ""
+        return begins if text.startswith(begins) else None
+
+    def _text(self, conversation: Conversation, messages: int, where: str, *, prompt: bool = False) -> str:
+        return self._apply(conversation, messages, where, tokenize=False, add_generation_prompt=prompt)
+
+    def _apply(self, conversation: Conversation, messages: int, where: str, **options: Any) -> Any:
+        """transformers' apply_chat_template of the first messages."""
+        from jinja2 import TemplateSyntaxError
+        from jinja2.exceptions import SecurityError
+
+        remedy = "repair the row or leave it out" + (_DATE if "strftime_now" in self._template else "")
+        with refusing(f"{where}: {self.shown} refuses the conversation", remedy):
+            try:
+                return self._tokenizer.apply_chat_template(
+                    conversation.messages[:messages],
+                    tools=conversation.tools,
+                    chat_template=self._template,
+                    strftime_now=None,
+                    **options,
+                    **self._variables,
+                )
+            except TemplateSyntaxError as error:
+                raise DataError(
+                    f"{self.shown} is no valid Jinja (line {error.lineno}: {error.message}); repair it"
+                ) from error
+            except SecurityError as error:
+                raise DataError(
+                    f"{self.shown} asks for what a template may not do ({error}); take it out, or name another"
+                ) from error
+
+
+@functools.lru_cache(maxsize=1)
+def _load(folder: str, _states: tuple[tuple[str, int], ...]) -> Any:
+    """transformers' tokenizer of a folder, once as long as its files stay: each validation asks anew."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _find(path: str | None, tokenizer: Any, where: str) -> tuple[str, str]:
+    """The template, and where it is from in words."""
+    if path is not None:
+        with refusing(f"chat_template = {path!r} can't be read", "name a Jinja file"):
+            return Path(path).read_text(encoding="utf-8"), f"chat_template = {path!r}"
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{where}: its tokenizer has no chat template (no chat_template.jinja, and no chat_template in "
+            "tokenizer_config.json); give a folder that has one, or a Jinja file in [training.chat] chat_template"
+        )
+    with refusing(where, "name a Jinja file in [training.chat] chat_template"):  # several, and no default
+        return tokenizer.get_chat_template(), f"{where}: its chat template"
+
+
+def _unset(template: str, known: Collection[str]) -> list[str]:
+    """The special tokens that a template writes, and neither tests nor `known` has: Jinja writes nothing for them."""
+    from jinja2 import Environment, nodes
+
+    def names(node: Any) -> set[str]:
+        own = {node.name} if isinstance(node, nodes.Name) else set()
+        return own | {name.name for name in node.find_all(nodes.Name)}
+
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", template))
+    tests = [node.test for node in tree.find_all((nodes.If, nodes.CondExpr))]
+    tests += tree.find_all((nodes.Test, nodes.Or, nodes.And))
+    tests += [node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
+    tested = set().union(*map(names, tests))
+    return [name for name in _SPECIAL if name in names(tree) - tested and name not in known]

@@ -1,0 +1,1 @@
+"""Corpora: files, data sets of the hub, and their documents in order."""

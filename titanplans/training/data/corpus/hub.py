@@ -1,0 +1,151 @@
+"""Data sets of the Hugging Face hub by name, or a local copy of one, read as a stream.
+
+Nothing is downloaded ahead and nothing is indexed: documents come in the published order, shard by
+shard, and the library's own state says where to go on. How the shards are divided into streams is
+`datasets.distributed.split_dataset_by_node`'s. Left alone, the library turns each file's values into the types that the
+first file has: numbers, true and dates become texts. So what it reads is looked at before it does.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from titanplans.errors import DataError
+from titanplans.training.data.corpus.local import FORMATS, walk
+from titanplans.training.data.corpus.pieces import PIECE_BYTES
+from titanplans.training.data.corpus.rows import Reader, quietly, records
+from titanplans.training.job.reading import refusing
+
+if TYPE_CHECKING:
+    import pyarrow
+    from datasets import ArrowBasedBuilder, IterableDataset
+
+# torchtitan's names for data sets -> the hub's `name:config`, and the split where the name implies one.
+_TORCHTITAN_NAMES = {"c4": ("allenai/c4:en", None), "c4_validation": ("allenai/c4:en", "validation")}
+
+
+class Stream:
+    """Documents of a hub data set, in its published order; later epochs visit its shards in another order.
+
+    Args:
+        name: `owner/name`, `owner/name:config`, or a folder that `datasets.load_dataset` can read.
+        path: a local copy to read in place of the hub's, or None.
+        split: a split of that data set, by its own name.
+        reader: what its rows are read as.
+
+    Raises:
+        DataError: the data set, the split or a column isn't there, or the hub can't be reached.
+    """
+
+    def __init__(self, name: str, path: str | None, split: str, reader: Reader) -> None:
+        known, implied_split = _TORCHTITAN_NAMES.get(name, (name, None))
+        repository, _, config = known.partition(":")
+        split = implied_split or split
+        self._reader, self.summary = reader, None
+        self._data, first = _open(name, path or repository, config or None, split, reader)
+        if first is None:
+            raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")
+        if not reader.features.keys() <= first.keys():  # of a builder of its own, whose rows come as they are
+            reader.columns(list(first), f"dataset = {name!r}")
+            raise DataError(
+                f"dataset = {name!r}: its files are no .jsonl, .json or .parquet, of which alone conversations are read; "
+                "convert them"
+            )
+        self.identity = {
+            "dataset": f"{known} ({path})" if path else known,
+            "split": split,
+            **reader.identity,
+            "piece_bytes": PIECE_BYTES,
+        }
+        folder = Path(path or repository).expanduser()
+        with refusing(f"dataset = {name!r}: {folder} can't be read", "name a folder that may be"):
+            found = [file for file in sorted(walk(folder)) if file.is_file()]
+        self.files = [(file.relative_to(folder).as_posix(), file) for file in found]
+
+    def choose_streams(self, counts: Sequence[int]) -> int:
+        """See Source. Where the shards can't be divided evenly, each stream reads all of them and keeps its documents."""
+        return next((count for count in counts if self._data.num_shards % count == 0), counts[-1])
+
+    def documents(
+        self, epoch: int, stream: int, streams: int, start: list[Any] | None
+    ) -> Iterator[tuple[list[Any], Any]]:
+        """See Source. A position is the library's state that leads to a row, and the piece of that row."""
+        from datasets.distributed import split_dataset_by_node
+
+        data = split_dataset_by_node(self._data, rank=stream, world_size=streams)
+        data.set_epoch(epoch)
+        where, skipped = start or (None, 0)
+        if where is not None:
+            data.load_state_dict(where)
+        # `iter` rather than `__iter__`: that one would divide the stream among a loader's workers once more.
+        batches = iter(data.iter(batch_size=1))
+        while True:
+            with (
+                quietly(),
+                refusing(
+                    f"{self.identity['dataset']} can't be read further", "repair the file or leave it out"
+                ),
+            ):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            record = {name: batch[name][0] for name in self._reader.features}
+            for piece, document in enumerate(self._reader.documents(record)):
+                if piece >= skipped:
+                    yield [where, piece], document
+            where, skipped = data.state_dict(), 0
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Takes the place of a builder's `_generate_tables`: the rows of its files as their reader reads them.
+
+    Raises:
+        DataError: a file can't be read, or a row of it can't be used; names both.
+    """
+
+    builder: "ArrowBasedBuilder"
+    reader: Reader
+
+    def __call__(self, **shards: Any) -> Iterator[tuple[Any, "pyarrow.Table"]]:
+        self.builder.info.features = None  # what is there, and nothing that is made of it
+        tables = type(self.builder)._generate_tables(self.builder, **shards)
+        file = next(iter(shards.get("base_files") or shards.get("files") or [self.builder.dataset_name]))
+        rows = 0
+        while True:
+            try:
+                with refusing(f"{file} can't be read", "repair the file or leave it out"):
+                    key, table = next(tables, (None, None))
+            except DataError:
+                if Path(file).suffix in FORMATS["json"] and Path(file).is_file():
+                    deque(records(file, self.reader), maxlen=0)  # which names the line
+                raise
+            if table is None:
+                return
+            yield key, self.reader.table(table, file, rows)
+            rows += len(table)
+
+
+def _open(
+    name: str, path: str, config: str | None, split: str, reader: Reader
+) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
+    """The data set and its first document, None if there is none."""
+    from datasets import ArrowBasedBuilder, Features, Value, load_dataset_builder
+
+    local = os.path.expanduser(path)
+    remedy = (
+        "give 'stdlib', a data set of the hub ('owner/name' or 'owner/name:config') and one of its splits as dataset_split, "
+        "or 'local' with a dataset_path"
+    )
+    with quietly(), refusing(f"dataset = {name!r}: can't be opened", remedy):
+        # No way to the hub; no such data set, config or split; a file that can't be parsed.
+        builder = load_dataset_builder(local if os.path.isdir(local) else path, name=config)
+        if isinstance(builder, ArrowBasedBuilder):
+            features = {column: Value(kind) for column, kind in reader.features.items()}
+            builder.info.features = Features(features)
+            builder._generate_tables = _Tables(builder, reader)  # pyrefly: ignore[bad-assignment]
+        data = cast("IterableDataset", builder.as_streaming_dataset(split=split))
+        return data, next(iter(data.iter(batch_size=1)), None)

@@ -1,0 +1,171 @@
+"""Local corpora: the files that a path stands for, and text files cut into documents.
+
+Documents are indexed (a number of them, each read when it is asked for) and split by the rules of `split.py`. Rows of .jsonl
+and .parquet files are in `rows.py`. The order over an epoch is decided in `sources.py`.
+"""
+
+import glob
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from titanplans.errors import DataError
+from titanplans.training.data.corpus.pieces import PIECE_BYTES, cut
+from titanplans.training.data.split import VALIDATION_EVERY, check_split, in_split, split_names
+
+FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
+"""Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
+
+
+def find_files(path: str, wanted: str | None = None) -> tuple[Path, list[Path], str]:
+    """The files that `path` (a file, a folder or a glob; `**` descends) stands for.
+
+    Args:
+        path: the job's `dataset_path`.
+        wanted: a key of FORMATS, or None to go by the extensions.
+
+    Returns:
+        The folder that relative names start from, the files sorted by name, their format.
+
+    Raises:
+        DataError: nothing there, nothing of a known format, or more than one format.
+    """
+    shown = f"dataset_path = {path!r}"
+    try:
+        root, found = _below(path)
+        found = sorted(file for file in found if file.is_file() and file.stat().st_size > 0)
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        where = f" {error.filename}" if error.filename not in (None, path) else ""
+        raise DataError(
+            f"{shown}:{where} can't be read ({error.strerror}); name a folder that holds texts alone, and may be read"
+        ) from error
+    if not found:
+        raise DataError(
+            f"{shown}: there is no file with anything in it; give a file, a folder or a glob such as 'corpus/*.jsonl'"
+        )
+    if wanted is not None and not Path(path).is_dir():
+        return root, found, wanted
+    formats = {wanted: FORMATS[wanted]} if wanted is not None else FORMATS
+    by_format = {
+        name: [file for file in found if file.suffix.lower() in extensions]
+        for name, extensions in formats.items()
+    }
+    by_format = {name: files for name, files in by_format.items() if files}
+    supported = ", ".join(extension for extensions in formats.values() for extension in extensions)
+    if not by_format:
+        there = ", ".join(sorted({file.suffix or file.name for file in found})[:8])
+        raise DataError(f"{shown}: holds {there}; the extensions read are {supported}")
+    if len(by_format) > 1:
+        there = " and ".join(f"{len(files)} {name}" for name, files in by_format.items())
+        raise DataError(
+            f"{shown}: holds {there} files; name one format with dataset = 'text', 'json' or 'parquet'"
+        )
+    ((name, files),) = by_format.items()
+    return root, files, name
+
+
+def _below(path: str) -> tuple[Path, list[Path]]:
+    """The folder that `path` starts from, and every file that it stands for; hidden ones in a folder are left out."""
+    given = Path(path)
+    if given.is_file():
+        return given.parent, [given]
+    if given.is_dir():
+        root, found = given, walk(given)
+    elif glob.has_magic(path):
+        root = Path(*_parts_before_magic(given))
+        found = map(Path, glob.iglob(path, recursive=True))
+    else:
+        raise DataError(
+            f"dataset_path = {path!r}: no such file or folder; give a file, a folder or a glob such as 'corpus/*.jsonl'"
+        )
+    if root.resolve() == Path(root.anchor or "/") and (given.is_dir() or "**" in given.parts):
+        raise DataError(
+            f"dataset_path = {path!r}: that is every file of this machine; name the folder with the texts"
+        )
+    return root, list(found)
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """The files in a folder and below, hidden ones left out; none if there is no such folder."""
+    if not folder.is_dir():
+        return
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
+
+
+def _parts_before_magic(path: Path) -> list[str]:
+    parts: list[str] = []
+    for part in path.parts:
+        if glob.has_magic(part):
+            break
+        parts.append(part)
+    return parts
+
+
+class TextFiles:
+    """Documents cut from UTF-8 text files, about `piece_bytes` each, at line ends.
+
+    Opening asks for the files' sizes and reads none of them. A piece holds the lines that begin in its
+    range of bytes (a line longer than that is cut), so the pieces of a file, put together, are the
+    file. Twenty files or more are split by file; of fewer, every twentieth piece is for validation.
+    """
+
+    def __init__(self, root: Path, files: Sequence[Path], split: str, piece_bytes: int = PIECE_BYTES) -> None:
+        check_split(split)
+        self.piece_bytes, self.identity = piece_bytes, {"piece_bytes": piece_bytes}
+        names = [file.relative_to(root).as_posix() for file in files]
+        by_file = len(files) >= VALIDATION_EVERY
+        kept = split_names(names, split) if by_file else range(len(files))
+        self.files = [(names[i], files[i]) for i in kept]
+        self._sizes = {file: file.stat().st_size for _, file in self.files}
+        self._pieces = [
+            (file, start) for file, size in self._sizes.items() for start in range(0, size, piece_bytes)
+        ]
+        if not by_file:
+            kept_pieces = in_split(np.arange(len(self._pieces)), split)
+            self._pieces = list(itertools.compress(self._pieces, kept_pieces))
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def document(self, i: int) -> str:
+        """Document `i`. Raises DataError if it can't be read, is not UTF-8, or the file was cut since it was opened."""
+        file, start = self._pieces[i]
+        size = self._sizes[file]
+
+        def read(place: int, length: int) -> bytes:
+            return os.pread(descriptor, min(length, size - place), place)
+
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                begin, end = (
+                    cut(read, place, self.piece_bytes, size) for place in (start, start + self.piece_bytes)
+                )
+                raw = read(begin, end - begin)
+            finally:
+                now = os.fstat(descriptor).st_size
+                os.close(descriptor)
+        except OSError as error:
+            raise DataError(
+                f"{file} can't be read ({error.strerror}); repair the file or leave it out"
+            ) from error
+        if now < size:
+            raise DataError(
+                f"{file} has {now:,} bytes, and had {size:,} when the job began: it was cut while it was read; restore it "
+                "and resume"
+            )
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{file}: byte {begin + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
+            ) from error

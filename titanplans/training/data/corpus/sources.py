@@ -1,0 +1,136 @@
+"""A corpus as the loader sees it: the documents of an epoch, in order, for one stream of many.
+
+`open_source` turns the three settings `dataset`, `dataset_path` and `split` into a Source. How files
+are read is in `local.py`, how the hub is in `hub.py`; tokens and windows come later.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from titanplans.errors import DataError
+from titanplans.training.data.chat.chat import ChatFormat
+from titanplans.training.data.chat.conversations import Conversations
+from titanplans.training.data.corpus.column import TextColumn
+from titanplans.training.data.corpus.hub import Stream
+from titanplans.training.data.corpus.local import FORMATS, TextFiles, find_files
+from titanplans.training.data.corpus.rows import Reader, Rows, Table
+from titanplans.training.data.corpus.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
+from titanplans.training.data.split import check_split
+
+
+class Source(Protocol):
+    """Documents in a fixed order for each epoch."""
+
+    identity: dict[str, Any]
+    """What must be the same for a saved position to mean the same document."""
+
+    @property
+    def summary(self) -> str | None:
+        """Of conversations: how many are read, and how many are left out, in words."""
+
+    files: list[tuple[str, Path]]
+    """Names, which are the same wherever the corpus lies, and paths of what is read; empty if it is not on this machine."""
+
+    def choose_streams(self, counts: Sequence[int]) -> int:
+        """The first of `counts` into which the corpus can be divided; where there is none, what does least harm."""
+
+    def documents(self, epoch: int, stream: int, streams: int, start: Any) -> Iterator[tuple[Any, Any]]:
+        """The documents of `epoch` that belong to `stream` of `streams`, from `start` on.
+
+        A document is a text, or the `Tokens` of a conversation. Each comes with its position: a JSON
+        value that, given as `start`, begins with that very document. The streams of an epoch are disjoint
+        and together are the corpus.
+        """
+
+
+class Shuffled:
+    """A Source over indexed documents: every epoch in another order, drawn from (seed, epoch)."""
+
+    def __init__(self, corpus: TextFiles | Rows | Conversations, identity: dict[str, Any], seed: int) -> None:
+        self._corpus, self._seed = corpus, seed
+        self.files = corpus.files
+        self.summary = corpus.summary if isinstance(corpus, Conversations) else None
+        self.identity = identity | corpus.identity | {"seed": seed}
+
+    def choose_streams(self, counts: Sequence[int]) -> int:
+        """See Source. With fewer documents than ranks and workers they read one stream together, in turns."""
+        return next((count for count in counts if count <= len(self._corpus)), 1)
+
+    def documents(
+        self, epoch: int, stream: int, streams: int, start: int | None
+    ) -> Iterator[tuple[int, Any]]:
+        """See Source. A position is a number in the stream's own order."""
+        order = _order(self._seed, epoch, len(self._corpus))[stream::streams]
+        for position in range(start or 0, len(order)):
+            yield position, self._corpus.document(int(order[position]))
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
+    """The order of an epoch, which all its streams share; two epochs, because streams end theirs at different steps."""
+    return np.random.default_rng([seed, epoch]).permutation(documents)
+
+
+def open_source(
+    dataset: str,
+    dataset_path: str | None = None,
+    *,
+    split: str = "train",
+    text_column: str = "text",
+    seed: int = 0,
+    chat: ChatFormat | None = None,
+) -> Shuffled | Stream:
+    """The corpus that the job's settings name.
+
+    Args:
+        dataset: 'stdlib'; 'local', or one of FORMATS to read files as that format whatever their
+            extension; anything else is the name of a Hugging Face data set.
+        dataset_path: with 'local' or a format, a file, a folder or a glob. 'stdlib', being the
+            default, gives way to a path: a path alone reads local files. With a Hugging Face name, a
+            local copy of it.
+        split: 'train', 'validation' or 'all'; for a Hugging Face data set, one of its own splits.
+        text_column: the column or field that holds the text, where there are such.
+        seed: of the order of the documents.
+        chat: reads rows as conversations; None: as texts, or text files.
+
+    Raises:
+        DataError: the corpus isn't there, can't be read or holds nothing.
+    """
+    by_format = dataset == "local" or dataset in FORMATS
+    if by_format and dataset_path is None:
+        raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
+    local = by_format or (dataset == "stdlib" and dataset_path is not None)
+    reader: Reader = chat or TextColumn(text_column)
+    if not local and dataset != "stdlib":
+        return Stream(dataset, dataset_path, split, reader)
+    check_split(split)
+    identity = {"dataset": dataset_path if local else "stdlib", "split": split}
+    root, files, file_format = stdlib_root(), [], "text"
+    if local:
+        root, files, file_format = find_files(str(dataset_path), dataset if dataset in FORMATS else None)
+    if file_format == "text" and chat is not None:
+        raise DataError(
+            f"dataset = {dataset_path or dataset!r}: holds texts, and training.chat.enable = true reads conversations; give "
+            ".jsonl or .parquet files, or leave training.chat out"
+        )
+    corpus: TextFiles | Rows | Conversations
+    if not local:
+        corpus = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
+    elif file_format == "text":
+        corpus = TextFiles(root, files, split)
+    else:
+        named = [(file.relative_to(root).as_posix(), file) for file in files]
+        table = Table(files, file_format, reader)
+        corpus = Conversations(table, named, split, chat) if chat else Rows(table, named, split)
+        identity |= reader.identity
+    if len(corpus) == 0:
+        what = chat.what_is_left_out() if chat else "no document"
+        raise DataError(
+            f"dataset = {dataset_path or dataset!r}: holds {what} for dataset_split = {split!r}; every twentieth, from "
+            f"the first on, is for validation: give more documents, or validation data as a dataset_path of its own"
+        )
+    return Shuffled(corpus, identity, seed)

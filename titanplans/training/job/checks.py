@@ -1,0 +1,256 @@
+"""`check_job`: whether a job can run on this machine, with its data and its model, before a process group exists.
+
+Each rank can decide this alone, so all ranks refuse alike. Contradictions within a job are refused in
+`titanplans.config.compatibility`; what a checkpoint folder holds is read in `titanplans.training.checkpoint.match`.
+"""
+
+import importlib.util
+import logging
+import os
+from operator import attrgetter
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from titanplans import kernels, modeling
+from titanplans.adapters.add import add_adapters, freeze
+from titanplans.apply.apply import check_plan
+from titanplans.config import ConfigError, FSDP2Config, JobConfig, by_job_key, strategy_of
+from titanplans.config.values import show
+from titanplans.loss import FusedLoss, still_biases
+from titanplans.modeling.own import is_own
+from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
+from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.parallel.optimizers.build import group_parameters
+from titanplans.parallel.parallelize import dtype
+from titanplans.plan.decoder import holds_fla
+from titanplans.precision.float8.conversion import convert_to_float8
+from titanplans.torchrun import restarted
+from titanplans.training.checkpoint.match import (
+    changes,
+    check_optimizer,
+    check_saved,
+    finished,
+    model_card,
+    own_folder,
+    to_resume,
+    weighty,
+)
+from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer
+from titanplans.training.data import check_checkpoint as check_data_position
+from titanplans.training.job import resolve
+from titanplans.training.job.outputs import check_outputs
+from titanplans.training.trainer import documents
+from titanplans.training.trainer.memory import check_memory
+from titanplans.user_code import import_module
+from titanplans.weights.adapters import check_adapter
+from titanplans.weights.folder import open_folder
+from titanplans.weights.load import match_folder
+
+_INITIAL = "checkpoint.initial_load_path"
+_log = logging.getLogger(__name__)
+
+
+def check_job(job: JobConfig, world_size: int) -> None:
+    """Refuse a job that can't run on `world_size` processes like this one.
+
+    Raises:
+        UserError: the first reason, with the key, the value and what would work.
+    """
+    strategy_of(job)
+    data_parallel = resolve.data_parallel_degree(job, world_size)
+    resolve.global_batch_size(job, data_parallel)
+    device_type = default_device_type()
+    check_device(job, device_type)
+    if job.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "metrics.enable_wandb = true, but wandb is not installed; pip install 'titanplans[wandb]', or set it to false"
+        )
+    check_outputs(job)
+    import_custom(job)
+    if (published := resolve.published_folder(job)) is not None and not os.path.isdir(published):
+        key = "model.hf_assets_path" if job.checkpoint.initial_load_path is None else _INITIAL
+        raise ConfigError(
+            f'{key} = "{published}" is no folder, and checkpoint.initial_load_in_hf = true needs one'
+        )
+    config = resolve.hf_config(job)  # before the tokenizer and the data, which take longer to read
+    tokens = check_data(job)
+    kernels.install(device_type)  # some models can't be built on a CPU without
+    model = modeling.build(config)
+    vocab_size = config.get_text_config().vocab_size
+    if tokens > vocab_size:
+        raise ConfigError(
+            f'model.hf_assets_path = "{resolve.tokenizer_path(job)}" has {tokens} tokens, but '
+            f"{' '.join(resolve.model_name(job))} has vocab_size = {vocab_size}; take the tokenizer that belongs to the "
+            "model, or raise vocab_size in a model.config file"
+        )
+    documents.check_documents(job, config)
+    check_parallelism(job, model)
+    if job.loss.fused:
+        FusedLoss(model)
+    if (said := still_biases(model)) is not None:
+        _log.info(said)
+    group_parameters(model, job.optimizer)  # with its adapters
+    check_memory(job, model, world_size, device_type)
+    if job.checkpoint.create_seed_checkpoint and world_size != 1:
+        raise ConfigError(
+            f"checkpoint.create_seed_checkpoint = true saves unsharded weights from 1 process, not {world_size}; start one"
+        )
+    if job.checkpoint.enable:
+        check_checkpoint(job, model)
+
+
+def check_device(job: JobConfig, device_type: str) -> None:
+    """Refuse what only CUDA can do on another device."""
+    if device_type == "cuda":
+        if job.parallelism.enable_async_tensor_parallel and not dist.is_nccl_available():
+            raise ConfigError(
+                "parallelism.enable_async_tensor_parallel = true needs NCCL, which this torch is built without; leave it out"
+            )
+        return
+    only_cuda: dict[str, bool | str] = {
+        "parallelism.enable_async_tensor_parallel": True,
+        "parallelism.enable_fsdp_symm_mem": True,
+        "profiling.enable_memory_snapshot": True,
+        "checkpoint.async_mode": "async_with_pinned_mem",
+        "optimizer.implementation": "fused_opt_states_bf16",
+    }
+    if device_type == "cpu":
+        only_cuda["training.enable_cpu_offload"] = True
+        # On a CPU, autocast knows only the small types, and switches itself off for others.
+        only_cuda["training.autocast_dtype"] = "float32"
+    for key, value in only_cuda.items():
+        if attrgetter(key)(job) == value:
+            raise ConfigError(
+                f"{key} = {show(value)} needs CUDA, and this machine trains on {device_type}; leave it out"
+            )
+
+
+def import_custom(job: JobConfig) -> None:
+    """Import the user's own module, which may register plans."""
+    name = job.experimental.custom_import
+    if name:
+        import_module(name, f'experimental.custom_import = "{name}"', ConfigError)
+
+
+def check_data(job: JobConfig) -> int:
+    """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
+    tokenizer = resolve.tokenizer_path(job)
+    tokens = check_tokenizer(tokenizer)
+    rows = job.training.chat
+    wanted = [resolve.training_data(job)]
+    if job.validation.enable:
+        wanted.append(resolve.validation_data(job))
+    for data in wanted:
+        chat = ChatFormat(rows, tokenizer, data.seq_len) if rows.enable else None
+        said = check_dataset(
+            data.dataset,
+            data.dataset_path,
+            split=data.split,
+            text_column=data.text_column,
+            tokenizer_path=tokenizer,
+            seq_len=data.seq_len,
+            chat=chat,
+        )
+        if said is not None:
+            _log.info(said)
+        tokens = max(tokens, chat.vocabulary if chat else 0)
+    return tokens
+
+
+def check_parallelism(job: JobConfig, model: nn.Module) -> None:
+    """Refuse a model that float8, the plan, the degree or recomputation does not fit.
+
+    `model`, on meta, is converted to float8 and gets its adapters in place. What depends on the meshes is refused in
+    `parallelize`.
+    """
+    parallelism = job.parallelism
+    spread = strategy_of(job)
+    if spread.float8.recipe_name is not None:
+        with by_job_key():
+            convert_to_float8(model, spread.float8, default_device_type())
+    with by_job_key():
+        if spread.lora.rank is not None:
+            add_adapters(model, spread.lora)
+        if spread.freeze:
+            freeze(model, spread.freeze, lambda why: spread.error("freeze", why))
+    if parallelism.tensor_parallel_degree > 1:
+        check_plan(
+            model,
+            parallelism.tensor_parallel_degree,
+            loss_parallel=not parallelism.disable_loss_parallel,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            plan=job.model.plan,
+            dtype=dtype(spread.mixed_precision_param) if isinstance(spread, FSDP2Config) else None,
+        )
+    if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
+        key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
+        raise ConfigError(
+            f'training.{key} = "{spread.autocast_dtype}" is autocast here, which flash-linear-attention follows on '
+            "accelerators only: on this CPU "
+            + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
+        )
+    with by_job_key():
+        check_activation_checkpointing(model, spread.activation_checkpoint)
+
+
+def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
+    """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
+    checkpoint, folder = job.checkpoint, own_folder(job)
+    if (done := finished(job, restarted=restarted(os.environ))) is not None:
+        check_saved(done, model, "checkpoint.folder", resumes=False)
+        return
+    own = to_resume(folder, checkpoint.load_step)
+    if own is None and checkpoint.initial_adapter_path is not None:
+        check_adapter(model, checkpoint.initial_adapter_path)
+    if own is not None:
+        resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
+        check_saved(own, model, "checkpoint.folder", resumes=resumes)
+        if resumes:
+            _check_resumed(job, model, own, "checkpoint.folder")
+    elif checkpoint.load_step != -1:
+        raise ConfigError(
+            f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
+            "-1 takes the newest"
+        )
+    elif (published := resolve.published_folder(job)) is not None:
+        check_published(published, model)
+    elif checkpoint.initial_load_path is not None:
+        initial = Path(checkpoint.initial_load_path)
+        if not os.path.isfile(initial / ".metadata"):
+            published = os.path.isfile(initial / "config.json")
+            hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if published else ""
+            raise ConfigError(
+                f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata){hint}'
+            )
+        resumes = not checkpoint.initial_load_model_only
+        check_saved(initial, model, _INITIAL, resumes=resumes)
+        if resumes:
+            _check_resumed(job, model, initial, _INITIAL)
+
+
+def _check_resumed(job: JobConfig, model: PreTrainedModel, saved: Path, key: str) -> None:
+    """Refuse a checkpoint from whose place in the data, or optimizer state, the job can't go on."""
+    if "dataloader" not in job.checkpoint.exclude_from_loading:
+        check_data_position(saved)
+    if "optimizer" not in job.checkpoint.exclude_from_loading:
+        check_optimizer(saved, group_parameters(model, job.optimizer), key)
+
+
+def check_published(folder: str, model: PreTrainedModel) -> None:
+    """Refuse a Hugging Face folder that is damaged, or of another model than `model`, which may lie on meta.
+
+    Raises:
+        ConfigError: its config.json says otherwise than the job.
+        ModelError: with the names, shapes and dtypes that differ.
+    """
+    if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
+        theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
+        if differing := changes(weighty(theirs), weighty(ours)):
+            raise ConfigError(
+                f"the job's model is not the one of {folder} ({differing}): leave out model.name, flavor and config, and "
+                "it is taken from there, or change its config.json"
+            )
+    match_folder(model, open_folder(folder))

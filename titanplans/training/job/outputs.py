@@ -1,0 +1,97 @@
+"""What a job writes, and whether it can: asked before a rank starts, by making the same folders and removing them.
+
+The libraries make their folders when they come to them, some at the first checkpoint, and each fails in its own way.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from titanplans.config import ConfigError, JobConfig
+from titanplans.config.values import show
+from titanplans.training.job.lock import LOCK
+from titanplans.training.job.resolve import trace_buf_size
+from titanplans.training.trainer.jsonl import FILE_NAME, read_rows
+from titanplans.training.trainer.parallelism_report import FILE
+
+
+class Output(NamedTuple):
+    """A path that a job writes to."""
+
+    key: str
+    """The job's key that says where."""
+    path: Path
+    is_file: bool
+
+
+def outputs(job: JobConfig) -> Iterator[Output]:
+    """Yield what `job` writes. Every path but dump_folder itself is relative to dump_folder."""
+    dump = Path(job.job.dump_folder)
+    yield Output("job.dump_folder", dump, False)
+    yield Output("job.dump_folder", dump / FILE, True)
+    yield Output("job.dump_folder", dump / LOCK, True)
+    if job.metrics.enable_jsonl:
+        yield Output("job.dump_folder", dump / FILE_NAME, True)
+    if job.job.save_config_file is not None:
+        yield Output("job.save_config_file", dump / job.job.save_config_file, True)
+    folders = {
+        "metrics.save_tb_folder": job.metrics.enable_tensorboard or job.metrics.enable_wandb,
+        "checkpoint.folder": job.checkpoint.enable and not job.checkpoint.load_only,
+        "profiling.save_traces_folder": job.profiling.enable_profiling,
+        "profiling.save_memory_snapshot_folder": job.profiling.enable_memory_snapshot,
+        "comm.save_traces_folder": trace_buf_size(job) > 0,
+    }
+    for key, wanted in folders.items():
+        if wanted:
+            yield Output(key, dump / attrgetter(key)(job), False)
+    if folders["checkpoint.folder"]:
+        yield Output("checkpoint.folder", dump / job.checkpoint.folder / LOCK, True)
+
+
+def check_outputs(job: JobConfig) -> None:
+    """Refuse a path that this job can't write to. Leaves nothing behind.
+
+    Raises:
+        ConfigError: the first one, with its key and the system's reason.
+    """
+    for key, path, is_file in outputs(job):
+        try:
+            why = _try_file(path) if is_file else _try_folder(path)
+        except OSError as error:
+            why = f"{path} can't be made ({error.strerror})"
+        if why is not None:
+            raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another place")
+    if job.metrics.enable_jsonl:
+        for pattern in (FILE_NAME, f"rank_*/{FILE_NAME}"):
+            for rows in sorted(Path(job.job.dump_folder).glob(pattern)):
+                read_rows(rows)
+
+
+def _try_file(path: Path) -> str | None:
+    if path.is_dir():
+        return f"{path} is a folder, and a file is to be written there"
+    if path.exists() and not path.is_file():
+        return f"{path} is no ordinary file, and one is to be written there"
+    if path.exists():
+        return None if os.access(path, os.W_OK) else f"{path} may not be written"
+    return _try_folder(path.parent, path.name)
+
+
+def _try_folder(path: Path, name: str = "file") -> str | None:
+    """Return why the folder, and a file of that name in it, can't be made; None if they can."""
+    path = Path(os.path.abspath(path))
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if there.is_symlink() and not there.exists():
+        there.stat()  # raises where it leads in a circle
+        return f"{there} is a link"
+    if not there.is_dir():
+        return f"{there} is a file, not a folder"
+    # A folder of its own: ranks of torchrun ask at the same time.
+    with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=there) as probe:
+        folder = Path(probe) / path.relative_to(there)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return None

@@ -1,0 +1,149 @@
+"""The values that unset keys of a job get, some of which depend on the number of processes.
+
+`titanplans.training.job.checks` and `titanplans.training.job.torchtitan_config` share them.
+"""
+
+import math
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
+
+from titanplans import modeling
+from titanplans.config import ConfigError, JobConfig
+from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
+from titanplans.errors import ModelError, either, near_multiples
+from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.training.data.vocabulary import default_tokenizer_path
+
+
+def published_folder(job: JobConfig) -> str | None:
+    """Return the Hugging Face folder that a job starts from."""
+    if not job.checkpoint.initial_load_in_hf:
+        return None
+    return job.checkpoint.initial_load_path or job.model.hf_assets_path
+
+
+def model_name(job: JobConfig) -> tuple[str, str]:
+    """Return the model's name and flavor; for a config file, its path and "config"."""
+    if job.model.class_ is not None:
+        return job.model.class_, "own"
+    if (path := job.model.config or _own_config_of_folder(job)) is not None:
+        return path, "config"
+    return job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR
+
+
+def hf_config(job: JobConfig) -> PretrainedConfig:
+    """Return the model's configuration.
+
+    Raises:
+        ModelError: unknown name or flavor, a file that is no Hugging Face configuration, or one that asks for what only the
+            model's own loss would do: a job's loss is torchtitan's cross entropy of its logits.
+    """
+    if job.model.class_ is not None:
+        return modeling.own_config(job.model.class_, job.model.arguments or {})
+    name, flavor = model_name(job)
+    config = modeling.load_config_file(name) if flavor == "config" else modeling.load_config(name, flavor)
+    if getattr(config, "use_l2warp", False):
+        raise ModelError(
+            f"use_l2warp = True ({name} {flavor}) is a penalty in flash-linear-attention's own loss, and a job's loss is "
+            "computed from the logits, without it: set use_l2warp = false in the model's config"
+        )
+    return config
+
+
+def tokenizer_path(job: JobConfig) -> str:
+    """Return the folder that holds the tokenizer.json."""
+    return job.model.hf_assets_path or published_folder(job) or default_tokenizer_path()
+
+
+def _own_config_of_folder(job: JobConfig) -> str | None:
+    """Return the folder that a job starts from, where nothing else says which model it is."""
+    return None if job.model.name or job.model.flavor else published_folder(job)
+
+
+class DataSettings(NamedTuple):
+    """What one data loader reads, in sequences of `seq_len` tokens."""
+
+    dataset: str
+    dataset_path: str | None
+    split: str
+    text_column: str
+    seq_len: int
+    local_batch_size: int
+
+
+def training_data(job: JobConfig) -> DataSettings:
+    """Return the training data's settings."""
+    t = job.training
+    return DataSettings(
+        t.dataset, t.dataset_path, t.dataset_split, t.text_column, t.seq_len, t.local_batch_size
+    )
+
+
+def validation_data(job: JobConfig) -> DataSettings:
+    """Return the validation data's settings; keys that [validation] leaves unset are those of [training]."""
+    t, v = job.training, job.validation
+    # A data set of its own does not take the training set's path.
+    path = v.dataset_path if v.dataset_path is not None or v.dataset is not None else t.dataset_path
+    return DataSettings(
+        v.dataset or t.dataset,
+        path,
+        v.dataset_split,
+        v.text_column or t.text_column,
+        v.seq_len or t.seq_len,
+        v.local_batch_size or t.local_batch_size,
+    )
+
+
+def data_parallel_degree(job: JobConfig, world_size: int) -> int:
+    """Return the number of ranks that the batch is divided among: replicas times shards.
+
+    Raises:
+        ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
+    """
+    p = job.parallelism
+    degrees = {name: value for name, value in vars(p).items() if name.endswith("_parallel_degree")}
+    degrees |= {"data_parallel_replicate_degree": p.data_parallel_replicate_degree}
+    degrees |= {"data_parallel_shard_degree": p.shard_degree}
+    product = math.prod(degree for degree in degrees.values() if degree != -1)
+    if world_size % product == 0 if p.shard_degree == -1 else world_size == product:
+        one_batch = p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree
+        return world_size // one_batch
+    given = {name: degree for name, degree in degrees.items() if degree > 1}
+    given = given or {"data_parallel_replicate_degree": 1}
+    what = f"{' x '.join(given)} = {' x '.join(map(str, given.values()))}"
+    if len(given) > 1:
+        what += f" = {product}"
+    if p.shard_degree == -1:
+        divisors = either([n for n in range(1, world_size + 1) if world_size % n == 0])
+        why = f"does not divide the number of processes, {world_size}: {divisors} would"
+    else:
+        why = f"is not the number of processes, {world_size}: make it so"
+        if p.data_parallel_strategy != "ddp":
+            why += " (data_parallel_shard_degree = -1 takes what the others leave)"
+    raise ConfigError(f"parallelism.{what} {why}, or start {product}")
+
+
+def trace_buf_size(job: JobConfig) -> int:
+    """Return the number of events that torch's flight recorder holds; NCCL alone writes them out."""
+    given = job.comm.trace_buf_size
+    return given if given is not None else 0 if default_device_type() == "cpu" else 20_000
+
+
+def global_batch_size(job: JobConfig, data_parallel: int) -> int:
+    """Return the sequences in one optimizer step.
+
+    Raises:
+        ConfigError: it is not a multiple of what the data-parallel ranks process at a time.
+    """
+    training = job.training
+    at_a_time = training.local_batch_size * data_parallel
+    if training.global_batch_size == -1:
+        return at_a_time * training.gradient_accumulation_steps
+    if training.global_batch_size % at_a_time:
+        works = near_multiples(training.global_batch_size, at_a_time)
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of local_batch_size x "
+            f"data-parallel degree = {training.local_batch_size} x {data_parallel} = {at_a_time}; {works} would work"
+        )
+    return training.global_batch_size

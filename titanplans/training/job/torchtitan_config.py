@@ -1,0 +1,174 @@
+"""`trainer_config` turns a job into torchtitan 0.3's config objects, section by section.
+
+Importing this imports torchtitan, so `trainer.device.prepare_device` comes first. `titanplans.config.JobConfig`
+documents the keys; `titanplans.training.job.resolve` gives unset ones their values.
+"""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.tools.profiler import Profiler
+
+from titanplans.config import JobConfig, strategy_of
+from titanplans.config.compatibility.job import schedule_steps
+from titanplans.config.options import without_none
+from titanplans.config.sections.model import DataLoader
+from titanplans.config.translate import flatten
+from titanplans.torchrun import restarted
+from titanplans.training.checkpoint.manager import CheckpointManager
+from titanplans.training.checkpoint.match import model_card
+from titanplans.training.data.loader import TextDataLoader
+from titanplans.training.job import resolve
+from titanplans.training.trainer import documents
+from titanplans.training.trainer.loss import CrossEntropyLoss
+from titanplans.training.trainer.metrics import MetricsProcessor
+from titanplans.training.trainer.model import model_spec
+from titanplans.training.trainer.optimizer import LRSchedulers, optimizers_config
+from titanplans.training.trainer.trainer import Trainer
+from titanplans.training.trainer.validator import Validator
+
+_log = logging.getLogger(__name__)
+
+
+def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Config:
+    """Return the config of a Trainer for `job`; `Trainer(trainer_config(job)).train()` runs it.
+
+    Args:
+        job: already checked by `titanplans.training.job.checks.check_job`, whose errors name the job's keys.
+        world_size: number of processes; None reads torchrun's WORLD_SIZE, and 1 where there is none.
+
+    Raises:
+        ConfigError: the degrees don't fit the processes, the batch the degrees, or an option of the strategy another.
+        ModelError: the model is unknown.
+    """
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    name, flavor = resolve.model_name(job)
+    if (published := resolve.published_folder(job)) is not None:
+        _log.info(
+            f"model from {name if flavor == 'config' else f'{name} {flavor}'}, tokenizer from "
+            f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
+        )
+    spread, config = strategy_of(job), resolve.hf_config(job)
+    return Trainer.Config(
+        strategy=spread,
+        skip_nan_inf=job.training.skip_nan_inf,
+        skip_nan_inf_limit=job.training.skip_nan_inf_limit,
+        model_spec=model_spec(
+            config, name=name, flavor=flavor, strategy=spread, documents=documents.keyword(job, config)
+        ),
+        hf_assets_path=resolve.tokenizer_path(job),
+        dump_folder=job.job.dump_folder,
+        profiler=Profiler.Config(**vars(job.profiling)),
+        metrics=MetricsProcessor.Config(**vars(job.metrics)),
+        dataloader=replace(
+            _dataloader(job, resolve.training_data(job), job.training.dataloader, infinite=True),
+            global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        ),
+        optimizer=optimizers_config(job),
+        lr_scheduler=_lr_scheduler(job),
+        training=_training(job, world_size),
+        parallelism=_parallelism(job),
+        checkpoint=_checkpoint(job),
+        activation_checkpoint=None,  # as the strategy says
+        # torchtitan hands it to the loss, which is ours.
+        compile=spread.compile,  # pyrefly: ignore[bad-argument-type]
+        comm=CommConfig(**vars(job.comm) | {"trace_buf_size": resolve.trace_buf_size(job)}),
+        validator=_validator(job),
+        debug=DebugConfig(
+            **vars(job.debug), print_config=job.job.print_config, save_config_file=job.job.save_config_file
+        ),
+        loss=CrossEntropyLoss.Config(**vars(job.loss)),
+    )
+
+
+def _dataloader(
+    job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, infinite: bool
+) -> TextDataLoader.Config:
+    return TextDataLoader.Config(
+        dataset=data.dataset,
+        dataset_path=data.dataset_path,
+        split=data.split,
+        text_column=data.text_column,
+        chat=job.training.chat if job.training.chat.enable else None,
+        infinite=infinite,
+        # The order of the documents must not be drawn anew when a job resumes.
+        seed=job.debug.seed or 0,
+        **vars(workers),
+    )
+
+
+def _lr_scheduler(job: JobConfig) -> LRSchedulers.Config:
+    return LRSchedulers.Config(**vars(job.lr_scheduler) | {"total_steps": schedule_steps(job)})
+
+
+def _training(job: JobConfig, world_size: int) -> TrainingConfig:
+    t = job.training
+    return TrainingConfig(
+        local_batch_size=t.local_batch_size,
+        global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        seq_len=t.seq_len,
+        max_norm=t.max_norm,
+        steps=t.steps,
+        enable_cpu_offload=t.enable_cpu_offload,
+        dtype=t.dtype,
+        gc_freq=t.gc_freq,
+        gc_debug=t.gc_debug,
+        # Capture needs static addresses and no synchronisation with the host, which nothing here promises.
+        disable_cuda_graphs=True,
+    )
+
+
+def _parallelism(job: JobConfig) -> ParallelismConfig:
+    p = job.parallelism
+    divisible = job.training.seq_len % p.tensor_parallel_degree == 0
+    return ParallelismConfig(
+        data_parallel_replicate_degree=p.data_parallel_replicate_degree,
+        data_parallel_shard_degree=p.shard_degree,
+        enable_fsdp_symm_mem=p.enable_fsdp_symm_mem,
+        tensor_parallel_degree=p.tensor_parallel_degree,
+        # torchtitan reads it only to refuse lengths that the degree does not divide, which plans split unevenly;
+        # what the job says reaches the plan by way of the model spec.
+        enable_sequence_parallel=p.enable_sequence_parallel and divisible,
+        pipeline_parallel_degree=p.pipeline_parallel_degree,
+        context_parallel_degree=p.context_parallel_degree,
+        # The other backends want modules that declare their sharding in torchtitan's own way.
+        spmd_backend="partial_dtensor",
+    )
+
+
+def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
+    c = vars(job.checkpoint)
+    initial = resolve.published_folder(job) or job.checkpoint.initial_load_path
+    adapter = job.checkpoint.initial_adapter_path
+    return CheckpointManager.Config(
+        **c
+        | {
+            "initial_load_path": initial and str(Path(initial).absolute()),
+            "initial_adapter_path": adapter and str(Path(adapter).absolute()),
+            # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
+            "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
+            "model": model_card(resolve.hf_config(job)),
+            "job": dict(flatten(without_none(job.to_dict()), "", "")),
+            "restarted": restarted(os.environ),
+            "hf_config": resolve.hf_config(job),
+            "tokenizer": resolve.tokenizer_path(job),
+        }
+    )
+
+
+def _validator(job: JobConfig) -> Validator.Config:
+    v, data = job.validation, resolve.validation_data(job)
+    return Validator.Config(
+        enable=v.enable,
+        freq=v.freq,
+        steps=v.steps,
+        # torchtitan makes it endless where `steps` are counted.
+        dataloader=_dataloader(job, data, v.dataloader, infinite=False),
+        own_batch_size=data.local_batch_size,
+        own_seq_len=data.seq_len,
+        unshard=v.unshard,
+    )

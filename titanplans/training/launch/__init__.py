@@ -1,0 +1,1 @@
+"""From a command line to ranks and to an exit status."""

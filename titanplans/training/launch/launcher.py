@@ -1,0 +1,232 @@
+"""Start the ranks of a job on this machine, where torchrun has not started them, and start them again if one fails.
+
+One process per rank, each with the environment that torchrun would give it. When one fails, the others are stopped; the
+rank that failed first is reported with its traceback, the others in a line each. Jobs on several machines need torchrun.
+"""
+
+import importlib
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import multiprocessing
+from torch.distributed import TCPStore
+
+from titanplans.config import JobConfig
+from titanplans.errors import UserError
+from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.training.launch.exit_status import finish
+from titanplans.training.launch.failures import REPORTS, Failure, failures, is_decided
+from titanplans.training.launch.orphans import end_with_parent
+from titanplans.training.launch.rank import run_rank
+from titanplans.training.launch.signals import Stopped, stop_on_signals
+
+# How long the other ranks may take to end by themselves, where the first may be one of them, and then after SIGTERM.
+_GRACE_SECONDS = 2.0
+_SECONDS_TO_LOOK = 0.02
+_HOST = "127.0.0.1"
+
+
+def local_ranks(job: JobConfig) -> int:
+    """Return the number of processes to start here: the product of the degrees.
+
+    `data_parallel_shard_degree = -1` takes the GPUs that the other degrees leave. On a CPU and under DDP it counts as 1.
+
+    Raises:
+        UserError: the degrees need more GPUs than this machine has.
+    """
+    degrees, shards = job.parallelism, job.parallelism.shard_degree
+    ranks = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
+    ranks *= degrees.context_parallel_degree * degrees.pipeline_parallel_degree
+    if default_device_type() == "cpu":
+        return ranks * max(1, shards)
+    gpus = torch.accelerator.device_count()
+    ranks *= max(1, gpus // ranks) if shards == -1 else shards
+    if ranks > gpus:
+        raise UserError(
+            f"[parallelism] the degrees multiply to {ranks} ranks, but this machine has {gpus} GPUs: "
+            "lower a degree, or start the job on several machines with torchrun"
+        )
+    return ranks
+
+
+def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
+    """Run `job`, which has been checked, in that many processes; return its exit status.
+
+    Args:
+        job: what each rank trains.
+        ranks: as `local_ranks` says.
+        restarts: how often all are started again after one has failed or was killed. What ends in one line is not: a job
+            that can't be run, a loss that is not finite, a disk that is full.
+
+    Raises:
+        Stopped: SIGINT or SIGTERM arrived; all processes have ended.
+    """
+    # Not at the top: a rank that is a new process imports this file, before it knows what of the libraries' words to show.
+    from titanplans.training.checkpoint.match import finished
+
+    # The store lives here, so that it outlives every rank and its port is known before they start.
+    store = _store_on_this_machine()
+    method = start_method(job)
+    if method == "fork":
+        importlib.import_module("titanplans.training.job.torchtitan_config")  # the Trainer, once for all
+    for restart in range(restarts + 1):
+        left = restarts - restart
+        folder = Path(tempfile.mkdtemp(prefix="titanplans-"))
+        try:
+            asked, processes, failed = _attempt(job, ranks, restart, store.port, folder, method)
+        finally:
+            shutil.rmtree(folder)
+        if not failed:
+            return 0
+        first = failed[0]
+        if first.line:
+            print(
+                f"error: rank {first.rank}: {first.line}" if first.rank else f"error: {first.line}",
+                file=sys.stderr,
+            )
+            return first.status
+        which = f"rank {first.rank} (pid {processes[first.rank].pid}) {first.how}"
+        if asked or not left:
+            break
+        if (last := finished(job, restarted=True)) is not None:
+            print(f"{which}, when {last} was there: the job is finished", file=sys.stderr)
+            return 0
+        origin = "the newest checkpoint" if job.checkpoint.enable else "step 1, as checkpoint.enable = false"
+        print(
+            f"{which}: all ranks start again, from {origin}; {left - 1} more restarts are left",
+            file=sys.stderr,
+            flush=True,
+        )
+    if first.traceback:
+        print(f"rank {first.rank}: {first.traceback}", file=sys.stderr, end="")
+    for failure in failed[1:]:
+        print(f"rank {failure.rank} {failure.how}", file=sys.stderr)
+    line = f"error: {which}; the other ranks were stopped"
+    if job.checkpoint.enable:
+        line += ". Finished checkpoints are complete: the same command resumes from the newest"
+    print(line, file=sys.stderr)
+    return 1
+
+
+def _store_on_this_machine() -> TCPStore:
+    """Return a store that only this machine can reach: whoever reaches it may write to it."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.bind((_HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _attempt(
+    job: JobConfig, ranks: int, restart: int, port: int, folder: Path, method: str
+) -> tuple[bool, list[BaseProcess], list[Failure]]:
+    """Start the ranks and wait for their end; return whether SIGTERM arrived, the processes, and which failed."""
+    processes: list[BaseProcess] = []
+    asked = False
+
+    def hand_on() -> None:
+        nonlocal asked
+        asked = True
+        for process in processes:
+            process.terminate()
+
+    with stop_on_signals(first_sigterm=hand_on if job.checkpoint.save_on_signal else None):
+        try:
+            # A signal that arrives meanwhile waits: a fork has the handlers of its parent.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            try:
+                context = multiprocessing.start_processes(
+                    _run,
+                    args=(job, ranks, restart, port, folder, os.getpid()),
+                    nprocs=ranks,
+                    join=False,
+                    start_method=method,
+                )
+                assert context is not None
+                processes += context.processes
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _wait(processes, lambda codes: any(codes) or None not in codes)
+            failed = failures(processes, folder)
+            if failed and not is_decided(failed):
+                _wait(processes, lambda codes: None not in codes, _GRACE_SECONDS)
+                failed = failures(processes, folder)
+        except Stopped as stopped:
+            _stop(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
+            print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
+            raise
+    _stop(processes, _GRACE_SECONDS)
+    return asked, processes, failed
+
+
+def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
+    """Return how ranks are started: forked from this process, or as new ones, each of which imports the libraries (9 s).
+
+    A fork can't use an accelerator that its parent has looked at, nor macOS's libraries. Its parent's threads are not in it:
+    a job with code of the user's, which may have started some, is not forked.
+    """
+    users_code = job.experimental.custom_import or job.model.class_ or ":" in str(job.model.plan)
+    forks = sys.platform == "linux" and default_device_type() == "cpu" and not users_code
+    return "fork" if forks else "spawn"
+
+
+def _run(
+    local_rank: int, job: JobConfig, ranks: int, restart: int, port: int, folder: Path, launcher: int
+) -> None:
+    """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
+    end_with_parent(launcher)
+    # A fork has its parent's handlers, and the pipe by which its parent is told of signals.
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    os.environ.update(
+        RANK=str(local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR=_HOST,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT=str(restart),
+        **{REPORTS: str(folder)},
+    )
+    if Path(
+        "/sys/class/net/lo"
+    ).exists():  # gloo takes the address of the host's name, which others may reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    finish(run_rank(job))
+
+
+def _wait(
+    processes: list[BaseProcess], enough: Callable[[list[int | None]], bool], seconds: float = math.inf
+) -> None:
+    """Wait until their exit codes, None of those that run, are enough, or for so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not enough(codes := [process.exitcode for process in processes]):
+        if (left := deadline - time.monotonic()) <= 0:
+            return
+        # Of those that ran a moment ago: asked anew, all may have ended, and waiting for none of them never ends.
+        # The sentinel is a pipe, which a rank's loader workers hold open until they have ended: so ask, too.
+        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+        connection.wait(running, timeout=min(_SECONDS_TO_LOOK, left))
+
+
+def _stop(processes: list[BaseProcess], seconds: float) -> None:
+    """End them by SIGTERM, or after some seconds by SIGKILL."""
+    for process in processes:
+        process.terminate()
+    _wait(processes, lambda codes: None not in codes, seconds)
+    for process in processes:
+        process.kill()
+        process.join()

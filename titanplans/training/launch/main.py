@@ -1,0 +1,113 @@
+"""From the command line to an exit status: read the job, check it, run it.
+
+    0          trained, or printed what was asked for; or ended by SIGTERM after it has saved (checkpoint.save_on_signal)
+    1          a rank failed: its traceback is above, and the other ranks were stopped; or the loss is not
+               finite, or the disk is full: one line
+    2          the job can't be run as written: one line says why
+    128 + N    stopped by signal N
+
+Under torchrun this process is one rank of the job. Otherwise it starts the ranks itself, as many as
+the degrees need, or is the only one.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+from titanplans.config import ConfigError, JobConfig, load_job
+from titanplans.config.arguments import take_max_restarts
+from titanplans.disk import one_line
+from titanplans.errors import RunError, UserError
+from titanplans.torchrun import Ranks, read_ranks, restarted
+from titanplans.training.launch.exit_status import refuse
+from titanplans.training.launch.logs import init_logging
+from titanplans.training.launch.orphans import end_with_parent
+from titanplans.training.launch.signals import Stopped, stop_on_signals
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+_ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that `argv` describes (see `titanplans.config.load_job`); return the exit status."""
+    rank = 0
+    try:
+        with stop_on_signals():
+            torchrun = _launched(os.environ)
+            rank = torchrun.rank if torchrun else 0
+            if torchrun and "TORCHELASTIC_RUN_ID" in os.environ:
+                end_with_parent(os.getppid())  # other launchers may be gone by design
+            restarts, argv = take_max_restarts(argv)
+            job = load_job(argv)
+            if torchrun and restarts:
+                raise ConfigError(
+                    f"--max-restarts {restarts}: torchrun has started this rank, and restarts it: torchrun "
+                    f"--max-restarts {restarts}"
+                )
+            init_logging(rank)
+            with one_line(lambda: _left(job)):
+                for note in job.notes:
+                    logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
+                return _run(job, torchrun, restarts)
+    except UserError as error:
+        return refuse(error, rank)
+    except RunError as error:
+        refuse(error, rank)
+        return 1
+    except Stopped as stopped:
+        return stopped.exit_status
+
+
+def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
+    """Check the job and train: as the launcher of its ranks, or as one of them."""
+    # Not at the top: a mistake in the TOML is refused before torch and the model libraries are imported.
+    import torch
+
+    from titanplans import kernels
+    from titanplans.training.checkpoint.card import damage
+    from titanplans.training.checkpoint.folder import remedy
+    from titanplans.training.checkpoint.match import finished
+    from titanplans.training.job.checks import check_job
+    from titanplans.training.job.lock import locked
+    from titanplans.training.launch.launcher import launch, local_ranks
+    from titanplans.training.launch.rank import run_rank
+    from titanplans.training.trainer.device import prepare_device
+
+    kernels.install(prepare_device())
+    rank = torchrun.rank if torchrun else 0
+    ranks = torchrun.world_size if torchrun else local_ranks(job)
+    if not torchrun and ranks > 1:
+        torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
+    check_job(job, ranks)
+    if (last := finished(job, restarted=restarted(os.environ))) is not None:
+        if rank == 0:
+            if (wrong := damage(last)) is not None:
+                raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")
+            print(
+                f"{last} is whole: the job has taken its training.steps = {job.training.steps} and is finished"
+            )
+        return 0
+    if not torchrun and (ranks > 1 or restarts):
+        with locked(job):  # by this process, which outlives every rank
+            return launch(job, ranks, restarts)
+    if not torchrun:
+        os.environ.update(_ALONE)
+    with locked(job) if rank == 0 else nullcontext():
+        return run_rank(job)
+
+
+def _left(job: JobConfig) -> str:
+    from titanplans.training.checkpoint.folder import newest
+    from titanplans.training.checkpoint.match import own_folder
+
+    return newest(own_folder(job))
+
+
+def _launched(environ: Mapping[str, str]) -> Ranks | None:
+    """Return this process's place among those of torchrun; None where this process starts the ranks itself.
+
+    MASTER_ADDR and MASTER_PORT alone, which scripts of clusters export, start nothing.
+    """
+    alone = not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
+    return None if alone else read_ranks(environ)

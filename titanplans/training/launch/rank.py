@@ -1,0 +1,72 @@
+"""What a rank does, whoever has started it: titanplans' launcher, torchrun, or nobody where there is one process only."""
+
+import gc
+import os
+import sys
+import threading
+
+from titanplans import disk
+from titanplans.config import JobConfig
+from titanplans.errors import RunError, UserError
+from titanplans.training.launch.exit_status import exit_now, fail, refuse
+from titanplans.training.launch.failures import REPORTS
+from titanplans.training.launch.logs import init_logging
+from titanplans.training.launch.signals import Stopped, stop_on_signals
+from titanplans.training.trainer.device import prepare_device
+
+
+def run_rank(job: JobConfig) -> int:
+    """Train as one rank of `job`, which has been checked; return 0, or the status to exit with.
+
+    With more than one rank, a rank that fails does not return: it ends the process at once. Under checkpoint.save_on_signal
+    a first SIGTERM to any rank lets all of them save and end.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    asked = threading.Event()
+    ended_by: BaseException | None = None
+    try:
+        with stop_on_signals(first_sigterm=asked.set if job.checkpoint.save_on_signal else None):
+            _train(job, rank, asked)
+        return 0
+    except UserError as error:
+        ended_by, status = error, refuse(error, rank)
+    except RunError as error:
+        refuse(error, rank)
+        ended_by, status = error, 1
+    except Stopped as stopped:
+        ended_by, status = stopped, stopped.exit_status
+        if rank == 0 and REPORTS not in os.environ:  # our launcher says it
+            print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001
+        # Any error: the other ranks wait for this one, so it must end at once and report why.
+        ended_by, status = error, fail(error, rank)
+    if world_size > 1:
+        exit_now(status)
+    del ended_by  # its frames hold the trainer, whose end waits for loader workers; several ranks end without
+    return status
+
+
+def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
+    init_logging(rank)
+    device_type = prepare_device()
+    # From here on the model libraries and torchtitan are imported, which needs both of the above.
+    from titanplans import kernels
+    from titanplans.training.checkpoint.folder import newest
+    from titanplans.training.checkpoint.match import own_folder
+    from titanplans.training.job.checks import import_custom
+    from titanplans.training.job.torchtitan_config import trainer_config
+    from titanplans.training.trainer.trainer import Trainer
+
+    kernels.install(device_type)
+    import_custom(job)  # in a process that was started for this rank, nothing has registered its plans yet
+    with disk.one_line(lambda: newest(own_folder(job))):
+        trainer = Trainer(trainer_config(job))
+    trainer.asked_to_end = asked.is_set
+    gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
+    with disk.one_line(trainer.left):
+        try:
+            trainer.train()
+        except Stopped:
+            trainer.close()
+            raise
+        trainer.close()

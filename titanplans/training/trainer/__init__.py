@@ -1,0 +1,1 @@
+"""torchtitan's Trainer with this project's differences."""

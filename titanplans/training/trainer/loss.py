@@ -1,0 +1,114 @@
+"""The loss of a job: ours, compiled with every option of [compile]; fused with the head where that can be.
+
+To it comes what the model adds: the balance of its routers.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.components import loss as titan
+
+from titanplans.loss import (
+    IGNORED,
+    FusedLoss,
+    NotFused,
+    Objective,
+    StandIn,
+    cross_entropy,
+    entropy_and_gradient,
+)
+from titanplans.parallel.compile import compile_loss
+
+_log = logging.getLogger(__name__)
+
+
+class CrossEntropyLoss(titan.BaseLoss):
+    """A sum over tokens divided by those of the whole batch.
+
+    Attributes:
+        added: returns what the newest forward adds to the mean over its tokens, or None. In training, not in validation.
+        objective: what is added to the cross entropy of a token. In training, not in validation.
+    """
+
+    added: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.BaseLoss.Config):
+        """What [loss] says, whose `build` makes this class."""
+
+        fused: bool | None = None
+        chunk_tokens: int = 512
+        label_smoothing: float = 0.0
+        z_loss: float = 0.0
+
+    def __init__(self, config: Config, *, compile_config: Any = None):
+        self.config, self.objective = config, Objective(config.label_smoothing, config.z_loss)
+        self._compile = compile_config
+        self.fn = _of_logits
+        self._maybe_compile(compile_config)
+
+    def __call__(
+        self,
+        pred: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of logits `pred` [B, L, V], nats per token of the whole batch, and no metrics.
+
+        Without the tokens of the whole batch, in validation, it is a sum, of the cross entropy alone.
+        """
+        training = global_valid_tokens is not None
+        objective = self.objective if training else Objective()
+        function = _of_logits if isinstance(pred, StandIn) else self.fn
+        loss = function(pred, labels, *objective)
+        if training:
+            loss = loss / global_valid_tokens
+            if (added := self.added()) is not None:
+                loss = loss + added * ((labels != IGNORED).sum() / global_valid_tokens)
+        return loss, {}
+
+    def fuse(self, model: torch.nn.Module) -> FusedLoss | None:
+        """Return what computes the loss in the head of `model`; None where the job leaves it open, and it can't be.
+
+        Raises:
+            NotFused: it was asked for, and can't be.
+        """
+        if self.config.fused is False:
+            return None
+        compiled = self._compile if self._is_compiled(self._compile) else None
+        compute = entropy_and_gradient if compiled is None else compile_loss(entropy_and_gradient, compiled)
+        try:
+            return FusedLoss(model, chunk_tokens=self.config.chunk_tokens, compute=compute)
+        except NotFused as error:
+            self.leave(error)
+            return None
+
+    def leave(self, error: NotFused) -> None:
+        """Say that the loss is not fused, and why.
+
+        Raises:
+            NotFused: it was asked for.
+        """
+        if self.config.fused:
+            raise error
+        _log.info(f"the loss is computed from logits, not in the head (loss.fused is unset): {error.reason}")
+
+    def _is_compiled(self, compile_config: Any) -> bool:
+        return compile_config is not None and compile_config.enable and "loss" in compile_config.components
+
+    def _maybe_compile(self, compile_config: Any) -> None:
+        """Compile as `compile_config` says, a `parallel.Compile`."""
+        if self._is_compiled(compile_config):
+            self.fn = compile_loss(self.fn, compile_config)
+
+
+def _of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, z_loss: float
+) -> torch.Tensor:
+    # Of sequences packed into one row the logits are [1, B * L, V].
+    labels = labels if isinstance(logits, StandIn) else labels.reshape(logits.shape[:-1])
+    return cross_entropy(logits, labels, 1, label_smoothing=label_smoothing, z_loss=z_loss)

@@ -1,0 +1,233 @@
+"""What a run logs: a line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
+
+torchtitan's processor collects the figures and writes to TensorBoard and W&B. This one formats the line, adds the time
+left, and omits what is not known: MFU on a device without a published peak, device memory on a CPU.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components import metrics as titan
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titanplans.disk import naming
+from titanplans.errors import UserError
+from titanplans.training.trainer.jsonl import FILE_NAME, JsonlWriter
+
+_A100_PEAK_FLOPS = 312e12
+
+
+class MetricsProcessor(titan.MetricsProcessor):
+    """Log line, TensorBoard, W&B and metrics.jsonl. `total_steps` is set by the trainer; without it no time left."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.MetricsProcessor.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+        enable_jsonl: bool = False
+        """Append the figures to metrics.jsonl."""
+
+        measure_first_step: bool = True
+        """Record what the first step communicates and compiles; see `titanplans.training.trainer.parallelism_report`."""
+
+    def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any):
+        super().__init__(config, dump_folder=dump_folder, **kwargs)
+        self._folder = dump_folder
+        if config.enable_jsonl:
+            self._add_jsonl(Path(dump_folder), every_rank=config.save_for_all_ranks)
+        if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
+            self.color = utils.NoColor()
+        self.peak_flops = None if self.has_quantization else self._known_peak_flops()
+        self.total_steps: int | None = None
+        self._first_step: int | None = None
+        self._time_first_log = 0.0
+        self._last_step = 0  # that was logged
+
+    def should_log(self, step: int) -> bool:
+        """The first step of this run, every `log_freq`-th, and the last."""
+        self._first_step = self._first_step or step
+        return super().should_log(step) or step in (self._first_step, self.total_steps)
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Log one training step.
+
+        Args:
+            step: the optimiser step, from 1.
+            global_avg_loss: nats per token, over all ranks.
+            global_max_loss: the largest rank's nats per token.
+            grad_norm: 2-norm of all gradients before clipping.
+            extra_metrics: more scalars for the writers.
+        """
+        now = time.perf_counter()
+        seconds = now - self.time_last_log
+        if step == self._first_step:
+            self._last_step, self._time_first_log = step - 1, now
+
+        tokens_per_device = self.ntokens_since_last_log / (
+            seconds * self.parallel_dims.non_data_parallel_size
+        )
+        tokens = tokens_per_device * self.parallel_dims.world_size
+        tflops = self.num_flops_per_token * tokens_per_device / 1e12
+        loading = sum(self.data_loading_times)
+        memory, memory_text = self._memory()
+        scalars = {
+            "loss_metrics/global_avg_loss": global_avg_loss,
+            "loss_metrics/global_max_loss": global_max_loss,
+            "grad_norm": grad_norm,
+            "throughput(tps)": tokens_per_device,
+            "throughput/all_devices(tps)": tokens,
+            "tflops": tflops,
+            "time_metrics/end_to_end(s)": seconds / (step - self._last_step),
+            "time_metrics/data_loading(s)": loading / len(self.data_loading_times),
+            "time_metrics/data_loading(%)": 100 * loading / seconds,
+            **memory,
+        }
+        fields = [
+            (self.color.red, f"step {step:>{len(str(self.total_steps or step))}}"),
+            (self.color.green, f"loss {global_avg_loss:8.5f}"),
+            (self.color.orange, f"grad_norm {grad_norm:7.4f}"),
+            (self.color.turquoise, memory_text),
+            (self.color.blue, f"tokens/s {tokens:,.0f}"),
+            (self.color.cyan, f"TFLOPS {_significant(tflops)}"),
+        ]
+        if self.peak_flops is not None:
+            scalars["mfu(%)"] = mfu = 100 * tflops * 1e12 / self.peak_flops
+            fields.append((self.color.magenta, f"MFU {mfu:.1f}%"))
+        left = self._seconds_left(step, now)
+        if left is not None:
+            scalars["time_metrics/left(s)"] = left
+            fields.append((self.color.white, f"left {format_seconds(left)}"))
+
+        self._write(scalars | (extra_metrics or {}), step)
+        self._print(fields)
+        self._last_step = step
+        self._start_interval()
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Log the validation loss, in nats per token, of the model after `step`."""
+        memory, memory_text = self._memory()
+        scalars = {"validation_metrics/loss": loss}
+        scalars |= {f"validation_metrics/{name}": value for name, value in memory.items()}
+        self._write(scalars | (extra_metrics or {}), step)
+        self._print(
+            [
+                (self.color.yellow, f"step {step:>{len(str(self.total_steps or step))}}"),
+                (self.color.green, f"validation loss {loss:8.5f}"),
+                (self.color.turquoise, memory_text),
+            ]
+        )
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the enclosed time, and the tokens read in it, out of the throughput of training."""
+        tokens, started = self.ntokens_since_last_log, time.perf_counter()
+        try:
+            yield
+        finally:
+            self.ntokens_since_last_log = tokens
+            self.time_last_log += time.perf_counter() - started
+
+    def _write(self, scalars: dict[str, Any], step: int) -> None:
+        with naming(self._folder):
+            self.logger.log(scalars, step)
+
+    def _build_metric_logger(
+        self, *, config: titan.MetricsProcessor.Config, **kwargs: Any
+    ) -> titan.BaseLogger:
+        writers = super()._build_metric_logger(config=config, **kwargs)
+        # torchtitan logs the reason why W&B could not start and trains on without it.
+        if isinstance(writers, titan.LoggerContainer):
+            wanted = config.enable_wandb + config.enable_tensorboard
+            if writers.number_of_loggers < wanted:
+                raise UserError(
+                    "[metrics] enable_wandb = true: W&B did not start, for the reason logged above; "
+                    "install it, log in, set WANDB_MODE=offline, or set it to false"
+                )
+        return writers
+
+    def _add_jsonl(self, folder: Path, *, every_rank: bool) -> None:
+        rank = torch.distributed.get_rank()
+        if rank != 0 and not every_rank:
+            return
+        if not isinstance(self.logger, titan.LoggerContainer):
+            self.logger = titan.LoggerContainer()  # instead of the one that writes nothing
+        path = (folder / f"rank_{rank}" if every_rank else folder) / FILE_NAME
+        self.logger.add_logger(JsonlWriter(path))  # pyrefly: ignore[bad-argument-type]  it is shaped as one
+
+    def _known_peak_flops(self) -> float | None:
+        """The device's dense bfloat16 peak in FLOP/s, or None where torchtitan's table has no entry."""
+        if utils.device_type == "cpu":
+            return None
+        name = self.device_memory_monitor.device_name
+        # For a name that it does not know, torchtitan's function answers with the A100's figure.
+        peak = utils.get_peak_flops(name)
+        return None if peak == _A100_PEAK_FLOPS and "A100" not in name else peak
+
+    def _memory(self) -> tuple[dict[str, float], str]:
+        """Peak memory since the last log, as scalars and for the line; on a CPU the process's peak."""
+        stats = self.device_memory_monitor.get_peak_stats()
+        if utils.device_type == "cpu":
+            text = f"RSS {stats.max_reserved_gib:.2f} GiB"
+            return {
+                "memory/peak_rss(GiB)": stats.max_reserved_gib,
+                "memory/peak_rss(%)": stats.max_reserved_pct,
+            }, text
+        text = f"memory {stats.max_reserved_gib:.2f} GiB ({stats.max_reserved_pct:.0f}%)"
+        return {
+            "memory/max_active(GiB)": stats.max_active_gib,
+            "memory/max_active(%)": stats.max_active_pct,
+            "memory/max_reserved(GiB)": stats.max_reserved_gib,
+            "memory/max_reserved(%)": stats.max_reserved_pct,
+            "memory/num_alloc_retries": stats.num_alloc_retries,
+            "memory/num_ooms": stats.num_ooms,
+        }, text
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        """Time to `total_steps` at the pace since the end of the first step, which may have compiled."""
+        if self.total_steps is None or self._first_step is None or self._first_step == step:
+            return None
+        return (now - self._time_first_log) / (step - self._first_step) * (self.total_steps - step)
+
+    def _start_interval(self) -> None:
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.time_last_log = time.perf_counter()
+        self.device_memory_monitor.reset_peak_stats()
+
+    def _print(self, fields: list[tuple[str, str]]) -> None:
+        logger.info("  ".join(f"{color}{text}{self.color.reset if color else ''}" for color, text in fields))
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in its two largest units: "8s", "2m05s", "1h40m", "3d04h"."""
+    whole = math.ceil(seconds)
+    minutes, s = divmod(whole, 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02}h"
+    if hours:
+        return f"{hours}h{m:02}m"
+    return f"{minutes}m{s:02}s" if minutes else f"{s}s"
+
+
+def _significant(value: float) -> str:
+    """Three significant digits, never an exponent: 0.00456, 12.3, 456."""
+    digits = max(0, 2 - math.floor(math.log10(value))) if 0 < value < 100 else 0
+    return f"{value:,.{digits}f}"

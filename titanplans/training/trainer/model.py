@@ -1,0 +1,216 @@
+"""A Hugging Face style causal language model as torchtitan's trainer wants to see it.
+
+`LanguageModel` adapts the calling convention (tokens in, logits out; weights initialised on request). Parameter names,
+state dicts and parallelisms are the wrapped model's. Models are built in `titanplans.modeling` and parallelised in
+`titanplans.parallel`.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torchtitan.protocols import BaseModel
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans import modeling
+from titanplans.config import DDPConfig, FSDP2Config, LoRA, by_job_key
+from titanplans.errors import ModelError
+from titanplans.loss import FusedLoss, NotFused, Objective, StandIn, added_loss
+from titanplans.parallel import add_adapters, freeze, parallelize
+from titanplans.parallel.parallelize import apply_data_parallelism
+from titanplans.parallel.record import record_of
+from titanplans.training.trainer import documents
+
+
+class LanguageModel(BaseModel):
+    """A causal language model under torchtitan's `BaseModel` protocol.
+
+    The wrapper *is* the wrapped model as far as PyTorch can tell: it uses the model's own tables of
+    parameters, buffers and children, so names carry no prefix, and a checkpoint written through the
+    wrapper is a checkpoint of the model. What goes beyond the tables (FSDP's hooks on the root,
+    `to_empty`, state dicts) is passed on to the model.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        """The model, as torchtitan's trainer carries it."""
+
+        hf_config: PretrainedConfig
+        """The architecture. `modeling.load_config` and `modeling.load_config_file` make one."""
+
+        documents: str | None = None
+        """The keyword by which the model keeps the documents of a sequence apart; None: it runs across their borders."""
+
+        lora: LoRA = LoRA()  # noqa: RUF009  frozen
+        """Its adapters."""
+
+        freeze: tuple[str, ...] = ()
+        """What of it does not train."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Nothing to take over: the architecture does not depend on the job."""
+
+        def get_nparams_and_flops(self, model: Module, seq_len: int) -> tuple[int, int]:
+            """Parameters, and floating-point operations per token of one forward and backward."""
+            assert isinstance(model, LanguageModel)
+            lm = model.lm
+            if self.lora.rank is not None or self.freeze:
+                lm = copy.deepcopy(lm)  # on meta
+            with by_job_key():
+                if self.lora.rank is not None:
+                    add_adapters(lm, replace(self.lora, quantize_base=None))
+                if self.freeze:
+                    freeze(lm, self.freeze)
+            return modeling.count_flops(lm, seq_len)
+
+    lm: PreTrainedModel
+    added: torch.Tensor | None = None
+    """What the newest forward adds to the loss: the balance of routers."""
+    fused: FusedLoss | None = None
+    """What computes the loss in the head, chunk by chunk; None: the forward gives logits."""
+    objective: Objective = Objective()
+    """What the fused loss adds to the cross entropy of a token in training."""
+    labels: torch.Tensor | None = None
+    """Of the next forward, for the fused loss: the trainer's and the validator's say them. Of others there are none."""
+    leave_logits: Callable[[NotFused], None] | None = None
+    """Told why the loss can't be fused after all; it may raise."""
+    finish: Callable[[], None] | None = None
+    """Called once the weights have values: applies DDP."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        lm = modeling.build(config.hf_config)
+        # Not an attribute in PyTorch's sense: registered as a child, `lm` would prefix every name.
+        self.__dict__["lm"] = lm
+        self._documents = config.documents
+        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            self.__dict__[table] = lm.__dict__[table]
+
+    def forward(self, tokens_BL: torch.Tensor, *, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[B, L, V]` of token ids `[B, L]`; under loss parallel a DTensor, `Shard(2)` on "tp".
+
+        `positions`, which count from the beginning of each document packed into a sequence, are dropped unless the model is
+        to keep the documents apart: else attention and recurrent states run across their borders, and a token's position
+        is its place in the sequence. By `cu_seqlens` the logits are `[1, B * L, V]`, in the same order.
+
+        Where the loss is fused and the labels are known, what stands in for the logits, which nothing but the loss reads.
+        """
+        inputs: dict[str, torch.Tensor] = {"input_ids": tokens_BL}
+        if self._documents is not None:
+            assert positions is not None
+            inputs = documents.inputs(tokens_BL, positions, self._documents)
+        labels, self.labels = self.labels, None
+        output = self._fused(inputs, labels) if self.fused is not None and labels is not None else None
+        if output is None:
+            output = self.lm(**inputs, use_cache=False)
+        self.added = added_loss(self.lm, output)
+        if self.added is None and getattr(self.lm.config, "output_router_logits", False):
+            raise ModelError(
+                f"output_router_logits = True, but {type(self.lm).__name__} computes no loss of its routers' balance: "
+                "leave it out"
+            )
+        return output.logits
+
+    def _fused(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
+        """Return the output of a forward whose head computes the loss; None if the model won't have it, now and later."""
+        assert self.fused is not None
+        objective = self.objective if self.training else Objective()
+        try:
+            with self.fused(labels, **objective._asdict()):
+                output = self.lm(**inputs, use_cache=False)
+            if not isinstance(output.logits, StandIn):
+                raise NotFused(f"{type(self.lm).__name__} returns other logits than its head")
+            output.logits.check()
+        except NotFused as error:
+            assert self.leave_logits is not None
+            self.leave_logits(error)
+            self.fused = None
+            return None
+        return output
+
+    @torch.no_grad()
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Initialise every parameter and buffer, after `to_empty`.
+
+        The weights depend on torch's seed alone, which torchtitan makes equal on all ranks: not on
+        the degrees, nor on how often the generator was used since. Then DDP, which needs values, is applied.
+
+        Args:
+            buffer_device: where the buffers belong if not beside the parameters (CPU offload).
+        """
+        modeling.initialize(self.lm, seed=torch.initial_seed())
+        if buffer_device is not None:
+            for module in self.lm.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(buffer_device)
+        if self.finish is not None:
+            with by_job_key():
+                self.finish()
+
+    def verify_module_protocol(self) -> None:
+        """Accept third-party modules: `titanplans.modeling` initialises them, not torchtitan's protocol."""
+
+    def train(self, mode: bool = True) -> "LanguageModel":
+        """Set training mode on the wrapped model, whose own flag its forward reads."""
+        self.lm.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "LanguageModel":
+        self.lm._apply(fn, recurse)  # FSDP's root re-reads its shards after to_empty
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped model's state dict, by way of its hooks (FSDP reshards its root in one)."""
+        return self.lm.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the wrapped model, by way of its hooks."""
+        return self.lm.load_state_dict(*args, **kwargs)
+
+
+def model_spec(
+    config: PretrainedConfig,
+    *,
+    name: str,
+    flavor: str,
+    strategy: FSDP2Config | DDPConfig,
+    documents: str | None = None,
+) -> ModelSpec:
+    """Return the model spec for torchtitan's trainer.
+
+    Args:
+        config: the architecture.
+        name, flavor: for the log.
+        documents: see `LanguageModel.Config`.
+        strategy: how the model is parallelised. torchtitan's own configs, which the trainer passes too, are not read.
+    """
+
+    def parallelize_language_model(
+        model: LanguageModel, *, parallel_dims: Any, dump_folder: str, **_: Any
+    ) -> LanguageModel:
+        with by_job_key():
+            parallelize(model.lm, parallel_dims=parallel_dims, config=strategy, dump_folder=dump_folder)
+        if (check := record_of(model.lm).image_check) is not None:
+            check.remove()  # a job's batches are text
+        if isinstance(strategy, DDPConfig):
+            # DDP sends rank 0's values, and the trainer gives a model its values after this.
+            model.finish = partial(apply_data_parallelism, model.lm, parallel_dims, strategy)
+        return model
+
+    return ModelSpec(
+        name=name,
+        flavor=flavor,
+        model=LanguageModel.Config(
+            hf_config=config, documents=documents, lora=strategy.lora, freeze=strategy.freeze
+        ),
+        parallelize_fn=parallelize_language_model,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=None,
+    )

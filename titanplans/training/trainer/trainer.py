@@ -1,0 +1,280 @@
+"""torchtitan's `Trainer` with this project's differences; its `Validator` is in `titanplans.training.trainer.validator`.
+
+A resumed run repeats the losses of an undisturbed one to the last bit, so checkpoints hold the random generators. A run
+that ends early finishes its writes. When gradients are communicated is decided in `titanplans.parallel`. The loop, the
+optimizer step, checkpoints and validation are torchtitan's.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torchtitan.trainer
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from titanplans.config import by_job_key
+from titanplans.errors import Diverged
+from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
+from titanplans.parallel.compile import async_tp
+from titanplans.parallel.fsdp import gradient_sync
+from titanplans.parallel.mesh.rendezvous import own_rendezvous
+from titanplans.training.launch.ending import Ending
+from titanplans.training.trainer.metrics import MetricsProcessor
+from titanplans.training.trainer.model import LanguageModel
+from titanplans.training.trainer.optimizer import prepare_optimizer
+from titanplans.training.trainer.parallelism_report import JobReport
+from titanplans.training.trainer.random_state import get_rng_state, set_rng_state
+from titanplans.training.trainer.step import Skipped, clipping
+
+_Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class _Over(BaseException):
+    """Leaves torchtitan's loop after the last step: behind it rank 0 sleeps for 2 seconds, so that others may end first."""
+
+
+class Trainer(torchtitan.trainer.Trainer):
+    """`Trainer(config).train()`, then `close()`.
+
+    Attributes:
+        asked_to_end: whether this rank was asked to, under checkpoint.save_on_signal.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.trainer.Trainer.Config):
+        """torchtitan's, whose `build` makes this class."""
+
+        strategy: FSDP2Config | DDPConfig
+        """How the model is parallelised, as given to `model_spec`."""
+
+        skip_nan_inf: bool = False
+        """Skip steps whose gradient is not finite."""
+
+        skip_nan_inf_limit: int = 20
+        """Steps in a row that may be skipped."""
+
+    # What `titanplans.training.trainer.model` and `titanplans.training.trainer.metrics` have put into the config.
+    model_config: LanguageModel.Config  # pyrefly: ignore[bad-override-mutable-attribute]
+    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: Config):
+        self._loaded_rng: dict[str, torch.Tensor] | None = None
+        self._batches_done = 0  # of this step
+        self._losses: list[torch.Tensor] = []  # likewise
+        self._checked_async_tp = False
+        self.skipped = Skipped()
+        self.asked_to_end: Callable[[], bool] = lambda: False
+        super().__init__(config)
+        (part,) = self.model_parts
+        loss: Any = self.loss_fn
+        loss.added = lambda: part.added
+        part.fused, part.objective, part.leave_logits = loss.fuse(part.lm), loss.objective, loss.leave
+        asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
+        self._ending = Ending(lambda: self.asked_to_end()) if asks else None
+        self._finite = torch.ones((), dtype=torch.int32, device=self.device)
+        self.checkpointer.finite = self._all_finite  # pyrefly: ignore[missing-attribute]
+        self.metrics_processor.total_steps = config.training.steps
+        if config.strategy.float8.recipe_name is not None:
+            # The peak that is known is bfloat16's, and only some products run at another.
+            self.metrics_processor.peak_flops = None
+        with by_job_key():
+            for optimizer in self.optimizers:
+                prepare_optimizer(optimizer, config.strategy.compile)
+        lm: Any = self.model_parts[0].lm
+        self.report = JobReport(
+            lm,
+            self.parallel_dims,
+            config.strategy,
+            config.dump_folder,
+            self.gradient_accumulation_steps,
+            config.metrics.measure_first_step,  # pyrefly: ignore[missing-attribute]
+        )
+
+    def init_distributed(self) -> ParallelDims:
+        """torchtitan's, by a store that ranks of an earlier start have not written to."""
+        if torch.distributed.is_initialized():
+            return super().init_distributed()
+        with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
+            return super().init_distributed()
+
+    def should_continue_training(self) -> bool:
+        """True while steps are left. Under checkpoint.save_on_signal saves and ends where a rank was asked to.
+
+        Raises:
+            _Over: none are, for `train`.
+        """
+        if not super().should_continue_training():
+            logger.info("Training completed")
+            raise _Over
+        if self._ending is not None and self._ending.is_last(self.step):
+            self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
+            logger.info(
+                f"SIGTERM: the job ends after step {self.step}, which is saved; the same command goes on"
+            )
+            raise _Over
+        return True
+
+    def train(self) -> None:
+        """Run the steps that are left, from the newest checkpoint on where there is one.
+
+        With `checkpoint.create_seed_checkpoint` save the initial weights as step 0 instead.
+        """
+        if self.config.checkpoint.create_seed_checkpoint:
+            self.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            self.report.start()
+            with contextlib.suppress(_Over):
+                super().train()
+            torch.distributed.barrier()  # all end together: rank 0 may keep the store
+
+    def batch_generator(self, data_iterable: Iterable[_Batch]) -> Iterator[_Batch]:
+        """torchtitan's, which on a resumed run starts with the random generators of the checkpoint.
+
+        They are set after the first batch because making a data iterator draws a seed from them,
+        once per run: an undisturbed run has done so long before this step.
+        """
+        batches = super().batch_generator(data_iterable)
+        batch = next(batches)
+        if self._loaded_rng is not None:
+            set_rng_state(self._loaded_rng)
+            self._loaded_rng = None
+        yield batch
+        yield from batches
+
+    def train_step(self, data_iterator: Iterator[_Batch]) -> None:
+        """torchtitan's step, with this project's clipping and skipping of gradients that are not finite; then validation.
+
+        Validation that is due comes before the step is saved: a run that is killed between the two repeats both.
+
+        Raises:
+            Diverged: the loss of a logged step is not finite, or its gradient's norm.
+            ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
+                compiled ran eagerly.
+        """
+        if self.report.steps_to_measure:
+            with self.report.measuring(self.step, self.lr_schedulers):
+                self._train_step(data_iterator)
+        else:
+            self._train_step(data_iterator)
+        strategy = self.config.strategy
+        if (
+            isinstance(strategy, FSDP2Config)
+            and strategy.enable_async_tensor_parallel
+            and not self._checked_async_tp
+        ):
+            with by_job_key():
+                async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)
+            self._checked_async_tp = True
+        if self.config.validator.enable and self.validator.should_validate(self.step):
+            self.validator.validate(self.model_parts, self.step)
+
+    def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
+        self._batches_done, self._losses = 0, []
+        skips = self.config.skip_nan_inf
+        norms = []
+
+        def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
+            norms.append(
+                self.skipped.clip(parameters, most, self.step) if skips else clip_gradients(parameters, most)
+            )
+            if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
+                raise Diverged(
+                    f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
+                    f"(training.skip_nan_inf_limit), so no later one will be; {self.left()}. Resume with a lower "
+                    "optimizer.lr, or leave out the data that they read"
+                )
+            return norms[-1]
+
+        try:
+            with clipping(clip):
+                super().train_step(data_iterator)
+        except RuntimeError as error:
+            # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.
+            if not _raised_in(error, torchtitan.trainer.Trainer.train_step):
+                raise
+            if not self.skipped.in_a_row:  # else it was left out
+                raise self._diverged("loss") from error
+        # No later loss says so of the last step. One that is not logged waits for nothing.
+        logged = self.metrics_processor.should_log(self.step)
+        if logged and not skips and not all(norm.isfinite() for norm in norms):
+            raise self._diverged("gradient's norm")
+        if not self.skipped.in_a_row:
+            numbers = torch.stack([number.float() for number in (*norms, *self._losses)])
+            self._finite *= numbers.isfinite().all()  # waits for nothing
+
+    def _all_finite(self) -> bool:
+        """Whether all weights are finite, on every rank, and losses and norms were, but for steps that were left out."""
+        every = [parameter.detach() for part in self.model_parts for parameter in part.parameters()]
+        weights = [weight for weight in every if weight.is_floating_point()]  # codes always are
+        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        self._finite *= torch.nn.utils.get_total_norm(local, torch.inf).isfinite()
+        torch.distributed.all_reduce(self._finite, torch.distributed.ReduceOp.MIN)
+        return bool(self._finite.item())
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"step {self.step}: the {what} is not finite, so the weights are lost; {self.left()}. Start the job again with "
+            "a lower optimizer.lr or more lr_scheduler.warmup_steps"
+        )
+
+    def left(self) -> str:
+        """Return in words from where the job can go on, once what is being written is there."""
+        if not self.config.checkpoint.enable:
+            return "nothing was saved (checkpoint.enable = false)"
+        return self.checkpointer.left()  # pyrefly: ignore[missing-attribute]
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """torchtitan's, with gradients summed over ranks when the strategy says so."""
+        self._batches_done += 1
+        with self._accumulating(last=self._batches_done == self.gradient_accumulation_steps):
+            loss = super().forward_backward_step(**batch)
+        self._losses.append(loss.detach())
+        return loss
+
+    def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
+        """torchtitan's, which also tells the model the labels of the forward that comes."""
+        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
+        part: Any = self.model_parts[0]
+        part.labels = labels
+        return inputs, labels, extra
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        lm: Any = self.model_parts[0].lm
+        strategy = self.config.strategy
+        if isinstance(strategy, DDPConfig):
+            return ddp.accumulate(lm, last=last, defer=strategy.defer_grad_sync)
+        return gradient_sync.accumulate(
+            lm, last=last, defer=strategy.fsdp_defer_grad_sync, keep_gathered=strategy.fsdp_keep_gathered
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, tokens seen, and the random generators.
+
+        One copy of these is kept: torchtitan gives every rank the same seed, and ranks draw alike.
+        """
+        return super().state_dict() | {"rng": get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the random generators wait for the first batch."""
+        super().load_state_dict(state_dict)
+        self._loaded_rng = state_dict["rng"]
+
+    def close(self) -> None:
+        """Finish what is being written (checkpoint, metrics) and leave the process group."""
+        self.checkpointer.maybe_wait_for_saving()
+        super().close()
+        torch.distributed.destroy_process_group()
+
+
+def _raised_in(error: RuntimeError, function: Callable[..., Any]) -> bool:
+    """Whether a `raise` of this very function made the error, and nothing that it calls."""
+    *_, (innermost, _line) = traceback.walk_tb(error.__traceback__)
+    return type(error) is RuntimeError and innermost.f_code is function.__code__

@@ -1,0 +1,57 @@
+"""torchtitan's `Validator` with this project's differences."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchtitan.components.validate
+
+from titanplans.parallel.fsdp import gradient_sync
+from titanplans.training.trainer.metrics import MetricsProcessor
+
+
+class Validator(torchtitan.components.validate.Validator):
+    """torchtitan's, in sizes of its own, which counts neither into the time nor into the tokens of training."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.components.validate.Validator.Config):
+        """torchtitan's, with the sizes of [validation], under names that `build` does not hand over itself."""
+
+        own_batch_size: int
+        """Sequences at a time on one data-parallel rank."""
+
+        own_seq_len: int
+        """Tokens in a sequence."""
+
+        unshard: bool = False
+        """Gather the weights, sharded by FSDP2, once for all batches."""
+
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+    metrics_processor: MetricsProcessor  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: Config, **kwargs: Any):
+        kwargs |= {"local_batch_size": config.own_batch_size, "seq_len": config.own_seq_len}
+        super().__init__(config, **kwargs)
+        self._validated = 0  # the last step that was
+
+    def should_validate(self, step: int) -> bool:
+        """Whether it is due at `step`, and not done: torchtitan's loop asks again once the step is saved."""
+        return step != self._validated and super().should_validate(step)
+
+    def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
+        """Log the loss over `steps` batches of the validation data, in nats per token."""
+        lm: Any = model_parts[0].lm
+        whole = gradient_sync.unsharded(lm) if self.config.unshard else nullcontext()
+        with self.metrics_processor.paused(), whole:
+            super().validate(model_parts, step)
+        self._validated = step
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[torch.nn.Module]
+    ) -> Any:
+        """torchtitan's, which also tells the model the labels of the forward that comes."""
+        inputs, labels, extra = super().post_dataloading_process(input_dict, labels, model_parts)
+        part: Any = model_parts[0]
+        part.labels = labels
+        return inputs, labels, extra

@@ -1,0 +1,75 @@
+"""What rank 0 writes for all: a folder that is whole or not there, and errors that every rank gets alike."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titanplans.disk import reason, sync
+from titanplans.errors import ModelError, NotSaved
+from titanplans.weights.gather import from_first, rank
+
+
+@contextmanager
+def written_beside(target: Path) -> Iterator[Path]:
+    """Give the body a new folder beside `target`, which gets its name once the body is done. Collective.
+
+    Raises:
+        ModelError: on every rank: there is something at `target`, or beside it from a process that writes, or was killed.
+        NotSaved: on every rank: the system refuses.
+    """
+    directory = target.with_name(f".{target.name}.writing")
+
+    def begin() -> None:
+        _refuse_existing(target, directory)
+        directory.mkdir(parents=True)
+
+    def end() -> None:
+        directory.rename(target)
+        sync(target.parent)
+
+    on_first_rank(begin, target)
+    try:
+        yield directory
+        on_first_rank(end, target)
+    except BaseException:
+        if rank() == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _refuse_existing(target: Path, directory: Path) -> None:
+    if os.path.exists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise ModelError(f"{target} is there already, and nothing is written over: name a new folder")
+    if os.path.exists(directory):
+        raise ModelError(
+            f"{directory} is there: another process writes {target}, or one was killed while it did; if so, remove it"
+        )
+
+
+def on_first_rank(action: Callable[[], None], path: Path, *, then: Callable[[], None] = lambda: None) -> None:
+    """Do `action` on rank 0, and `then` on every rank; raise on every rank what has failed.
+
+    Args:
+        action: writes files.
+        path: what it writes, for the error.
+        then: done though it has failed.
+
+    Raises:
+        ModelError: `action` did.
+        NotSaved: `action` did, or the system has refused.
+    """
+    failed: Exception | None = None
+    if rank() == 0:
+        try:
+            action()
+        except (OSError, ModelError, NotSaved) as error:
+            failed = error
+    then()
+    said = None if failed is None else (type(failed) is ModelError, str(failed))
+    if isinstance(failed, OSError):
+        said = False, f"{failed.filename or path} can't be written ({reason(failed)})"
+    if (said := from_first(said)) is not None:
+        is_users, words = said
+        raise (ModelError if is_users else NotSaved)(words) from failed

@@ -1,0 +1,226 @@
+"""From a Hugging Face folder into a model that is already split: every rank reads its own parts, and nothing else.
+
+What is in a folder, and under which names, is compared with the model before a value is read. No communication, but where
+a folder has two values for tied weights.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans.errors import ModelError
+from titanplans.modeling.build import build
+from titanplans.modeling.initialize import initialize, named_tensors, tie
+from titanplans.plan.decoder import without_wrappers
+from titanplans.precision import nf4
+from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.split.parameters.shards import copy_shard, local_shard
+from titanplans.text import some
+from titanplans.weights.folder import Folder, open_folder
+from titanplans.weights.lazy import LazyTensor
+from titanplans.weights.names import from_published
+
+_logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """What `load_weights` has done on this rank."""
+
+    tensors: int
+    """Tensors of the model that got values."""
+
+    bytes_read: int
+    """Bytes of values that this rank has read."""
+
+    seconds: float
+
+    missing: tuple[str, ...]
+    """Tensors of the model that the folder lacks: none unless strict=False. They have the values that they had."""
+
+    unexpected: tuple[str, ...]
+    """Tensors of the folder for which the model has no place: likewise."""
+
+
+class Match(NamedTuple):
+    """A folder's tensors by the names of a model."""
+
+    tensors: dict[str, LazyTensor]
+    """What to read: a tied weight once."""
+    again: dict[str, LazyTensor]
+    """What the folder holds of tied weights beside that."""
+    tied: dict[str, str]
+    """Tied parameter -> the one that it is tied to."""
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_weights(
+    model: PreTrainedModel, folder: str | os.PathLike[str], *, strict: bool = True, seed: int = 0
+) -> Loaded:
+    """Give a model the weights of a Hugging Face folder, in place; every rank calls it, and reads its parts alone.
+
+    It takes the place of `titanplans.modeling.initialize`: call it after the model was parallelised and given memory
+    (`manager.to_empty()`). Values are cast to each parameter's dtype. Buffers that a folder does not hold get their values
+    from the model's own code. Tied weights are tied again.
+
+    Args:
+        model: as `titanplans.modeling.build` made it, split in any way or not at all.
+        folder: safetensors with transformers' published names: one file, or an index of many.
+        strict: whether it is an error that the folder lacks a tensor of the model or holds one more. If not, what it lacks
+            keeps its value.
+        seed: of what no folder holds, such as adapters; the same on every rank.
+
+    Returns:
+        What was read, and what was not.
+
+    Raises:
+        ModelError: the folder is damaged or of another model; a tensor is still on the meta device, or has 16 bits where
+            the model's class keeps float32; tied weights have two values.
+    """
+    start = time.perf_counter()
+    targets = named_tensors(model)
+    small = {without_wrappers(name): module for name, module in nf4.quantised(model).items()}
+    opened = open_folder(folder)
+    match = match_folder(model, opened, strict=strict)
+    _check_kept(model, {name: targets[name].dtype for name in match.tensors.keys() & targets.keys()})
+    with torch.no_grad():
+        for name, lazy in match.tensors.items():
+            owner = name.rpartition(".")[0]
+            if owner in small and name.endswith(".weight"):
+                nf4.write(small[owner], _as_tensor(lazy), owner)
+            elif name in targets:  # a stage of a pipeline has not all
+                copy_shard(targets[name], _as_tensor(lazy), name=name)
+        _check_tied(targets, match, opened.path)
+    codes = {f"{owner}.{name}" for owner in small for name in (nf4.CODES, nf4.SCALES)}
+    more = targets.keys() - match.tensors.keys() - match.tied.keys() - set(match.missing) - codes
+    initialize(model, seed=seed, only=more)  # buffers that no folder holds, and adapters
+    tie(model, match.tied)
+    loaded = Loaded(
+        len(match.tensors),
+        opened.bytes_read,
+        time.perf_counter() - start,
+        match.missing,
+        match.unexpected,
+    )
+    notes = [
+        f"; {_count(names)} {what} ({some(names)})"
+        for names, what in [
+            (loaded.missing, "of the model not in it, which keep their values"),
+            (loaded.unexpected, "of it not in the model"),
+        ]
+        if names
+    ]
+    _logger.info(
+        f"read {loaded.tensors:,} tensors of {folder}: {loaded.bytes_read:,} bytes on this rank in {loaded.seconds:.2f} s"
+        + "".join(notes)
+    )
+    return loaded
+
+
+def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True) -> Match:
+    """Compare what is in a folder with the model: names, shapes and dtypes. No value is read.
+
+    Args:
+        model: as for `load_weights`; it may lie on meta.
+        folder: as `open_folder` returns it.
+        strict: as for `load_weights`.
+
+    Raises:
+        ModelError: with all that differs: names that are missing or unknown, and tensors of another shape or dtype.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        raise ModelError(
+            f"{type(model).__name__} has no config of transformers, so which names it has in a folder is not known: "
+            "give load_weights the model that modeling.build made"
+        )
+    # The model as it is published: whoever has split this one has changed classes, and names.
+    plain = build(config)
+    tensors, unexpected = from_published(plain, folder.tensors)
+    expected: dict[str, torch.Tensor] = plain.state_dict()
+    tied = {name: source for name, source in plain.all_tied_weights_keys.items() if name in expected}
+    wrong = [
+        f"{name} is {_kind(lazy)} in {folder.stored[lazy.name].file.name if lazy.name in folder.stored else folder.path}, "
+        f"expected {_kind(expected[name])}"
+        for name, lazy in tensors.items()
+        if lazy.shape != expected[name].shape or not _castable(lazy.dtype, expected[name].dtype)
+    ]
+    again = {}
+    for name, source in tied.items():
+        if name in tensors:
+            lazy = tensors.pop(name)
+            if source in tensors:
+                again[name] = lazy
+            else:
+                tensors[source] = lazy
+    missing = [name for name in expected if name not in tensors and name not in tied]
+    kinds = [
+        ("of the model not in it", missing if strict else []),
+        ("of it not in the model", unexpected if strict else []),
+        ("of another shape or type", wrong),
+    ]
+    if any(found for _, found in kinds):
+        raise ModelError(
+            f"{folder.path} does not hold the weights of this model, {type(plain).__name__}: "
+            + "; ".join(f"{_count(found)} {what} ({some(found)})" for what, found in kinds if found)
+            + ". Name its own folder, or take the config.json that belongs to this one"
+        )
+    return Match(tensors, again, tied, tuple(missing), tuple(unexpected))
+
+
+def _check_kept(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
+    """Refuse a model that has in 16 bits what its class keeps in float32."""
+    keeps = {dtype: keeps_float32(model, dtype) for dtype in set(dtypes.values())}
+    if narrow := [name for name, dtype in dtypes.items() if keeps[dtype](name)]:
+        raise ModelError(
+            f"{type(model).__name__} keeps {some(sorted(narrow))} in float32, and this model has it in "
+            f"{str(dtypes[narrow[0]]).removeprefix('torch.')}: build it with modeling.build, or cast it to float32"
+        )
+
+
+def _check_tied(targets: dict[str, torch.Tensor], match: Match, folder: os.PathLike[str]) -> None:
+    """Refuse a folder that has two values for a weight, on all ranks alike."""
+    differing = []
+    for name, lazy in match.again.items():
+        parameter, value = targets[match.tied[name]], _as_tensor(lazy)
+        if isinstance(parameter, DTensor):
+            value = local_shard(value, parameter.device_mesh, parameter.placements, name=name)
+            parameter = parameter.to_local()
+        if not torch.equal(torch.empty_like(parameter).copy_(value), parameter):
+            differing.append(name)
+    if match.again and dist.is_initialized():
+        found: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(found, differing)
+        differing = [name for names in found for name in names]
+    if differing:
+        raise ModelError(
+            f"{folder} has {differing[0]} and {match.tied[differing[0]]} with other values, and the model's config ties the "
+            "two: tie_word_embeddings = false in its config.json keeps both"
+        )
+
+
+def _as_tensor(lazy: LazyTensor) -> torch.Tensor:
+    """The same, for functions that are written for tensors."""
+    return cast(torch.Tensor, lazy)
+
+
+def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values keep their meaning: a float of 8 bits has a scale somewhere else."""
+    if stored.is_floating_point and stored.itemsize > 1:
+        return wanted.is_floating_point
+    return stored == wanted
+
+
+def _kind(tensor: torch.Tensor | LazyTensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names):,} tensor{'s' if len(names) > 1 else ''}"

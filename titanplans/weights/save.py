@@ -1,0 +1,222 @@
+"""A model as a Hugging Face folder: published names, safetensors of a chosen size, config.json and tokenizer beside them.
+
+Headers are known before a value is, so each tensor is gathered, written to its place and forgotten. The folder is written
+beside its place, `.NAME.writing`, brought to the disk, and renamed when it is whole.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from titanplans.disk import sync
+from titanplans.errors import ModelError
+from titanplans.modeling.build import build
+from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.weights.beside import on_first_rank, written_beside
+from titanplans.weights.files import (
+    copy_tokenizer,
+    refuse_full,
+    write_config,
+    write_safetensors,
+)
+from titanplans.weights.folder import INDEX
+from titanplans.weights.gather import from_first, rank
+from titanplans.weights.lazy import Box, LazyTensor
+from titanplans.weights.merged import handed_on
+from titanplans.weights.names import to_published
+
+_SHOWN = 3
+
+
+def save_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: str | os.PathLike[str] | None = None,
+    config: PretrainedConfig | None = None,
+) -> None:
+    """Write a model, split in any way, as a folder that transformers' `from_pretrained` loads. Collective; rank 0 writes.
+
+    Adapters are added to their weights; `save_adapter` writes them alone. Rank 0 has one whole tensor on the CPU at a time,
+    and each rank has it on its device.
+
+    Args:
+        model: of transformers or FLA, as `titanplans.modeling.build` or the library made it.
+        folder: is not there yet, or empty.
+        dtype: of all floating-point tensors but those that the model keeps in float32; None leaves each as it is.
+        max_shard_size: bytes of a file at most, or with a unit, "500MB"; a larger tensor has a file of its own.
+        tokenizer: a folder whose tokenizer files are copied, if there is one.
+        config: what config.json says; None for the model's own, which generates with a cache.
+
+    Raises:
+        ModelError: on every rank: the folder is there, or the model holds what transformers does not know.
+        NotSaved: on every rank: the disk is full, or refuses. What was written is removed.
+    """
+    config = _generating(model) if config is None else config
+    target = Path(folder)
+    lazy = lazily(*handed_on(model))
+    with written_beside(target) as directory:
+        write_folder(directory, config, lazy, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer)
+
+
+def _generating(model: nn.Module) -> PretrainedConfig:
+    """Return the model's config, with the cache that `build` has switched off for training."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if not isinstance(config, PretrainedConfig):
+        raise ModelError(
+            f"{type(model).__name__} has no config of transformers, so no config.json can be written: save what "
+            "titanplans.gather_full_state_dict(model) returns on rank 0"
+        )
+    text = config.get_text_config()
+    if hasattr(text, "use_cache"):
+        text.use_cache = True
+    return config
+
+
+def lazily(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> dict[str, LazyTensor]:
+    """Return tensors that `read(name)` gives whole; the last one is kept, of which parts may be asked for one by one.
+
+    Args:
+        tensors: shapes and dtypes; may lie on meta.
+        read: returns the values, or on a rank that does not write a tensor on meta.
+    """
+    last: dict[str, torch.Tensor] = {}
+
+    def lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
+        def fetch(box: Box) -> torch.Tensor:
+            if name not in last:
+                last.clear()
+                last[name] = read(name)
+            return last[name][tuple(slice(*bounds) for bounds in box)]
+
+        return LazyTensor(name, tensor.shape, tensor.dtype, fetch)
+
+    return {name: lazy(name, tensor) for name, tensor in tensors.items()}
+
+
+def write_folder(
+    directory: Path,
+    config: PretrainedConfig,
+    tensors: Mapping[str, LazyTensor],
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    tokenizer: str | os.PathLike[str] | None,
+    seal: Callable[[Path], None] = sync,
+) -> None:
+    """Write all files of a model into `directory`, and bring them to the disk. Collective if reading `tensors` is.
+
+    Args:
+        directory: there and empty, on rank 0.
+        config: the model's.
+        tensors: name in the module tree -> tensor. Tied ones may be there under each name, and must be equal then.
+        dtype, max_shard_size, tokenizer: as for `save_weights`.
+        seal: called on rank 0 with each file that is whole; brings it to the disk.
+
+    Raises:
+        ModelError, NotSaved: as `save_weights` does, which removes nothing here.
+    """
+    plain = build(config)
+    published = _published(plain, tensors)
+    kept = keeps_float32(plain, dtype)
+    dtypes = {
+        name: dtype if dtype and t.dtype.is_floating_point and not kept(t.name) else t.dtype
+        for name, t in published.items()
+    }
+    metas = {name: torch.empty(t.shape, dtype=dtypes[name], device="meta") for name, t in published.items()}
+    try:
+        split = split_torch_state_dict_into_shards(
+            metas, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        )
+    except ValueError as error:
+        raise ModelError(f"max_shard_size = {max_shard_size!r} is no size: 500MB or 5GB would do") from error
+    values = ((name, lazy.read().to(dtypes[name])) for name, lazy in published.items())
+
+    def write() -> None:
+        refuse_full(directory, split.metadata["total_size"])
+        write_config(directory, plain, config, dtypes)
+        if tokenizer is not None:
+            copy_tokenizer(Path(tokenizer), directory)
+        files = {file: {n: metas[n] for n in names} for file, names in split.filename_to_tensors.items()}
+        for path in directory.iterdir():
+            seal(path)
+        write_safetensors(directory, files, values, seal)
+        if split.is_sharded:
+            metadata = {
+                "total_parameters": sum(tensor.numel() for tensor in metas.values()),
+                **split.metadata,
+            }
+            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (directory / INDEX).write_text(text, encoding="utf-8")
+            seal(directory / INDEX)
+        sync(directory)
+
+    def read_on() -> None:
+        for _ in values:  # reading is collective, also where the disk has refused on rank 0
+            pass
+
+    on_first_rank(write, directory, then=read_on)
+
+
+def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> None:
+    """Refuse tensors that are not those of `plain`, a model on meta, by names and shapes; tied ones may be left out.
+
+    Raises:
+        ModelError: with the first that differ.
+    """
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    tied = plain.all_tied_weights_keys
+    optional = {*tied, *tied.values()}
+    expected: dict[str, torch.Tensor] = plain.state_dict()
+    wanted = {name: t.shape for name, t in expected.items() if name in shapes or name not in optional}
+    wrong = [
+        f"{name} is {_shape(shapes, name)}, expected {_shape(wanted, name)}"
+        for name in {**wanted, **shapes}
+        if shapes.get(name) != wanted.get(name)
+    ]
+    wrong += [
+        f"{n} and {source} are not there" for n, source in tied.items() if not {n, source} & shapes.keys()
+    ]
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ModelError(
+            f"what is saved is no {type(plain).__name__} of its config: {'; '.join(wrong[:_SHOWN])}{more}"
+        )
+
+
+def _published(plain: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors by their published names, tied ones once.
+
+    Raises:
+        ModelError: on every rank: they are not those of the model that the config describes.
+    """
+    check_names(plain, tensors)
+    once = dict(tensors)
+    for name, source in plain.all_tied_weights_keys.items():
+        if name not in once:
+            continue
+        other = once.pop(name)
+        if source not in once:
+            once[source] = other
+            continue
+        one, two = other.read(), once[source].read()  # on every rank: reading may be collective
+        if from_first(rank() == 0 and not torch.equal(one, two)):
+            raise ModelError(
+                f"{name} and {source} have other values, and the model's config ties the two: tie_word_embeddings = false "
+                "in it keeps both"
+            )
+    return to_published(plain, once)
+
+
+def _shape(shapes: Mapping[str, torch.Size], name: str) -> object:
+    return tuple(shapes[name]) if name in shapes else "not there"
