@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+from titanplans.text import class_name
+
 
 class UserError(ValueError):
     """What was asked for can't be honoured. The message names the value, the reason and the remedy."""
@@ -26,7 +28,7 @@ class PlanError(UserError):
 
     def __init__(self, reason: str, *, key: str | None = None, style: object = None, module: object = None):
         self.reason, self.key = reason, key
-        where = f"plan key '{key}' ({type(style).__name__} on {type(module).__name__}): "
+        where = f"plan key '{key}' ({class_name(style)} on {class_name(module)}): "
         super().__init__(reason if key is None else where + reason)
 
 

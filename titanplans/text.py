@@ -32,3 +32,9 @@ def in_bytes(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number} B"
+
+
+def class_name(instance: object) -> str:
+    """Return the name of an object's class; of a split module's, the one before the split: "Linear" for a SplitLinear."""
+    cls = type(instance)
+    return getattr(cls, "whole_class", cls).__name__

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from titanplans import PlanError, check_plan, kernels, modeling
-from titanplans.adapters import low_rank
 from titanplans.adapters.low_rank import adapted, draw_factor
 from titanplans.cli.verify.main import main
 from titanplans.errors import OptionError
@@ -28,6 +27,7 @@ from titanplans.parallel import (
     freeze,
     parallelize,
 )
+from titanplans.plan import adapted as plan_adapted
 from titanplans.proof.sample import randomise
 
 SMALL = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=48, vocab_size=96)
@@ -84,12 +84,12 @@ def test_float8_bases_are_proved():
 
 def test_a_gradient_that_is_not_summed_is_found_and_placed(monkeypatch):
     def unsummed(module, layouts):
-        found = low_rank.with_factors(module, layouts)
+        found = plan_adapted.with_factors(module, layouts)
         return (
             found | {"lora_A": found["lora_A"]._replace(gradient=Replicate())} if "lora_A" in found else found
         )
 
-    monkeypatch.setattr("titanplans.split.tensors.styles.with_factors", unsummed)
+    monkeypatch.setattr("titanplans.plan.styles.base.with_factors", unsummed)
     build = functools.partial(
         model_of, "qwen3", LoRA(rank=4, target_modules=("up_proj",)), num_hidden_layers=1
     )

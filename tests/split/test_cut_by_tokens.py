@@ -120,7 +120,9 @@ class CutByTokens:
     def _enter(self, style):
         def enter(module, args, kwargs):
             given = {**kwargs, **style.arguments}
-            return on_input(lambda x: LooksWhole(x, self.border), style, style.input_name, module, args, given)
+            return on_input(
+                lambda x: LooksWhole(x, self.border), style, style.input_name, module, args, given
+            )
 
         return enter
 

@@ -13,6 +13,7 @@ from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
 from titanplans.proof import threads
 from titanplans.split.parameters.local_parameters import ParameterMemo, localize
+from titanplans.split.state import state_of
 
 TOKENS = torch.arange(32).reshape(2, 16)
 
@@ -263,7 +264,8 @@ def nodes_of_readings(loss):
 
 
 def known(model):
-    return [module.__dict__["_tp_known"] for module in model.modules() if module.__dict__.get("_tp_known")]
+    states = [state for module in model.modules() if (state := state_of(module))]
+    return [state.read_by_block for state in states if state.read_by_block]
 
 
 def test_a_block_reads_its_parameters_by_one_node():

@@ -9,16 +9,15 @@ import pytest
 import torch
 import zoo
 from launches import COLLECTIVES, count, step
-from titanplans.split.tensors.styles import target
 from torch.distributed.tensor import Shard
 
 from titanplans import apply_plan
 from titanplans.plan.layout import Layout
+from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.norms import SplitNorm
 from titanplans.plan.styles.projections import Rowwise, RowwiseInRegion
 from titanplans.plan.styles.replicated import Whole
-from titanplans.plan.styles.vocab import VocabEmbedding
 from titanplans.proof.threads import Pool
 
 DEGREE = 2
@@ -28,7 +27,7 @@ class Split(NamedTuple):
     """A split model after its step, and the launches in it."""
 
     model: torch.nn.Module
-    styles: dict
+    plan: ResolvedPlan
     layouts: dict[str, Layout]
     counts: Counter
 
@@ -59,15 +58,15 @@ def exchanged_rows(layout: Layout) -> int:
 
 
 def norms(split: Split) -> int:
-    whole = [style for style in split.styles.values() if isinstance(style, SplitNorm)]
+    whole = [style for style in split.plan.styles.values() if isinstance(style, SplitNorm)]
     fused = sum(n for (name, place), n in split.counts.items() if name == "aten::sqrt_" and place in RATIOS)
     return 19 * fused + 6 * sum(style.statistic is not None for style in whole)
 
 
 def biases(split: Split) -> int:
     kinds = (Rowwise, RowwiseInRegion)
-    found = (target(name, split.model) for name, style in split.styles.items() if isinstance(style, kinds))
-    return sum(place.parameter is None and "bias" in held(place.module) for place in found)
+    found = (entry for entry in split.plan.entries if isinstance(entry.style, kinds))
+    return sum(entry.parameter is None and "bias" in held(entry.module) for entry in found)
 
 
 def embedded(split: Split) -> int:
@@ -76,7 +75,7 @@ def embedded(split: Split) -> int:
     return (11 + 3 * stops) * calls
 
 
-RATIOS = ("norms.py _RootRatio.forward",)
+RATIOS = ("root_mean_square.py _RootRatio.forward",)
 ROWS = "vocab.py _on_rows.<locals>.forward"
 EXTRAS = (
     Extra("a loss over shards of the vocabulary, in operators of its own instead of four", lambda split: 43),
@@ -94,18 +93,15 @@ EXTRAS = (
     ),
     Extra(
         "a stream that begins at the first block: a shard taken, with nothing sent",
-        lambda split: any(
-            isinstance(style, VocabEmbedding) and style.stream.dim is not None and not style.begins_stream
-            for style in split.styles.values()
-        ),
+        lambda split: split.plan.begins_at is not None,
     ),
     Extra(
         "a mixer that is whole on every rank: a shard taken, with nothing sent",
-        lambda split: 2 * sum(type(style) is Whole for style in split.styles.values()),
+        lambda split: 2 * sum(type(style) is Whole for style in split.plan.styles.values()),
     ),
     Extra(
         "the balance of routers that every rank has whole: its gradient divided by the ranks",
-        lambda split: any("alike.<locals>.computed.<locals>" in str(place) for _, place in split.counts),
+        lambda split: any("count_once.<locals>.computed.<locals>" in str(place) for _, place in split.counts),
     ),
     Extra(
         "RetNet's decays, of this rank's heads, computed outside of the kernel",
@@ -134,7 +130,7 @@ def check(pool: Pool, name: str, sequence_parallel: bool) -> None:
         model = zoo.build(name, dtype=torch.float32)
         applied = apply_plan(model, rank.mesh, sequence_parallel=sequence_parallel, plan=zoo.plan(name))
         if rank.first:
-            return Split(model, applied.styles, applied.layouts, count(model, inputs))
+            return Split(model, applied.resolved, applied.layouts, count(model, inputs))
         for _ in range(2):
             step(model, inputs)
             model.zero_grad()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from titanplans.errors import PlanError
 from titanplans.plan.adapted import LowRank, is_adapted, is_transposed
 from titanplans.plan.layout import Layout
+from titanplans.text import class_name
 
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
@@ -27,7 +28,7 @@ def adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 def takes_adapter(module: nn.Module) -> bool:
     """Whether `module` is a Linear, or GPT-2's Conv1D, which is one with its weight transposed."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    return isinstance(module, nn.Linear) or (class_name(module) == "Conv1D" and hasattr(module, "nf"))
 
 
 def add_factors(module: nn.Module, low_rank: LowRank, dropout: float) -> None:
@@ -64,7 +65,7 @@ def draw_factor(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 def _add(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         raise PlanError(
-            f"{type(module).__name__} returns a {type(output).__name__} and not a tensor, so it takes no adapter: leave it "
+            f"{class_name(module)} returns a {type(output).__name__} and not a tensor, so it takes no adapter: leave it "
             "out by lora.exclude_modules"
         )
     x = args[0] if args else kwargs["input"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import ModelError, either
-from titanplans.text import some
+from titanplans.text import class_name, some
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_scale")
 """Under these names configs keep the weight of the balance of routers."""
@@ -28,7 +28,7 @@ def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     """
     fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     given = {name: x for name, x in fields.items() if name.endswith("_loss") and isinstance(x, torch.Tensor)}
-    balance, kind = given.pop("aux_loss", None), type(model).__name__
+    balance, kind = given.pop("aux_loss", None), class_name(model)
     if given:
         raise ModelError(
             f"{kind} returns {next(iter(given))}, which nothing adds to the loss: let it return aux_loss, weighted by "

@@ -32,6 +32,7 @@ from titanplans.plan.decoder import HEADS, find_decoder
 from titanplans.split.parameters.local_parameters import local_parameter
 from titanplans.split.state import state_of
 from titanplans.split.stream import border_of_model
+from titanplans.text import class_name
 from titanplans.torch_private import version
 
 CHUNK = 512
@@ -58,11 +59,11 @@ class FusedLoss:
             (n for n in HEADS if n in model._modules), None
         )
         if name is None:
-            raise NotFused(f"{type(model).__name__} has no head under the names {' or '.join(HEADS)}")
+            raise NotFused(f"{class_name(model)} has no head under the names {' or '.join(HEADS)}")
         if chunk_tokens < 1:
             raise ParallelError(f"chunk_tokens = {chunk_tokens}: at least 1")
         self.head, self.chunk_tokens, self.compute = model.get_submodule(name), chunk_tokens, compute
-        self._model = type(model).__name__
+        self._model = class_name(model)
         _refuse_head(self.head, f"{self._model}.{name}")
         self._after_head = after_head(getattr(model, "config", None))
         border = border_of_model(model)
@@ -149,7 +150,7 @@ def _refuse_head(head: nn.Module, name: str) -> None:
         NotFused: names its class.
     """
     if not isinstance(head, nn.Linear):
-        raise NotFused(f"{name} is a {type(head).__name__}, and no nn.Linear")
+        raise NotFused(f"{name} is a {class_name(head)}, and no nn.Linear")
     own = next(cls for cls in type(head).__mro__ if "forward" in vars(cls) and not _reads_parameters(cls))
     if own is not nn.Linear or head._modules:
         raise NotFused(

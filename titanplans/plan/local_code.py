@@ -15,6 +15,7 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.decoder import join
+from titanplans.text import class_name
 from titanplans.user_code import as_user_error
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _uncalled(module: nn.Module, functions: Functions, path: str) -> tuple[str, 
     """Return the function that can't be replaced in the code of `module`, which keys name by `path`, and why; or None."""
     for name in functions:
         if not any(calls(method, name) for method in methods(type(module)).values()):
-            kind = type(module).__name__
+            kind = class_name(module)
             return (
                 join(path, name),
                 f"no method of {kind} calls a function of this name that its file imports or defines",

@@ -102,6 +102,9 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
         _entry(key, style, styles, modules) for key, style in styles.items() if isinstance(style, Style)
     )
     covered = {join(entry.path, name) for entry in entries for name in entry.layouts}
+    covered |= {
+        entry.key for entry in entries if entry.parameter is not None
+    }  # a wrong style is refused by its own reason
     foreign = [key for key, style in styles.items() if not isinstance(style, Style)]
     check_coverage(styles, covered, foreign, model, name)
     return ResolvedPlan(source, model, styles, entries)

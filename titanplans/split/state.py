@@ -79,7 +79,8 @@ def _split(cls: type[nn.Module]) -> type[nn.Module]:
     def extra_repr(self: Any) -> str:
         return ", ".join(filter(None, (cls.extra_repr(self), _described(self))))
 
-    return type(f"Split{cls.__name__}", (cls,), {"extra_repr": extra_repr, "__module__": cls.__module__})
+    members = {"extra_repr": extra_repr, "__module__": cls.__module__, "whole_class": cls}
+    return type(f"Split{cls.__name__}", (cls,), members)
 
 
 def _described(module: nn.Module) -> str:

@@ -22,6 +22,7 @@ from titanplans.split.checksum import checksum
 from titanplans.split.guards.dropout import REMEDY, draws_alike, dropouts, generator_state
 from titanplans.split.guards.inputs import positional
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
+from titanplans.text import class_name
 from titanplans.torch_private import dispatch_is_watched, tree_leaves
 
 
@@ -98,7 +99,7 @@ class _First:
             handle.remove()
         if self.drew or not generator_state(self.mesh).equal(self.state):
             raise PlanError(
-                f"the forward of {type(module).__name__} drew random numbers "
+                f"the forward of {class_name(module)} drew random numbers "
                 f"({', '.join(dropouts(module)) or 'dropout, or noise'}), but it is split over {self.mesh.size()} ranks, "
                 f"whose numbers would be the same where they must differ, or differ where they must be equal: {REMEDY}"
             )
@@ -135,7 +136,7 @@ def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh
         for rank, theirs in enumerate(everyones):
             if theirs.get(name) != everyones[0].get(name):
                 raise PlanError(
-                    f"{type(module).__name__} was called with another {name} on tensor-parallel rank {rank} than on rank 0: "
+                    f"{class_name(module)} was called with another {name} on tensor-parallel rank {rank} than on rank 0: "
                     "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
                     "not by the global rank, and with one seed"
                 )

@@ -18,6 +18,7 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.split.stream import Border
+from titanplans.text import class_name
 
 _HIDDEN_STATES = ("last_hidden_state", "hidden_states")
 _KEPT = ("logits_to_keep", "num_logits_to_keep")
@@ -71,7 +72,7 @@ def _begin(border: Border, block: nn.Module, args, kwargs):
     stream = border.stream
     if stream.begun and not stream.ended:
         raise PlanError(
-            f"{type(block).__name__}, the first block, was called twice in a forward, and takes its shard of the sequence "
+            f"{class_name(block)}, the first block, was called twice in a forward, and takes its shard of the sequence "
             "each time: set sequence_parallel = False"
         )
     stream.begun = True
@@ -80,7 +81,7 @@ def _begin(border: Border, block: nn.Module, args, kwargs):
     name = next((name for name in ("hidden_states", "x") if name in kwargs), None)
     if name is None:
         raise PlanError(
-            f"{type(block).__name__}, the first block, was called without a positional input and without 'hidden_states' "
+            f"{class_name(block)}, the first block, was called without a positional input and without 'hidden_states' "
             f"(got {', '.join(kwargs) or 'nothing'}): set sequence_parallel = False"
         )
     return args, {**kwargs, name: border.begin(kwargs[name])}
@@ -100,7 +101,7 @@ def _before(
     if is_base and known.begins_at_embedding and given.get("inputs_embeds") is not None:
         if stream.begun:
             raise PlanError(
-                f"{type(module).__name__} was called with inputs_embeds that the model has made in the same forward, from "
+                f"{class_name(module)} was called with inputs_embeds that the model has made in the same forward, from "
                 "this rank's shard of an embedding that begins the stream: let its plan say vocab_embedding() without "
                 "begins_stream, or make them before the model is called"
             )
@@ -114,7 +115,7 @@ def _before(
 
 def _refuse(known: Forwards, is_model: bool, module: nn.Module, given: Mapping[str, Any]) -> None:
     """Refuse what the code of `module` would get wrong with its arguments as `given`, by name."""
-    name = type(module).__name__
+    name = class_name(module)
     if is_model and not known.own_loss and given.get("labels") is not None:
         raise PlanError(
             f"{name} was called with labels, but its logits or its head are sharded over the vocabulary, "

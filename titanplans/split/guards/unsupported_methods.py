@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
 from titanplans.plan.checks.keys import ADAPTERS
+from titanplans.text import class_name
 
 _INITIALISE = (
     "call titanplans.modeling.initialize(model, seed=0) for a model of transformers or FLA, which gives the same values "
@@ -38,7 +39,7 @@ def refuse_whole_methods(model: nn.Module) -> None:
     for module in model.modules():
         for name, instead in _REFUSED.items():
             if callable(getattr(module, name, None)):
-                module.__dict__[name] = partial(_refuse, type(module).__name__, name, instead)
+                module.__dict__[name] = partial(_refuse, class_name(module), name, instead)
         if callable(getattr(module, "save_pretrained", None)):
             module.__dict__["save_pretrained"] = partial(_save, module)
 
@@ -53,7 +54,7 @@ def _save(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state = kwargs.get("state_dict")
     if state is None or any(isinstance(value, DTensor) for value in state.values()):
         raise PlanError(
-            f"{type(model).__name__}.save_pretrained would write this rank's parts: titanplans.save_weights(model, folder), "
+            f"{class_name(model)}.save_pretrained would write this rank's parts: titanplans.save_weights(model, folder), "
             "called on every rank, writes the whole; or on rank 0 save_pretrained(folder, state_dict=state) with "
             "state = titanplans.gather_full_state_dict(model) from every rank"
         )

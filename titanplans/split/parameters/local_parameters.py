@@ -26,6 +26,7 @@ from titanplans.split.parameters.local_weight import as_weight
 from titanplans.split.parameters.selection import selected
 from titanplans.split.parameters.shards import take_shards
 from titanplans.split.state import make_state, specialise, state_of, subclass
+from titanplans.text import class_name
 
 
 class ParameterMemo(dict[int, nn.Parameter]):
@@ -116,7 +117,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             and name in state.readings
         ):
             raise ParallelError(
-                f"the {name} of a {type(module).__name__} was split, and is now a plain tensor, whose gradient would not be "
+                f"the {name} of a {class_name(module)} was split, and is now a plain tensor, whose gradient would not be "
                 "summed over the ranks: copy values into the parameter, or set a DTensor on the mesh of tensor parallelism"
             )
         return param
