@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.adapters.add import add_adapters, check_before_compile, freeze
-from titanplans.apply.apply import apply_plan
+from titanplans.apply.apply import split
+from titanplans.apply.check import Checked, check
+from titanplans.apply.prepare import prepare
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
 from titanplans.config.compatibility.placement import Placement, check_placement
 from titanplans.config.options import Options, options_of
@@ -32,19 +34,13 @@ from titanplans.parallel.fsdp import check_shard, shard
 from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
-from titanplans.plan.custom import PlanSource
+from titanplans.plan.custom import PlanSource, resolve_plan
+from titanplans.plan.plan import TPOptions
 from titanplans.precision.autocast import apply_autocast
 from titanplans.precision.float8.all_gather import gather_in_float8
-from titanplans.precision.float8.conversion import (
-    Conversion,
-    check_calls,
-    check_float8_options,
-    convert_to_float8,
-    keep_plain_between_graphs,
-    refuse_read_weights,
-)
+from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
-from titanplans.split.parameters.replaced import replacing
+from titanplans.split.tensors.cut import CutByWeights
 
 _log = logging.getLogger(__name__)
 
@@ -112,54 +108,16 @@ def apply_steps(
     model: nn.Module, mesh: Any, config: Config, ac_config: Any = None, dump_folder: str = ""
 ) -> None:
     """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
-    record = record_of(model)
-
-    # First: a plan splits the products that there are, and FSDP gathers their weights.
-    if config.float8.recipe_name is not None:
-        with replacing(model):
-            done = convert_to_float8(model, config.float8, fsdp_mesh(mesh).device_type)
-        _log.info(_words(done))
-        if config.compile.blocks:
-            refuse_read_weights(model)
-            keep_plain_between_graphs(model)
-        else:
-            check_calls(model)
-        record.steps.append("float8")
-        record.float8 = done
-
-    # Behind the products as they are, and before the plan, which splits adapters as it splits their weights.
-    if config.lora.rank is not None:
-        record.adapters = add_adapters(model, config.lora)
-        record.steps.append("LoRA")
-        done = record.adapters
-        _log.info(
-            f"LoRA of rank {config.lora.rank}: {len(done.modules)} Linear modules, {len(done.left)} left out, "
-            f"{done.trained:,} of {done.trained + done.frozen:,} parameters train"
-        )
-    if config.compile.blocks:
-        check_before_compile(model)
-    if config.freeze:
-        freeze(model, config.freeze, lambda why: config.error("freeze", why))
-        record.steps.append("freezing")
-
-    # Parameters lose what a model has marked on them when they are sharded, and modules their numbers when they are split.
-    if record.roles is None:
-        record.roles = find_roles(model, config.plan if isinstance(config, FSDP2Config) else None)
+    record, over = record_of(model), fsdp_mesh(mesh)
+    backend = dist.get_backend(mesh.get_mesh("tp").get_group()) if mesh.tp_enabled else None
+    checked = _prepare(model, config, mesh.tp, over.device_type, backend)
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
-    if isinstance(config, FSDP2Config) and mesh.tp_enabled:
-        applied = apply_plan(
-            model,
-            mesh.get_mesh("tp"),
-            loss_parallel=not config.disable_loss_parallel,
-            sequence_parallel=config.enable_sequence_parallel,
-            plan=config.plan,
-            dtype=dtype(config.mixed_precision_param),
-        )
-        counts = Counter(type(style).__name__ for style in applied.styles.values())
+    if checked is not None:
+        record.plan = split(checked, CutByWeights(mesh.get_mesh("tp"), checked.plan.source.options.stream))
+        counts = Counter(type(style).__name__ for style in record.plan.styles.values())
         _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
         record.steps.append("tensor parallelism")
-        record.plan = applied
 
     # Before compile, so that the compiler sees what is recomputed.
     recomputed = config.activation_checkpoint if ac_config is None else ac_config
@@ -176,6 +134,56 @@ def apply_steps(
 
     if isinstance(config, FSDP2Config) or not on_meta(model):
         apply_data_parallelism(model, mesh, config)
+
+
+def dry_run(model: nn.Module, config: Config, tp_degree: int, device_type: str) -> None:
+    """Take the steps of `parallelize` that need no mesh, on a model on meta, which is of no use afterwards.
+
+    What depends on the meshes is refused in `parallelize`.
+
+    Raises:
+        PlanError, OptionError, ParallelError: as `parallelize`.
+    """
+    _prepare(model, config, tp_degree, device_type)
+    check_activation_checkpointing(model, config.activation_checkpoint)
+
+
+def _prepare(
+    model: nn.Module, config: Config, tp_degree: int, device_type: str, backend: str | None = None
+) -> Checked | None:
+    """Change what a plan is to split, and check the plan; None where nothing is split."""
+    record = record_of(model)
+    record.float8, record.adapters, frozen = prepare(
+        model,
+        float8=config.float8,
+        lora=config.lora,
+        freezes=config.freeze,
+        device_type=device_type,
+        compiled=bool(config.compile.blocks),
+        refuse=lambda why: config.error("freeze", why),
+    )
+    if (converted := record.float8) is not None:
+        _log.info(_words(converted))
+        record.steps.append("float8")
+    if (adapters := record.adapters) is not None:
+        record.steps.append("LoRA")
+        _log.info(
+            f"LoRA of rank {config.lora.rank}: {len(adapters.modules)} Linear modules, {len(adapters.left)} left out, "
+            f"{adapters.trained:,} of {adapters.trained + adapters.frozen:,} parameters train"
+        )
+    if frozen is not None:
+        record.steps.append("freezing")
+    checked = None
+    if isinstance(config, FSDP2Config) and tp_degree > 1:
+        options = TPOptions(tp_degree, not config.disable_loss_parallel, config.enable_sequence_parallel)
+        source = resolve_plan(config.plan, model, options)
+        checked = check(source, model, backend, dtype(config.mixed_precision_param))
+
+    # Parameters lose what a model has marked on them when they are sharded, and modules their numbers when they are split.
+    if record.roles is None:
+        known = None if checked is None else checked.plan.styles
+        record.roles = find_roles(model, config.plan if isinstance(config, FSDP2Config) else None, known)
+    return checked
 
 
 def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder, join
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.plan import Plan, TPOptions
 from titanplans.plan.registry import model_type_of, registered_plans
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.projections import Packed
@@ -54,17 +54,18 @@ class Roles(dict[str, Role]):
         return self[name] if name in self else _role(name, parameter, module)
 
 
-def find_roles(model: nn.Module, plan: PlanSource = None) -> Roles:
+def find_roles(model: nn.Module, plan: PlanSource = None, styles: Plan | None = None) -> Roles:
     """Return the roles of the parameters of `model`, which nothing has wrapped or split yet.
 
     Args:
         model: on any device, meta included.
         plan: the user's own plan, which knows the sections of packed weights; None for the registered one.
+        styles: that plan as it was resolved against `model`, where that has been done already.
     """
     ends = {id(parameter) for module in _ends(model) for parameter in module.parameters()}
     roles = Roles()
     try:
-        sections = _sections(model, plan)
+        sections = _sections(model, _styles(model, plan) if styles is None else styles)
     except PlanError as error:
         sections, roles.whole = {}, str(error)
     for name, parameter, module in named(model):
@@ -118,12 +119,15 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
             yield found
 
 
-def _sections(model: nn.Module, plan: PlanSource) -> dict[str, Sections]:
+def _styles(model: nn.Module, plan: PlanSource) -> Plan:
     if plan is None and model_type_of(model) not in registered_plans():
         return {}
     source = resolve_plan(plan, model, TPOptions(1))
     with as_user_error(f"plan {type(source).__name__}"):
-        styles = source.full_plan(model)
+        return source.full_plan(model)
+
+
+def _sections(model: nn.Module, styles: Plan) -> dict[str, Sections]:
     found = {}
     modules = dict(model.named_modules())
     for key, style in styles.items():

@@ -15,18 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from titanplans import kernels, modeling
-from titanplans.adapters.add import add_adapters, freeze
-from titanplans.apply.apply import check_plan
-from titanplans.config import ConfigError, FSDP2Config, JobConfig, by_job_key, strategy_of
+from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
 from titanplans.config.values import show
 from titanplans.loss import FusedLoss, still_biases
 from titanplans.modeling.own import is_own
-from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.build import group_parameters
-from titanplans.parallel.parallelize import dtype
+from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.decoder import holds_fla
-from titanplans.precision.float8.conversion import convert_to_float8
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.match import (
     changes,
@@ -161,30 +157,10 @@ def check_data(job: JobConfig) -> int:
 
 
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
-    """Refuse a model that float8, the plan, the degree or recomputation does not fit.
-
-    `model`, on meta, is converted to float8 and gets its adapters in place. What depends on the meshes is refused in
-    `parallelize`.
-    """
-    parallelism = job.parallelism
+    """Refuse a model that float8, adapters, the plan, the degree or recomputation does not fit; see `dry_run`."""
     spread = strategy_of(job)
-    if spread.float8.recipe_name is not None:
-        with by_job_key():
-            convert_to_float8(model, spread.float8, default_device_type())
     with by_job_key():
-        if spread.lora.rank is not None:
-            add_adapters(model, spread.lora)
-        if spread.freeze:
-            freeze(model, spread.freeze, lambda why: spread.error("freeze", why))
-    if parallelism.tensor_parallel_degree > 1:
-        check_plan(
-            model,
-            parallelism.tensor_parallel_degree,
-            loss_parallel=not parallelism.disable_loss_parallel,
-            sequence_parallel=parallelism.enable_sequence_parallel,
-            plan=job.model.plan,
-            dtype=dtype(spread.mixed_precision_param) if isinstance(spread, FSDP2Config) else None,
-        )
+        dry_run(model, spread, job.parallelism.tensor_parallel_degree, default_device_type())
     if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(
@@ -192,8 +168,6 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             "accelerators only: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )
-    with by_job_key():
-        check_activation_checkpointing(model, spread.activation_checkpoint)
 
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:

@@ -18,10 +18,11 @@ from torchtitan.protocols.module import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
+from titanplans.apply.prepare import prepare
 from titanplans.config import DDPConfig, FSDP2Config, LoRA, by_job_key
 from titanplans.errors import ModelError
 from titanplans.loss import FusedLoss, NotFused, Objective, StandIn, added_loss
-from titanplans.parallel import add_adapters, freeze, parallelize
+from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
 from titanplans.training.trainer import documents
@@ -62,10 +63,7 @@ class LanguageModel(BaseModel):
             if self.lora.rank is not None or self.freeze:
                 lm = copy.deepcopy(lm)  # on meta
             with by_job_key():
-                if self.lora.rank is not None:
-                    add_adapters(lm, replace(self.lora, quantize_base=None))
-                if self.freeze:
-                    freeze(lm, self.freeze)
+                prepare(lm, lora=replace(self.lora, quantize_base=None), freezes=self.freeze)
             return modeling.count_flops(lm, seq_len)
 
     lm: PreTrainedModel
