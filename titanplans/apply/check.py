@@ -4,8 +4,8 @@ A plan is resolved once, and every check reads the same entries: those of the pl
 float8, of NF4 and of dropouts. None needs a process group, and each holds on meta.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,21 +13,14 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.checks.packed import packed_faults
-from titanplans.plan.checks.regions import (
-    Fault,
-    end_faults,
-    mixer_faults,
-    module_faults,
-    parameter_faults,
-    region_faults,
-)
+from titanplans.plan.checks.regions import region_faults
 from titanplans.plan.checks.sizes import check_degree
 from titanplans.plan.checks.tied import check_tied, tied_parameters
 from titanplans.plan.converted import Crossing
 from titanplans.plan.local_code import Functions, code_of_ranks
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan, resolve
-from titanplans.precision.float8.checks import check_float8, check_torchao_styles, float8_crossings
+from titanplans.precision.float8.checks import check_float8
 from titanplans.precision.nf4 import nf4_faults
 from titanplans.split.guards.dropout import check_dropout
 
@@ -62,26 +55,10 @@ def check(
         PlanError: see `apply.check_plan`.
     """
     plan = resolve(source, model)
-    for faults in (
-        parameter_faults,
-        region_faults,
-        mixer_faults,
-        end_faults,
-        module_faults,
-        nf4_faults,
-        packed_faults,
-    ):
-        _refuse(faults(plan), plan)
+    for key, reason in chain(region_faults(plan), nf4_faults(plan), packed_faults(plan)):
+        raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
     check_tied(plan)
     check_dropout(model, plan.degree)
     check_degree(plan, dtype)
-    check_float8(plan)
-    check_torchao_styles(plan, backend)
-    attributes, functions = code_of_ranks(plan)
-    return Checked(plan, float8_crossings(plan), tied_parameters(model), attributes, functions)
-
-
-def _refuse(faults: Iterable[Fault], plan: ResolvedPlan) -> None:
-    """Raise a PlanError of the first of `faults`, if there is one."""
-    for key, reason in faults:
-        raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
+    crossings = check_float8(plan, backend)
+    return Checked(plan, crossings, tied_parameters(model), *code_of_ranks(plan))

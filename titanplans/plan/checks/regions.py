@@ -1,7 +1,6 @@
 """Regions, mixers and the ends of a model: faults of a plan that would give wrong sums, or none.
 
-Each check reads names and shapes only, so it holds on meta and needs no process group. Most yield faults: a plan key and
-what is wrong there, with what would work.
+Each check reads names and shapes only, so it holds on meta and needs no process group.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,16 @@ Fault = tuple[str, str]
 """A plan key, and what is wrong there."""
 
 
-def parameter_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+    """Yield what would give wrong sums, or none: styles on the wrong thing, regions, mixers, the ends of the stream."""
+    yield from _parameter_faults(plan)
+    yield from _region_faults(plan)
+    yield from _mixer_faults(plan)
+    yield from _end_faults(plan)
+    yield from _module_faults(plan)
+
+
+def _parameter_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield each style that would be wrong for the parameter that its key names."""
     for entry in plan.entries:
         if entry.parameter is not None:
@@ -29,7 +37,7 @@ def parameter_faults(plan: ResolvedPlan) -> Iterator[Fault]:
                 yield entry.key, reason
 
 
-def module_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+def _module_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield each style that would be wrong on its module."""
     for entry in plan.entries:
         reason = entry.style.refusal(entry.module) if entry.parameter is None else None
@@ -37,7 +45,7 @@ def module_faults(plan: ResolvedPlan) -> Iterator[Fault]:
             yield entry.key, reason
 
 
-def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+def _region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield split modules outside a region, and regions whose output would not be one sum of parts."""
     ours = {entry.key: entry.style for entry in plan.entries}
     opened = {key: style for key, style in ours.items() if style.opens}
@@ -76,7 +84,7 @@ def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
             )
 
 
-def mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield token mixers that would see a shard of the sequence only, and split ones whose heads are not known."""
     ours, source = {entry.key: entry.style for entry in plan.entries}, plan.source
     for name, mixer in plan.decoder.mixers.items():
@@ -99,7 +107,7 @@ def mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
             )
 
 
-def end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
+def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield an embedding without a style that says where the stream begins, and styles on the stream behind its end."""
     decoder = plan.decoder
     if not plan.source.options.sequence_parallel:

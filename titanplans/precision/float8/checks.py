@@ -21,14 +21,26 @@ from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.plan.styles.vocab import VocabHead
 
 
-def check_float8(plan: ResolvedPlan) -> None:
+def check_float8(plan: ResolvedPlan, backend: str | None = None) -> dict[str, Crossing]:
+    """Refuse what float8 can't be split as; return how a sequence crosses each border with converted modules, by plan key.
+
+    Args:
+        plan: resolved; nothing of its model needs to be converted.
+        backend: that of the TP group; None if it is not known yet.
+
+    Raises:
+        PlanError: names the module, its sizes, and what would work.
+    """
+    _check_sizes(plan)
+    _check_torchao_styles(plan, backend)
+    return _crossings(plan)
+
+
+def _check_sizes(plan: ResolvedPlan) -> None:
     """Refuse a degree at which a rank's share of a converted module is not aligned for float8.
 
     And a replicated module in a region that does not read the sequence: a feature map of each head, say, whose scale is that
     of all heads, and whose gradients are no summands.
-
-    Raises:
-        PlanError: naming the module, its sizes, and what would work.
     """
     embedding, degree = plan.decoder.embedding, plan.degree
     width = None if embedding is None else plan.module_at(embedding).weight.shape[-1]  # type: ignore[union-attr]
@@ -73,17 +85,10 @@ def _sizes(style: Style, module: Any) -> Iterator[tuple[str, int, Callable[[int]
         yield "inputs", size, lambda d: not size % (d * ALIGNMENT)
 
 
-def check_torchao_styles(plan: ResolvedPlan, backend: str | None = None) -> None:
+def _check_torchao_styles(plan: ResolvedPlan, backend: str | None) -> None:
     """Refuse torchao's own float8 styles where they would be wrong, or fail.
 
     They check that scales are dynamic, but not that a tensor has one scale, so the rowwise recipes pass their check.
-
-    Args:
-        plan: the user's plan, which may hold any ParallelStyle.
-        backend: the TP group's; None if it is not known yet.
-
-    Raises:
-        PlanError: the recipe scales rows; the module is not converted; the backend is gloo, which has no float8.
     """
     recipe = plan.source.options.float8
     for key, style in plan.styles.items():
@@ -104,8 +109,7 @@ def check_torchao_styles(plan: ResolvedPlan, backend: str | None = None) -> None
                 raise PlanError(reason, key=key, style=style, module=module)
 
 
-def float8_crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
-    """Return how a sequence crosses each border at which converted modules stand, by plan key."""
+def _crossings(plan: ResolvedPlan) -> dict[str, Crossing]:
     recipe = plan.source.options.float8
     if recipe == "none":
         return {}
