@@ -205,7 +205,7 @@ def test_a_split_mixer_whose_heads_are_not_found():
         "'layers.0.attn.q_proj' (Colwise on Linear): it splits the mixer layers.0.attn (Attention)" in message
     )
     assert "num_heads or num_attention_heads" in message
-    assert message.endswith("or set head_names in TinyPlan to the attribute that counts what is split")
+    assert message.endswith("or set head_names in TinyPlan to the attribute that counts the split heads")
 
     for layer in model.layers:
         layer.attn.num_key_value_heads = 4  # these alone don't say it

@@ -46,8 +46,8 @@ class Adapters:
 def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
     """Give Linear modules of `model` low-rank adapters, in place, and freeze all else.
 
-    After a conversion to float8, before a plan, compile and data parallelism. `module.weight` keeps its name; beside it
-    stand `module.lora_A` [rank, inputs] and `module.lora_B` [outputs, rank], of its dtype.
+    After a conversion to float8, before a plan, compile and data parallelism. `module.weight` keeps its name; the
+    module gains `module.lora_A` [rank, inputs] and `module.lora_B` [outputs, rank], of its dtype.
 
     Args:
         model: any module, on meta or not. On meta the adapters get values where all parameters do

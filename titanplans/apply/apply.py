@@ -1,7 +1,7 @@
 """`apply_plan`: a plan onto a model, strictly, in place; `check_plan`: the same refusals without a mesh.
 
 What can be refused is refused before a weight moves. Afterwards every parameter is a DTensor on the TP mesh, and tied
-weights are one. A foreign `ParallelStyle` says what it does only by doing it: what it leaves undone is an error then.
+weights are one. A foreign `ParallelStyle` declares nothing, so its faults are errors only once it has been applied.
 """
 
 from collections.abc import Iterable

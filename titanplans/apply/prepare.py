@@ -22,7 +22,7 @@ from titanplans.split.parameters.replaced import replacing
 
 
 class Preparation(NamedTuple):
-    """What was changed."""
+    """The changes that were made."""
 
     float8: Conversion | None
     adapters: Adapters | None

@@ -1,4 +1,4 @@
-"""The balance of a model's routers: what it adds to its loss itself, or biases that nothing here moves."""
+"""The balance of a model's routers: a term that the model adds to its loss, or biases that nothing here moves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     """Return what `model` adds to the mean cross entropy of its batch: its routers' balance, weighted; a scalar or None.
 
     A model returns it as `aux_loss`, and its config holds the weight. One that returns its routers' logits, and computes
-    their balance beside its own loss alone, gets it by the function of its file that does so.
+    their balance only together with its own loss, gets it by the function of its file that does so.
 
     Raises:
         ModelError: it returns another loss, or an `aux_loss` without a weight: training would leave it out.

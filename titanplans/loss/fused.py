@@ -30,7 +30,7 @@ Compute = Callable[
 
 @dataclass(frozen=True)
 class Settings:
-    """How a loss is computed, beside of what."""
+    """How a loss is computed; its inputs come apart."""
 
     chunk: int
     """Tokens."""
@@ -164,7 +164,7 @@ class _Sums:
             self.bias_gradient = of_bias if self.bias_gradient is None else self.bias_gradient.add_(of_bias)
 
     def _product(self, so_far: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return a @ b, or what it adds to `so_far`, float32 or wider."""
+        """Return a @ b, or `so_far` + a @ b, in float32 or wider."""
         if so_far is None:
             return (a @ b).to(self.wide)
         return so_far.addmm_(a, b) if so_far.dtype == a.dtype else so_far.add_(a @ b)

@@ -36,7 +36,7 @@ from titanplans.text import class_name
 from titanplans.torch_private import version
 
 CHUNK = 512
-"""Tokens of a chunk where nobody says: docs/loss.md has what was measured."""
+"""Tokens of a chunk by default; docs/loss.md has the figures."""
 
 
 class FusedLoss:
@@ -157,7 +157,7 @@ def _refuse_head(head: nn.Module, name: str) -> None:
             f"{name} is a {own.__name__}, which does more than multiply by its weight (float8, adapters)"
         )
     if more := head._parameters.keys() - {"weight", "bias"}:
-        raise NotFused(f"{name} has {' and '.join(sorted(more))} beside its weight (an adapter)")
+        raise NotFused(f"{name} has {' and '.join(sorted(more))} in addition to its weight (an adapter)")
     weight = head._parameters["weight"]
     if weight is None or not weight.is_floating_point():
         raise NotFused(f"{name} keeps its weight in another form than numbers")

@@ -28,7 +28,7 @@ Read = Callable[
 
 
 class Objective(NamedTuple):
-    """What is added to the cross entropy of each token that counts."""
+    """The terms added to the cross entropy of each token that counts."""
 
     label_smoothing: float = 0.0
     """The share of a label that all tokens of the vocabulary have alike (Szegedy et al., arXiv 1512.00567): 0 to below 1."""
@@ -81,8 +81,8 @@ def entropy_and_gradient(
         logits: [tokens, share of the vocabulary]; may be overwritten.
         labels: [tokens], token ids; -100 where a token does not count.
         share: which part of the vocabulary; None for all of it.
-        objective: what is added.
-        wanted: the gradient is; else what is returned in its place means nothing.
+        objective: the added terms.
+        wanted: whether the gradient is needed; if not, the tensor returned in its place means nothing.
         read: None for Triton's kernels on a GPU, and torch's operators elsewhere, and where a compiler sees them.
     """
     vocabulary = logits.shape[-1] if share is None else share.vocabulary

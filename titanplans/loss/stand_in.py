@@ -59,7 +59,7 @@ REMEDY = "switch the fused loss off (loss.fused = false)"
 
 
 class NotFused(ParallelError):
-    """A model, or what is done with its logits, for which the head can't compute the loss: why not, and what would help."""
+    """The head can't compute the loss for this model, or for this use of its logits: the reason and the remedy."""
 
     def __init__(self, reason: str, remedy: str = REMEDY):
         super().__init__(reason, remedy)
@@ -190,7 +190,7 @@ def _repeated(spread: torch.Tensor) -> torch.Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """A scalar as a tensor of a shape, in no more memory, and no view, of which FSDP2 warns; its gradient comes repeated."""
+    """A scalar as a tensor of a shape, in no more memory; no view, since FSDP2 warns of those. Its gradient is repeated."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Decoder:
     base: str = ""
     """The module that holds embedding, blocks and norm; "" is the model itself."""
     towers: tuple[tuple[str, ...], ...] = ()
-    """The names of the blocks of each tower: a list of blocks beside the decoder's, such as a vision encoder's."""
+    """The names of the blocks of each tower: a list of blocks other than the decoder's, such as a vision encoder's."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def join(*names: str) -> str:
 
 
 def within(key: str, module: str) -> bool:
-    """Whether `key` names something inside `module`, of which "" is the whole model."""
+    """Whether `key` names something inside `module`; "" is the whole model."""
     return key != module and (key.startswith(f"{module}.") or module == "")
 
 

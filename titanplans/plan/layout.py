@@ -1,9 +1,9 @@
 """How one parameter lies on the mesh, which of its rows a rank reads, and how the residual stream lies.
 
-A parameter of which each rank uses one even shard is stored so: `Shard`. Of a packed one (queries, keys and values in one
-weight), or one whose heads ranks share, a rank uses other rows. It is stored in a way that DTensor can say, so that
-`full_tensor`, FSDP2, optimizers and checkpoints see its true values in their true order, and a rank selects its rows when
-it reads it:
+Where each rank uses one even shard, a parameter is stored so: `Shard`. Of a packed parameter (queries, keys and values in
+one weight), or one whose heads ranks share, a rank uses other rows. It is stored in a way that DTensor can express, so
+that `full_tensor`, FSDP2, optimizers and checkpoints see its true values in their true order, and a rank selects its rows
+when it reads it:
 
     stored                    a rank's rows come     gradient
     Replicate                 from its own copy      Partial
@@ -18,9 +18,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class StreamLayout(NamedTuple):
-    """How the residual stream lies between regions: `dim` is its sequence, of which each rank has a shard; None: whole."""
+    """How the residual stream lies between regions."""
 
     dim: int | None
+    """The dimension of the sequence, which is sharded over the ranks; None: every rank has the whole stream."""
 
     @property
     def placement(self) -> Placement:
@@ -49,7 +50,7 @@ class Shared(NamedTuple):
 
 
 Section = int | Shared
-"""Rows of a packed parameter that belong together: so many, of which each rank has a share, or shared ones."""
+"""Rows of a packed parameter that belong together: a number of rows that the ranks share out, or rows that they share."""
 
 
 class Run(NamedTuple):

@@ -93,7 +93,7 @@ def code_of_ranks(plan: "ResolvedPlan") -> tuple[dict[str, dict[str, Any]], dict
 
 
 def _check(model: nn.Module, name: str, fault: tuple[str, str] | None, hook: str) -> None:
-    """Raise a PlanError of a `fault`, the name that the `hook` of a plan gives for the module `name`, and what is wrong."""
+    """Raise a PlanError of `fault`: the name that the `hook` of a plan gives for the module `name`, and the reason."""
     if fault is not None:
         given, reason = fault
         module = f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
@@ -133,7 +133,7 @@ def methods(cls: type) -> dict[str, FunctionType]:
 
 
 def calls(function: FunctionType, name: str) -> bool:
-    """Whether the code of `function`, or of what it decorates, looks `name` up in its file."""
+    """Whether the code of `function`, or of the function that it decorates, looks `name` up in its file."""
     if looks_up(function, name):
         return True
     inner = getattr(function, "__wrapped__", None)
@@ -153,7 +153,7 @@ def looks_up(function: FunctionType, name: str) -> bool:
 def count_once(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
     """Return `function` of tensors that every rank has whole: its gradient is divided by the ranks, which sum theirs.
 
-    For a loss beside the logits', such as the balance of a router inside a region.
+    For a loss besides that of the logits, such as the balance of a router inside a region.
     """
 
     @wraps(function)

@@ -139,11 +139,11 @@ class TPPlan(PlanStyles):
         return max(1, heads // self.options.degree)
 
     def local_functions(self, attn: nn.Module) -> Functions:
-        """Return what makes this rank's functions of those that a mixer's code calls, by name.
+        """Return makers of this rank's versions of functions that a mixer's code calls, by name.
 
         For functions with global knowledge, such as a decay that depends on a head's number. Each gets the function and
-        the rank's `Place`, and returns what the code is to call in its place. `self.over_all_ranks` does so for a norm over
-        the whole width that is fused with the product behind it, `self.summed` for a product of which a rank has a part.
+        the rank's `Place`, and returns the function to call instead. `self.over_all_ranks` makes one for a norm over the
+        whole width that is fused with the product behind it, `self.summed` for a product that the ranks hold as summands.
         """
         return {}
 
@@ -152,7 +152,7 @@ class TPPlan(PlanStyles):
         return {}
 
     def model_attributes(self, model: nn.Module) -> dict[str, int]:
-        """Return the attributes of what is no mixer and no MLP that must count this rank's heads, by dotted name."""
+        """Return the attributes outside of mixers and MLPs that must count this rank's heads, by dotted name."""
         return {}
 
     def model_functions(self, model: nn.Module) -> Functions:

@@ -155,7 +155,7 @@ class PlanStyles:
         return ReplicatedInRegion()
 
     def added_to_sum(self) -> ParallelStyle:
-        """Replicate what is added to each rank's part of a sum, such as experts' biases: each adds its part of it."""
+        """Replicate a parameter that is added to a sum over the ranks, such as experts' biases: each rank adds its part."""
         return AddedToSum(degree=self.options.degree)
 
     def replicated_on_stream(self) -> ParallelStyle:

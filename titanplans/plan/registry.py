@@ -40,7 +40,7 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
             a mixer uses this plan's `attn_plan` for it.
 
     Raises:
-        PlanError: a name is taken by another class, or is no string; there is none; or what is decorated is no TPPlan class.
+        PlanError: a name is taken or is no string; no name is given; the decorated object is no TPPlan class.
     """
     if not (model_types or mixer) or not all(isinstance(name, str) for name in (*model_types, mixer or "")):
         given = ", ".join(map(repr, model_types))
@@ -73,7 +73,7 @@ def _discover() -> tuple[str, ...]:
     """Import every module that registers plans: those below `titanplans.plans`, and other packages' entry points.
 
     Returns:
-        What is wrong with entry points that can't be loaded, each named: another package's fault breaks no plan but its own.
+        Why entry points can't be loaded, one sentence each: another package's fault breaks no plan but its own.
     """
     package = import_module(PLANS)
     for module in pkgutil.walk_packages(package.__path__, f"{PLANS}."):

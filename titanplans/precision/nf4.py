@@ -123,7 +123,7 @@ def nf4_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
         if inputs // BLOCK % plan.degree:
             yield (
                 entry.key,
-                f"its weight [{outputs}, {inputs}] is in NF4, of which a rank would hold [{outputs}, "
+                f"its weight [{outputs}, {inputs}] is in NF4, and a rank would hold [{outputs}, "
                 f"{inputs / plan.degree:g}], and blocks of {BLOCK} inputs share a scale: take a degree that divides "
                 f"{inputs // BLOCK}, or leave the module out by lora.exclude_modules",
             )
@@ -147,7 +147,7 @@ def _multiplying(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, of which the backward casts the weight again: kept from the forward, it would take what NF4 saves."""
+    """x W^T. The backward casts the weight again: a copy kept from the forward would take the memory that NF4 saves."""
 
     @staticmethod
     def forward(ctx: Any, x, codes, scales):

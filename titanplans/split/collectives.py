@@ -9,7 +9,7 @@
     sum_gradients    identity        all-reduce
     exchange         all-to-all      all-to-all
 
-Pairs, in each of which one is the other's backward (an exchange's is an exchange); so a backward may be differentiated
+Pairs: each is the other's backward (an exchange's is an exchange); so a backward may be differentiated
 again. A sequence that the number of ranks does not divide is filled up with zeros.
 """
 
@@ -84,7 +84,7 @@ def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Send `x[i]` to rank i; return the same shape, of which `[i]` has come from rank i."""
+    """Send `x[i]` to rank i; return the same shape; its `[i]` has come from rank i."""
     return _Exchange.apply(x, group) if _has_gradient(x) else all_to_all(x, group)
 
 

@@ -15,7 +15,7 @@ class Sent(NamedTuple):
     """A collective of the forward and the one that is its backward."""
 
     forward: tuple[str, ...]
-    """The operation, or several of which any will do; () for none."""
+    """The operation, or alternatives to it; () for none."""
     backward: tuple[str, ...]
     elements: int
     """Of the whole tensor, at most."""

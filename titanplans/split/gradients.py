@@ -1,6 +1,6 @@
 """The gradients of a parallel model as one vector: its norm, clipping it, and steps that are not finite.
 
-torch's `get_total_norm` stacks one norm for each tensor, which fails for plain tensors beside DTensors
+torch's `get_total_norm` stacks one norm for each tensor, which fails where plain tensors and DTensors are mixed
 and for DTensors of different meshes, and asks for one more collective for each. Here the local norms
 are sorted by the groups that they still have to be summed over, and each group sums once.
 """
@@ -32,8 +32,8 @@ def total_norm(
 ) -> torch.Tensor:
     """Return the p-norm of all gradients of the whole model, a plain float32 scalar (float64 for float64 gradients).
 
-    A gradient counts by what it is: a plain tensor and a replicated DTensor once, however many ranks hold
-    it; a sharded one by all its shards, of which some may be empty. A Partial one is reduced first
+    A gradient counts by its placement: a plain tensor and a replicated DTensor once, however many ranks hold
+    it; a sharded one by all its shards (some may be empty). A Partial one is reduced first
     (`align_gradients`), once: `parameter.grad` is the sum from then on.
 
     Collective: every rank calls it with the same parameters in the same order. One all-reduce of a few
@@ -117,7 +117,7 @@ def clip_gradients(
 def align_gradients(parameters: Parameters) -> None:
     """Give each gradient its parameter's layout, in `parameter.grad`: a Partial one is summed over its ranks.
 
-    FSDP has done so for what it manages; without it, a parameter that is replicated inside a
+    FSDP has done so for parameters that it manages; without it, a parameter that is replicated inside a
     tensor-parallel region still has one partial sum a rank after the backward. A gradient on another
     mesh than its parameter's stays there, and is reduced. Collective.
     """

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Set attributes of `module` by dotted name; what is no module on the way, such as a config, is copied first."""
+    """Set attributes of `module` by dotted name; a config on the way, or another object but a module, is copied first."""
     for name, value in attributes.items():
         holder: Any = module
         *path, last = name.split(".")
@@ -77,7 +77,7 @@ def _replaced(value: Any, path: list[str], local: Any, place: Place) -> Any:
 
 
 def _with(function: FunctionType, name: str, local: Any, place: Place) -> FunctionType:
-    """Return `function` whose code, or that of what it decorates, finds this rank's function under `name`."""
+    """Return `function` with this rank's function under `name` in its code, or in that of the function that it decorates."""
     known, closure = function.__globals__, function.__closure__
     if looks_up(function, name):
         first, *path = name.split(".")

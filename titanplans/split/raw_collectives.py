@@ -54,7 +54,7 @@ _ALL_REDUCE = {
 
 
 def _by_operators(x: torch.Tensor) -> bool:
-    """Whether collectives on `x` are operators; what is complex they alone know."""
+    """Whether collectives on `x` are operators; raw ones can't take complex numbers."""
     if torch.compiler.is_compiling():
         return True
     return type(x) not in _PLAIN or dispatch_is_watched() or x.is_complex()

@@ -103,7 +103,7 @@ class Stream:
         self.ended = True
 
     def length_of(self, shard: int, ranks: int) -> int:
-        """Return the length of the sequence of which each of `ranks` holds a shard of `shard` tokens.
+        """Return the length of a sequence that `ranks` ranks hold in shards of `shard` tokens.
 
         Raises:
             PlanError: no forward runs, or a backward computes one again that is not known.
@@ -174,7 +174,12 @@ class Stream:
 
 
 class Border:
-    """The border between the residual stream and the regions of one 1-D TP mesh."""
+    """The border between the residual stream and the regions of one 1-D TP mesh.
+
+    With B sequences of L tokens, hidden size H and N ranks, the stream's local tensor is [B, L, H] where every rank has the
+    whole stream, and [B, ceil(L / N), H] where it is sharded (`StreamLayout`), shorter on the last ranks where N does not
+    divide L. Inside a region it is [B, L, H] on every rank.
+    """
 
     def __init__(self, mesh: DeviceMesh, stream: Stream):
         self.stream, self.mesh = stream, mesh
@@ -188,9 +193,9 @@ class Border:
         return twin
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
-        """Lay `x`, whole on every rank, out as the stream: each rank takes its shard.
+        """Begin the stream with `x` [B, L, H], whole on every rank: return this rank's shard [B, ceil(L / N), H].
 
-        What comes before is the same on every rank, and its gradient is whole there: gathered.
+        The work before it is the same on every rank, and so is its gradient, which the backward gathers.
         """
         if self.stream.dim is None:
             return x
@@ -205,23 +210,23 @@ class Border:
         return x.shape[dim] == shard_size(self.stream.length, ranks)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
-        """Make the stream's local tensor `x` whole, for what does the same on every rank."""
+        """End the stream: return [B, L, H] on every rank of the local tensor `x` [B, ceil(L / N), H]."""
         if self.stream.dim is None:
             return x
         return collect(x, self.stream.dim, self.stream.length, self.rank, self.group)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring the stream's local tensor `x` beside the stream: the whole sequence, and the same work on every rank."""
+        """Return the whole sequence [B, L, H] of `x` [B, ceil(L / N), H], for the same work on every rank; `shard` goes back."""
         if self.stream.dim is None:
             return x
         return collect(x, self.stream.dim, self.length_of(x), self.rank, self.group)
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
-        """Lay `x`, whole and the same on every rank, out as the stream that goes on."""
+        """Return this rank's shard [B, ceil(L / N), H] of `x` [B, L, H], which is the same on every rank."""
         return x if self.stream.dim is None else take_shard(x, self.stream.dim, self.rank, self.group)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring the stream's local tensor `x` into a region: the whole sequence on every rank.
+        """Bring the stream's local tensor `x` [B, ceil(L / N), H] into a region: return [B, L, H] on every rank.
 
         Each rank's gradient of the result is partial (it has seen its own share of the heads only);
         the backward sums them and lays the sum out as the stream.
@@ -231,11 +236,11 @@ class Border:
         return gather(x, self.stream.dim, self.length_of(x), self.group)
 
     def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring `x`, whole on every rank, into a region, after the stream has ended."""
+        """Bring `x` [B, L, H], whole on every rank, into a region, after the stream has ended."""
         return sum_gradients(x, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum the partial results `x` of a region over the ranks and lay the sum out as the stream."""
+        """Sum the partial results `x` [B, L, H] of a region over the ranks: return this rank's shard [B, ceil(L / N), H]."""
         if self.stream.dim is None:
             return sum_ranks(x, self.group)
         return scatter_sum(x, self.stream.dim, self.group)
@@ -249,7 +254,7 @@ class Border:
         return Border.leave(self, x)
 
     def length_of(self, x: torch.Tensor) -> int:
-        """Return the length of the sequence of which `x` is this rank's shard."""
+        """Return the length of the whole sequence, given this rank's shard `x`."""
         assert self.stream.dim is not None
         return self.stream.length_of(x.shape[self.stream.dim], self.group[1])
 

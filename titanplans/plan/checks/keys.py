@@ -64,7 +64,7 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
 
 
 def _other_names(key: str, parent: str, model: nn.Module, source: "TPPlan") -> str:
-    """Return how a plan says that an MLP's projections have other names, in words, if that is what is wrong."""
+    """Return how a plan names an MLP's projections, in words, if the fault is that they have other names."""
     if parent in find_decoder(model, required=False).mlps and key.removeprefix(f"{parent}.") in (
         *source.mlp_in,
         source.mlp_out,
@@ -81,7 +81,7 @@ def check_coverage(
     Args:
         plan: the styles by key.
         covered: names of the parameters that have a layout.
-        foreign: modules with a foreign style, which says nothing before it acts; what it left out is found afterwards.
+        foreign: modules with a foreign style, which declares nothing: parameters that it left out are found afterwards.
         model: not yet split.
         plan_name: for errors.
     """
@@ -97,7 +97,7 @@ def check_coverage(
             if is_quantised_by_torchao(param):
                 raise PlanError(
                     f"parameter '{own}' is torchao's {type(param).__name__}, whose numbers and scales no plan can split: "
-                    "apply the plan to the model as it was before quantize_, or keep frozen weights in NF4 beside adapters "
+                    "apply the plan to the model as it was before quantize_, or train adapters over frozen weights in NF4 "
                     '(lora.quantize_base = "nf4")'
                 )
             every[_numberless(own)] += 1
@@ -113,7 +113,9 @@ def check_coverage(
         pattern = _numberless(own)
         shown = _numberless if every[pattern] == alike[pattern] > 1 else str
         beside = (
-            f" (that of '{shown(name)}' says what the module does, not what it holds)" if name in plan else ""
+            f" (the style of '{shown(name)}' is for the module's output and lays out no parameter)"
+            if name in plan
+            else ""
         )
         shape = tuple(module._parameters[param_name].shape)  # type: ignore[union-attr]
         what = f"'{shown(own)}' {shape} of {type(module).__name__}{beside}"
@@ -123,9 +125,9 @@ def check_coverage(
     keys, reasons = (list(dict.fromkeys(words)) for words in zip(*said.values(), strict=True))
     raise PlanError(
         f"parameter{'s' * (len(said) > 1)} {', '.join(said)} {'are' if len(said) > 1 else 'is'} covered by no key of "
-        f"{plan_name}: add {', '.join(keys)} with a style{' each' * (len(keys) > 1)}. In a region that is colwise() for "
-        "what is split by heads or width, split_norm() for a norm over such a width, replicated_in_region() for what is one "
-        f"for all heads; outside, replicated_on_stream(){''.join(reasons)}"
+        f"{plan_name}: add {', '.join(keys)} with a style{' each' * (len(keys) > 1)}. In a region take colwise() "
+        "for a weight split by heads or width, split_norm() for a norm over such a width, replicated_in_region() for a "
+        f"parameter that all heads share; outside a region, replicated_on_stream(){''.join(reasons)}"
     )
 
 

@@ -15,7 +15,7 @@ from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import ReplicatedOnStream
 
 Fault = tuple[str, str]
-"""A plan key, and what is wrong there."""
+"""A plan key, and the fault there."""
 
 
 def region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
@@ -103,7 +103,7 @@ def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
                 key,
                 f"it splits the mixer {name} ({type(mixer).__name__}), whose number of heads is not known: neither the "
                 f"module nor its config has {' or '.join(owner.head_names)}: give it this attribute, or set head_names in "
-                f"{type(owner).__name__} to the attribute that counts what is split",
+                f"{type(owner).__name__} to the attribute that counts the split heads",
             )
 
 

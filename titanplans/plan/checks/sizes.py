@@ -28,7 +28,7 @@ class Size(NamedTuple):
     """Whether a degree would do."""
     fault: str = "does not divide"
     also: str = ""
-    """What would work beside another degree."""
+    """The remedies other than another degree."""
 
 
 def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""The styles of which plans are made, as declarations: what of a module is cut, and how its parameters lie on the ranks.
+"""The styles that make up a plan, as declarations: which part of a module is cut, and how its parameters lie on the ranks.
 
     style                   parameters            gradient   input              output
     Region                  -                     -          enter              leave, if asked

@@ -1,4 +1,4 @@
-"""What a style declares: the layout of each parameter, the sizes that the degree has to suit, and what it refuses."""
+"""The base of styles: the layout of each parameter, the sizes that the degree has to suit, and the refusals."""
 
 from collections.abc import Mapping
 
@@ -72,5 +72,5 @@ def held(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def own_styles(plan: Mapping[str, ParallelStyle]) -> dict[str, Style]:
-    """Return the styles of `plan` that are this project's; a foreign one does not say what it does."""
+    """Return the styles of `plan` that are this project's; a foreign one declares nothing."""
     return {key: style for key, style in plan.items() if isinstance(style, Style)}

@@ -10,7 +10,7 @@ from titanplans.plan.layout import Layout, Rows
 from titanplans.plan.styles.base import Style
 
 EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
-"""Names under which norms keep what they add to the mean square."""
+"""Names of the epsilon that norms add to the mean square."""
 
 Statistic = Callable[..., torch.Tensor]
 """What a norm takes the mean square of, given the arguments of its forward."""
@@ -42,7 +42,7 @@ class SplitNorm(Style):
     def refusal(self, module: nn.Module) -> str | None:
         if not any(hasattr(module, name) for name in EPSILONS):
             return (
-                f"it has no {' or '.join(EPSILONS)}, so what it adds to the mean square is not known: give it this "
+                f"it has no {' or '.join(EPSILONS)}, so its epsilon is not known: give it this "
                 "attribute, or take gathered_in_region()"
             )
         if isinstance(module, nn.LayerNorm | nn.GroupNorm):

@@ -20,7 +20,7 @@ class Colwise(ParameterStyle):
     """
 
     inside = splits = True
-    remedy = "what is given a part of its inputs, not all, is rowwise()"
+    remedy = "rowwise() is for a projection that gets a part of its inputs"
 
     def __init__(self, *, dim: int = 0, interleaved: bool = False):
         self.dim, self.interleaved = dim, interleaved
@@ -141,7 +141,7 @@ class Rowwise(Style):
     """
 
     inside = splits = True
-    remedy = "what is given all of its inputs, not a part, is colwise()"
+    remedy = "colwise() is for a projection that gets all of its inputs"
 
     def __init__(self, *, stream: StreamLayout, reduce_output: bool, degree: int, dim: int = 1):
         self.stream, self.reduce_output, self.degree, self.dim = stream, reduce_output, degree, dim

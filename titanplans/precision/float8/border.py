@@ -29,7 +29,7 @@ from titanplans.torch_private import float8_data
 
 
 class Float8Border(Border):
-    """A border of which one direction, or both, is crossed in float8.
+    """A border that is crossed in float8 in one direction, or both.
 
     Args:
         of: the border in high precision.

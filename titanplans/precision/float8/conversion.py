@@ -132,8 +132,8 @@ def _filtered(linears: dict[str, nn.Linear], options: Float8) -> dict[str, str]:
             if options.recipe_name == "rowwise_with_gw_hp":
                 raise options.error(
                     "filter_fqns",
-                    f"torchao has no figures for {SMALL} under {options.recipe_name}: name what is small, or take another "
-                    "recipe",
+                    f"torchao has no figures for {SMALL} under {options.recipe_name}: name the small modules, or "
+                    "take another recipe",
                 )
             gains = gains_by_float8(str(options.recipe_name))
             filtered |= {n: f"{SMALL}: too small to gain" for n, m in linears.items() if not gains(m, n)}
@@ -155,7 +155,7 @@ def _unaligned(module: nn.Linear) -> str:
 
 
 def _check_plain(name: str, module: nn.Linear, options: Float8) -> None:
-    """Refuse a module of which the conversion would drop something."""
+    """Refuse a module that would lose something in the conversion."""
     if type(module).forward is not nn.Linear.forward:
         raise options.error(
             "filter_fqns",

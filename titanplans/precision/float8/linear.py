@@ -51,7 +51,7 @@ class Split:
     """Each rank has a part of the inputs."""
 
     sharing: int = 1
-    """Consecutive ranks with the same outputs, each of which has a summand of their gradient."""
+    """Consecutive ranks with the same outputs; each has a summand of their gradient."""
 
 
 def split_linear(module: nn.Module, style: Style, place: Place) -> None:
@@ -168,7 +168,7 @@ class _Cast:
             cast: what the recipe says of it.
             role: in the product.
             over: the dimension whose numbers share a scale where rows or columns have their own.
-            held: the dimension of which a rank holds a part.
+            held: the dimension that is sharded over the ranks.
             known: the scale of the whole tensor, if it has one scale.
         """
         if tensor_already_casted_to_fp8(tensor) or cast.scaling_type is ScalingType.DISABLED:

@@ -1,1 +1,1 @@
-"""What a split model's calls may ask, and what is refused there."""
+"""Guards of a split model's calls: which inputs and methods work, and which are refused."""

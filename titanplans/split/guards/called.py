@@ -1,6 +1,6 @@
 """Whether a Linear is called by its parent, which might read its weight instead, for a fused kernel.
 
-What was done to the Linear itself (its product in float8, an adapter beside it) would then be left out without a word.
+A change of the Linear itself (its product in float8, an adapter) would then be left out without a word.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What is checked once, in the first forward of a split model, since it can't be known before.
+"""Checks that run once, in the first forward of a split model, since their facts can't be known before.
 
 All ranks got the same batch; no parameter came after the split; and in the first forward in training mode nothing drew
 random numbers. What has replaced parameters since the split, such as torch's `fully_shard`, is known by then. Later

@@ -44,7 +44,7 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
 
 @contextmanager
 def _draws_of_the_first_rank(mesh: DeviceMesh) -> Iterator[None]:
-    """Let torch's default generator draw on every rank of the 1-D `mesh` what it draws on the first.
+    """Let torch's default generator draw the same numbers on every rank of the 1-D `mesh` as on the first.
 
     Afterwards it goes on from there, but on a rank where it was in another state: there it is in that again.
     """

@@ -26,12 +26,12 @@ _KEPT = ("logits_to_keep", "num_logits_to_keep")
 
 @dataclass
 class Forwards:
-    """What is known of a split model where its forwards are guarded."""
+    """The facts of a split model that the guards of its forwards need."""
 
     border: Border
     """That of its residual stream."""
     own_loss: bool
-    """The model can compute its own loss: logits are whole, and nothing reads the head's weight beside the head."""
+    """The model can compute its own loss: logits are whole, and nothing but the head reads the head's weight."""
     has_head: bool
     """Logits are made behind the blocks: the stream lasts until then."""
     ends_early: bool

@@ -4,7 +4,7 @@ A DTensor that enters an `autograd.Function` stays one, and its `data_ptr()` is 
 kernel survives that. So a parallelised module is given a subclass of its own class in which each
 sharded or replicated parameter is a property: reading `module.weight` gives the rank's local
 tensor, whoever reads it (the module's forward, or a fused kernel of its parent), and its gradient
-returns to the DTensor with the placement that the plan declares. What is set on it goes there too (`local_weight`).
+returns to the DTensor with the placement that the plan declares. An attribute set on it is set there too (`local_weight`).
 `named_parameters`, state dicts, FSDP2 and optimizers go through `module._parameters` and see the DTensor; names do
 not change.
 """
@@ -85,7 +85,7 @@ def localize(
 
 
 class Reading(NamedTuple):
-    """What reading a parameter takes, beside the parameter."""
+    """The data that reading a parameter takes, apart from the parameter."""
 
     layout: Layout
     uneven: bool
@@ -195,7 +195,7 @@ def read_inside(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     """Subclass `cls`, whose own forward alone reads this rank's part of a parameter; others read the DTensor.
 
     For a vocabulary's rows: a loss of one's own on a share of them would be wrong in silence, and torch refuses products of
-    plain tensors with DTensors. And for what is exchanged: read by one rank alone, it would wait for the others. A forward
+    plain tensors with DTensors. And for exchanged parameters: one rank that reads alone would wait for the others. A forward
     that reads it for each expert gets the same tensor each time.
     """
 

@@ -58,7 +58,7 @@ def is_plain(local: torch.Tensor) -> bool:
 
 
 def needs_gradient(param: torch.Tensor) -> bool:
-    """Whether what is read of `param` now is to be differentiated."""
+    """Whether a tensor read of `param` now is to be differentiated."""
     return param.requires_grad and torch.is_grad_enabled()
 
 

@@ -1,6 +1,6 @@
 """What reading a parameter of a split module gives: this rank's tensor, whose flags and hooks are the parameter's.
 
-The values are local, and what is computed of them is a plain tensor. What a user sets on a parameter (`requires_grad`,
+The values are local, and results computed from them are plain tensors. An attribute that a user sets (`requires_grad`,
 `grad`, hooks) goes to the parameter itself, the DTensor that optimizers and state dicts hold: on the local tensor, which
 is made anew at each reading, it would be lost.
 """
@@ -30,7 +30,7 @@ class LocalPart(torch.Tensor):
     """This rank's part of a parameter. It computes as a plain tensor, without the cost of a `__torch_function__`.
 
     It takes no random numbers, as `torch.nn.init` would draw them: heads would be equal on all ranks where seeds are, and
-    what is replicated would differ where they are not.
+    replicas would differ where they are not.
     """
 
     __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]

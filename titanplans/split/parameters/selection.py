@@ -42,7 +42,7 @@ class _OfCopy(torch.autograd.Function):
 
 
 class _OfShards(torch.autograd.Function):
-    """Rows of `dim`, of which every rank holds all, in its shard of the dimension `sharded`.
+    """Rows of `dim`: every rank holds all of them, in its shard of the dimension `sharded`.
 
     On the way each rank has as many: who has fewer gets them filled up.
     """

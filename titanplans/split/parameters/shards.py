@@ -1,7 +1,7 @@
 """Which part of a full tensor a rank holds, without communication.
 
 `distribute_tensor` has no way for the strided shards of FSDP2 over tensor parallelism when sizes are
-uneven; this follows what the two did: TP cut the full tensor, FSDP2 cut what was left, both with
+uneven; this follows what the two did: TP cut the full tensor, FSDP2 cut TP's shard, both with
 `torch.chunk`.
 """
 

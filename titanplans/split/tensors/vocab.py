@@ -97,7 +97,7 @@ def _logits(
 
 
 def _shards_of(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
-    """Return the DTensor that is `size` long in `dim` and of which each rank of `mesh` holds `x`."""
+    """Return the DTensor of length `size` in `dim` whose shard on each rank of `mesh` is `x`."""
     shape = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, (Shard(dim),), run_check=False, shape=torch.Size(shape), stride=stride)
