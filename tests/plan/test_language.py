@@ -121,8 +121,8 @@ MISUSED = {
         lambda: with_mixer(StateSpace),
         changed(StateSpacePlan, lambda plan: {"A_log": None}),
         2,
-        "parameter 'layers.*.attn.A_log' (4,) of StateSpace (the style of 'layers.*.attn' is for the module's output and lays "
-        "out no parameter) is covered by no key of Changed: add 'layers.*.attn.A_log' with a style. In a region take "
+        "parameter 'layers.*.attn.A_log' (4,) of StateSpace (the style of 'layers.*.attn' is for the module's output and "
+        "lays out no parameter) is covered by no key of Changed: add 'layers.*.attn.A_log' with a style. In a region take "
         "colwise() for a weight split by heads",
     ),
     "a key that names nothing": (

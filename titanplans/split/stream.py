@@ -216,7 +216,7 @@ class Border:
         return collect(x, self.stream.dim, self.stream.length, self.rank, self.group)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole sequence [B, L, H] of `x` [B, ceil(L / N), H], for the same work on every rank; `shard` goes back."""
+        """Return [B, L, H] of `x` [B, ceil(L / N), H], for the same work on every rank; `shard` goes back."""
         if self.stream.dim is None:
             return x
         return collect(x, self.stream.dim, self.length_of(x), self.rank, self.group)
