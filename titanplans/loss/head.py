@@ -32,7 +32,7 @@ from titanplans.plan.decoder import HEADS, find_decoder
 from titanplans.split.parameters.local_parameters import local_parameter
 from titanplans.split.state import state_of
 from titanplans.split.stream import border_of_model
-from titanplans.torch_private import version
+from titanplans.torch_private.autograd import version
 
 CHUNK = 512
 """Tokens of a chunk where nobody says: docs/loss.md has what was measured."""
