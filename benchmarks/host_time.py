@@ -30,7 +30,7 @@ from torch.distributed.tensor import parallel as tp
 from titanplans import FSDP2Config, apply_plan, modeling
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.fsdp import shard
-from titanplans.torch_private import fake_store
+from titanplans.torch_private.distributed import fake_store
 
 LAYERS, BATCH, TOKENS = 24, 2, 16
 WORLD = 8

@@ -22,7 +22,7 @@ from torch.utils import backend_registration
 
 from titanplans import apply_plan
 from titanplans.parallel import clip_gradients, cross_entropy
-from titanplans.torch_private import fake_store
+from titanplans.torch_private.distributed import fake_store
 
 NUMBER, COPY = "aten._local_scalar_dense", "aten::empty_strided"
 """What the error names: a number of a tensor's, and a tensor of a Python list, which is copied to the device."""

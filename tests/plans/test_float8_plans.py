@@ -22,7 +22,7 @@ from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
 from titanplans.precision.float8.checks import check_torchao_styles
 from titanplans.proof.modes import Widen, exact_float8
 from titanplans.proof.simulate import ranks
-from titanplans.torch_private import float8_data
+from titanplans.torch_private.torchao import float8_data
 
 ALIGNED = dict(num_hidden_layers=1, intermediate_size=64, vocab_size=128)
 SMALL = {

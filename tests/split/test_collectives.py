@@ -18,7 +18,7 @@ from titanplans.split.collectives import (
     sum_gradients,
     sum_ranks,
 )
-from titanplans.torch_private import TorchDispatchMode
+from titanplans.torch_private.dispatch import TorchDispatchMode
 
 RANKS = 3
 SHAPES = [(1, 6, 4), (2, 6, 4), (2, 7, 4), (1, 4, 2), (5, 2), (7,)]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from titanplans.errors import KernelError
 from titanplans.kernels.install import MARK
-from titanplans.torch_private import enabled_function
+from titanplans.torch_private.compile import enabled_function
 
 
 def check_cpu(model: PreTrainedModel) -> None:

@@ -33,7 +33,7 @@ from titanplans.split.parameters.local_parameters import local_parameter
 from titanplans.split.state import state_of
 from titanplans.split.stream import border_of_model
 from titanplans.text import class_name
-from titanplans.torch_private import version
+from titanplans.torch_private.autograd import version
 
 CHUNK = 512
 """Tokens of a chunk by default; docs/loss.md has the figures."""

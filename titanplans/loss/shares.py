@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import shard_size
 from titanplans.split.collectives import Group, all_gather, group_of
-from titanplans.torch_private import assert_async
+from titanplans.torch_private.dispatch import assert_async
 
 IGNORED = -100
 """The label of a token that does not count: torch's default."""

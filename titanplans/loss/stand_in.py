@@ -12,7 +12,8 @@ import torch
 
 from titanplans.errors import ParallelError
 from titanplans.loss.shares import Objective
-from titanplans.torch_private import version, without_torch_function
+from titanplans.torch_private.autograd import version
+from titanplans.torch_private.dispatch import without_torch_function
 
 PROBE = torch.linspace(-100, 100, 41, dtype=torch.float64)
 """Logits on which two functions are the same if they are."""

@@ -28,7 +28,7 @@ from titanplans.errors import ModelError
 from titanplans.modeling.build import construct
 from titanplans.modeling.own import is_own
 from titanplans.plan.decoder import join
-from titanplans.torch_private import version
+from titanplans.torch_private.autograd import version
 
 
 class Unit(NamedTuple):

@@ -19,15 +19,13 @@ from torch import nn
 from titanplans.errors import ParallelError
 from titanplans.observe.guard import Guard
 from titanplans.observe.places import Places
-from titanplans.torch_private import (
-    ActivationWrapper,
-    checkpointed,
+from titanplans.torch_private.compile import (
     compilations,
-    compiled_call,
     compiler_counters,
     remember_compilations,
     set_guard_hook,
 )
+from titanplans.torch_private.modules import ActivationWrapper, checkpointed, compiled_call
 
 _EVERY_COMPILATION = 1_000_000
 """How many of its compilations torch is to remember meanwhile; by itself 64."""

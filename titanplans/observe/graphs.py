@@ -20,14 +20,8 @@ from titanplans.errors import ParallelError
 from titanplans.observe.async_tp.chains import is_long, overlapped
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import Collective, describe, operation_of
-from titanplans.torch_private import (
-    LAST_PASSES,
-    OpOverload,
-    compile_id,
-    graph_pass,
-    own_passes,
-    set_own_passes,
-)
+from titanplans.torch_private.compile import LAST_PASSES, compile_id, graph_pass, own_passes, set_own_passes
+from titanplans.torch_private.dispatch import OpOverload
 
 
 class Graph(NamedTuple):

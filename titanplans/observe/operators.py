@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titanplans.torch_private import LocalTensor, resolve_process_group, schema, simulated_ranks, tree_leaves
+from titanplans.torch_private.dispatch import schema, tree_leaves
+from titanplans.torch_private.distributed import resolve_process_group
+from titanplans.torch_private.simulated import LocalTensor, simulated_ranks
 
 Phase = Literal["forward", "backward", "recomputed", "update", "log"]
 """recomputed: a forward again, for the backward. update: after the last backward. log: see `Places.log_begins`."""

@@ -23,18 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import Phase
-from titanplans.torch_private import (
-    CHECKPOINTED,
-    COMPILED_CALL,
-    DDP,
-    compiled_call,
-    fsdp_group,
-    in_backward,
-    number_of_node,
-    plain_call,
-    running_node,
-    sequence_number,
-)
+from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
+from titanplans.torch_private.ddp import DDP
+from titanplans.torch_private.fsdp import fsdp_group
+from titanplans.torch_private.modules import CHECKPOINTED, COMPILED_CALL, compiled_call, plain_call
 
 
 class Places:

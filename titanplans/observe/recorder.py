@@ -20,7 +20,8 @@ from torch import nn
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import NAMESPACES, Collective, describe
 from titanplans.observe.places import Places, follow
-from titanplans.torch_private import FakeTensor, LocalTensor, TorchDispatchMode, fake_mode_is_on
+from titanplans.torch_private.dispatch import FakeTensor, TorchDispatchMode, fake_mode_is_on
+from titanplans.torch_private.simulated import LocalTensor
 
 
 class Record:

@@ -33,7 +33,7 @@ from titanplans.observe.operators import Collective
 from titanplans.observe.places import Places
 from titanplans.observe.recorder import Record, record_collectives
 from titanplans.plan.decoder import Decoder
-from titanplans.torch_private import ActivationWrapper, checkpointed
+from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
 SCHEMA = 2
 """Of the report: counted up when a key changes its meaning or goes."""

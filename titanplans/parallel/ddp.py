@@ -31,16 +31,10 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.mesh.degrees import NOT_FOR_DDP
 from titanplans.precision.autocast import apply_autocast
-from titanplans.torch_private import (
-    DDP,
-    compiled_call,
-    has_static_graph,
-    hide_ddp_from_compiler,
-    is_compiled_whole,
-    replicate,
-    start_ddp,
-    tree_leaves,
-)
+from titanplans.torch_private.compile import is_compiled_whole
+from titanplans.torch_private.ddp import DDP, has_static_graph, hide_ddp_from_compiler, replicate, start_ddp
+from titanplans.torch_private.dispatch import tree_leaves
+from titanplans.torch_private.modules import compiled_call
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:

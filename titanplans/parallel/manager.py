@@ -32,7 +32,7 @@ from titanplans.parallel.parallelize import apply_steps, check_compatible, on_me
 from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.report import parallelism_report
 from titanplans.split import gradients
-from titanplans.torch_private import group_device_types
+from titanplans.torch_private.distributed import group_device_types
 
 F = TypeVar("F", bound=Callable[..., Any])
 

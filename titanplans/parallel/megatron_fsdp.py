@@ -28,7 +28,7 @@ from titanplans.config import MegatronFSDPConfig
 from titanplans.errors import OptionError, ParallelError
 from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.plan.decoder import find_decoder
-from titanplans.torch_private import compiled_call
+from titanplans.torch_private.modules import compiled_call
 
 _INSTEAD = "take FSDP2Config"
 _EXTRA = "the package megatron-fsdp, which is not installed: pip install titanplans[megatron-fsdp]"

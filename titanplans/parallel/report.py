@@ -18,7 +18,7 @@ from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.record import Record, record_of
 from titanplans.plan.decoder import find_decoder
 from titanplans.precision.float8.conversion import float8_report
-from titanplans.torch_private import ActivationWrapper
+from titanplans.torch_private.modules import ActivationWrapper
 
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from titanplans.errors import ModelError
 from titanplans.split.parameters.shards import copy_shard
 from titanplans.text import some
-from titanplans.torch_private import group_device_types, tree_map_only
+from titanplans.torch_private.dispatch import tree_map_only
+from titanplans.torch_private.distributed import group_device_types
 from titanplans.weights.gather import from_first, gather, of_all, rank, stored, whole
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

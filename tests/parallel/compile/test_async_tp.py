@@ -20,7 +20,7 @@ from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.proof.simulate import fake_ranks
 from titanplans.split.stream import Border, Stream
-from titanplans.torch_private import LAST_PASSES, own_passes
+from titanplans.torch_private.compile import LAST_PASSES, own_passes
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
 WHOLE = BATCH * TOKENS * WIDTH * 4  # bytes

@@ -24,7 +24,7 @@ from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_
 from titanplans.plan.decoder import Decoder, find_decoder
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
 from titanplans.proof.simulate import fake_ranks
-from titanplans.torch_private import dynamo_errors
+from titanplans.torch_private.compile import dynamo_errors
 
 _TOKENS = 128
 """In a sequence: more than the 64 up to which FLA's mixers take another kernel."""

@@ -12,7 +12,7 @@ from types import FunctionType
 import torch
 
 from titanplans.kernels.install import MARK
-from titanplans.torch_private import is_disabled
+from titanplans.torch_private.compile import is_disabled
 
 
 @contextmanager

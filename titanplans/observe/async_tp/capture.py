@@ -24,19 +24,19 @@ from torch import nn
 from titanplans.observe.async_tp.chains import adjacent, operation, overlapped
 from titanplans.observe.graphs import is_backward
 from titanplans.observe.operators import operation_of
-from titanplans.torch_private import (
+from titanplans.torch_private.compile import (
     ASYNC_TP_SETTING,
     FIRST_PASSES,
     LAST_PASSES,
-    TorchDispatchMode,
     compiler_counters,
     dynamo_config,
     functorch_config,
     inductor_config,
     inductor_stages,
     is_erased,
-    pretend_symmetric_memory,
 )
+from titanplans.torch_private.dispatch import TorchDispatchMode
+from titanplans.torch_private.distributed import pretend_symmetric_memory
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch.fx
 
 from titanplans.observe.operators import operation_of
-from titanplans.torch_private import OpOverload, in_order, schema
+from titanplans.torch_private.compile import in_order
+from titanplans.torch_private.dispatch import OpOverload, schema
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 """Matrix products, in any form that a Linear takes."""

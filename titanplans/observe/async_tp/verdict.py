@@ -16,7 +16,7 @@ from titanplans.observe.async_tp.chains import (
     operation,
     summed_products,
 )
-from titanplans.torch_private import is_erased
+from titanplans.torch_private.compile import is_erased
 
 BEGINS = "no product reads the gradient of what comes before the sharded stream"
 """What becomes of the backward's gather there."""

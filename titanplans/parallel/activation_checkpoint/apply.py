@@ -16,7 +16,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint.keep_mixer import Kept, keep_modules
 from titanplans.parallel.activation_checkpoint.operators import check_operators, keep_operators
 from titanplans.plan.decoder import find_block, find_decoder
-from titanplans.torch_private import ActivationWrapper, checkpoint_wrapper
+from titanplans.torch_private.modules import ActivationWrapper, checkpoint_wrapper
 
 _BUDGET = "_activation_memory_budget"
 

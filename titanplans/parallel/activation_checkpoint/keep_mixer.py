@@ -15,7 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from titanplans.errors import ParallelError
-from titanplans.torch_private import ActivationWrapper, checkpointed, tree_leaves, tree_map_only, version
+from titanplans.torch_private.autograd import version
+from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
+from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
 
 class _Call:

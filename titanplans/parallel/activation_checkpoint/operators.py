@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from titanplans.config import ActivationCheckpoint
-from titanplans.torch_private import schema
+from titanplans.torch_private.dispatch import schema
 
 
 def _present(namespace: str, *names: str) -> frozenset[Any]:

@@ -19,15 +19,15 @@ from torch import nn
 from titanplans.errors import ParallelError
 from titanplans.parallel.compile.expose import Expose
 from titanplans.parallel.compile.overlap import Overlap
-from titanplans.torch_private import (
+from titanplans.torch_private.compile import (
     ASYNC_TP_SETTING,
     FIRST_PASSES,
     LAST_PASSES,
-    enable_symmetric_memory,
     inductor_config,
     own_passes,
     set_own_passes,
 )
+from titanplans.torch_private.distributed import enable_symmetric_memory
 
 _log = logging.getLogger(__name__)
 

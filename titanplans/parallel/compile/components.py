@@ -17,22 +17,29 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
-from titanplans.parallel.compile.limits import RECOMPILATIONS, check_switched_on, count_kinds, limited
+from titanplans.parallel.compile.limits import (
+    RECOMPILATIONS,
+    check_switched_on,
+    compile_at_most,
+    count_kinds,
+    limited,
+)
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.plan.decoder import find_decoder
 from titanplans.split.stream import border_of_model
-from titanplans.torch_private import (
-    ActivationWrapper,
+from titanplans.torch_private.compile import (
     backend_function,
     check_inductor_options,
-    checkpointed,
-    compile_at_most,
-    compiled_call,
     compiles_checkpoints,
     dynamo_config,
     functorch_config,
     inductor_option_names,
     opaque_objects_weigh_nothing,
+)
+from titanplans.torch_private.modules import (
+    ActivationWrapper,
+    checkpointed,
+    compiled_call,
     plain_call,
     set_compiled_call,
 )

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 from titanplans.observe.async_tp.chains import edge, name_of, operation
-from titanplans.torch_private import graph_pass
+from titanplans.torch_private.compile import graph_pass
 
 _aten = torch.ops.aten
 

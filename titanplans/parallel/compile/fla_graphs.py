@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from titanplans.plan.decoder import holds_fla, of_fla
-from titanplans.torch_private import break_graphs_in_calls, is_disabled
+from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
 
 
 def calls_kernels(block: nn.Module) -> bool:

@@ -5,14 +5,16 @@ no use for, or it has compiled one function too often. By itself torch then runs
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.torch_private import dynamo_config, dynamo_errors
+from titanplans.torch_private.compile import dynamo_config, dynamo_errors
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,6 +64,21 @@ def _kind(block: nn.Module) -> Any:
         for module in block.modules()
     )
     return modules, tuple(parameter.shape for parameter in block.parameters())
+
+
+def compile_at_most(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
+    """Return what `torch.compile(function, **options)` returns, which then compiles `limit` times at most."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        arguments: Any = {**options, "recompile_limit": limit}  # torch's overloads leave it out
+        return torch.compile(function, **arguments)
+    compiled = torch.compile(function, **options)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch 2.11 has one limit for the process
+        with dynamo_config().patch(recompile_limit=limit):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def limited(compiled: F, what: str, limit: int) -> F:

@@ -27,7 +27,7 @@ from titanplans.observe.async_tp.chains import (
     wait_of,
 )
 from titanplans.observe.operators import is_fused
-from titanplans.torch_private import graph_pass, keep_order
+from titanplans.torch_private.compile import graph_pass, keep_order
 
 _BORDERS = ("all_gather", "reduce_scatter")
 """Collectives between which a region lies."""

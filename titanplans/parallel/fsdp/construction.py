@@ -5,19 +5,26 @@ split over tensor-parallel ranks it makes a mesh of both dimensions, which holds
 Here a chunk is made when it is asked for, and one mesh serves all parameters. docs/benchmarks.md has the figures.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: torch chunks all shards
 
-from titanplans.torch_private import replaced_in_fully_shard
 
-
-def independent_of_world() -> AbstractContextManager[None]:
-    """Return the context in which `fully_shard` does the work of one rank; the shards and meshes are equal."""
-    return replaced_in_fully_shard(Chunks, _cached)
+@contextmanager
+def independent_of_world() -> Iterator[None]:  # private: torch chunks all shards
+    """Let `fully_shard` do the work of one rank inside; the shards and meshes are equal."""
+    before = _fsdp_param._chunk_with_empty, DeviceMesh._concatenate
+    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[assignment]
+    DeviceMesh._concatenate = staticmethod(_cached(before[1]))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = before[0]
+        DeviceMesh._concatenate = staticmethod(before[1])  # type: ignore[method-assign]
 
 
 def _cached(concatenate: Callable[[list[DeviceMesh]], DeviceMesh]) -> Callable[..., DeviceMesh]:

@@ -5,7 +5,7 @@ Both are context managers that leave every flag as the model was sharded with, w
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,14 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.units import fsdp_module
 from titanplans.precision.float8.scales import seek_scales
-from titanplans.torch_private import (
-    drop_waiting_gradients,
-    forget_forwards,
-    fsdp_group,
-    left_in_forward,
-    reset_forward,
-    settle_fsdp_root,
-)
+from titanplans.torch_private.fsdp import fsdp_group, settle_fsdp_root
 
 Defer = Literal["all", "replicas", "nothing"]
 
@@ -78,7 +71,7 @@ def accumulate(
         root.set_reshard_after_backward(True)
         root.set_is_last_backward(True)
         for unit in _units(model):  # FSDP2 does so itself only where it waits
-            forget_forwards(fsdp_group(unit))
+            _forget_forwards(fsdp_group(unit))
 
 
 def forget_gradients(model: nn.Module) -> None:
@@ -90,7 +83,7 @@ def forget_gradients(model: nn.Module) -> None:
         model: a model sharded by FSDP2.
     """
     for unit in _units(model):
-        drop_waiting_gradients(fsdp_group(unit))
+        _drop_waiting_gradients(fsdp_group(unit))
     model.zero_grad()
 
 
@@ -120,12 +113,12 @@ def unsharded(model: nn.Module) -> Iterator[None]:
                 unit.unshard()
             yield
     finally:
-        if left_in_forward(root):
-            reset_forward(root)  # a forward was left in the middle
+        if _is_in_forward(root):
+            _reset_forward(root)  # an exception left it
         for unit, info in zip(units, before, strict=True):
             unit.reshard()
             fsdp_group(unit).post_forward_mesh_info = info
-            forget_forwards(fsdp_group(unit))
+            _forget_forwards(fsdp_group(unit))
 
 
 def _root(model: nn.Module) -> FSDPModule:
@@ -149,3 +142,41 @@ def _units(model: nn.Module) -> list[FSDPModule]:
         if isinstance(module, FSDPModule) and fsdp_group(module) is not None:
             units.setdefault(id(fsdp_group(module)), module)
     return list(units.values())
+
+
+def _is_in_forward(root: FSDPModule) -> bool:  # private: torch FSDPState
+    """Whether a forward of `root` has begun and not ended, because an exception left it."""
+    return root._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def _reset_forward(root: FSDPModule) -> None:  # private: torch FSDPState
+    """Let a forward of `root` that an exception left be as if it had not begun."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()  # torch 2.11
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = type(each._training_state).IDLE
+        if (group := each._fsdp_param_group) is not None:
+            group.wait_for_unshard()  # a gather may be under way
+            group._training_state = type(group._training_state).IDLE
+            group.reshard()
+    state._comm_ctx.all_gather_state = None
+    state._state_ctx.iter_forward_root = None
+
+
+def _forget_forwards(group: Any) -> None:  # private: torch FSDPParamGroup
+    """Drop the forwards that `group` has recorded: the next backward would gather one unit for them."""
+    group.comm_ctx.post_forward_order.clear()
+    group._post_forward_indices.clear()
+
+
+def _drop_waiting_gradients(group: Any) -> None:  # private: torch FSDPParamGroup
+    """Drop the gradients that `group` holds outside of `.grad`, for a later micro batch."""
+    group._partial_reduce_output = None
+    for param in group.fsdp_params:
+        param.unsharded_accumulated_grad = None
+        whole = getattr(param, "_unsharded_param", None)  # exists from the first gather on
+        if whole is not None:
+            whole.grad = None

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from titanplans.config import FSDP2Config
 from titanplans.split.guards.inputs import positional
-from titanplans.torch_private import dispatch_is_watched
+from titanplans.torch_private.dispatch import dispatch_is_watched
 
 _FOR_TOWERS = ("pixel", "image", "video", "vision", "audio", "feature")
 """In the names of arguments that a tower sees, in transformers' models and others."""

@@ -5,7 +5,7 @@ precision and offload work there, too. Gradients are summed, not averaged: the l
 of the whole batch before the backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module
 from titanplans.parallel.record import record_of
 from titanplans.split.parameters.replaced import replacing
 from titanplans.split.partial_gradients import summed
-from titanplans.torch_private import before_reducing, fsdp_group, reshard_to
+from titanplans.torch_private.fsdp import fsdp_group
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]:
@@ -165,11 +165,11 @@ def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, confi
                 if group is None:
                     continue
                 if split:
-                    before_reducing(group, summed)  # FSDP2 sums Partial gradients one by one
+                    _before_reducing(group, summed)  # FSDP2 sums Partial gradients one by one
                 if to_some:
                     # One smaller mesh for all units: FSDP2 would make two process groups for each.
                     shared = shared or group.post_forward_mesh_info
-                    reshard_to(group, shared)
+                    _reshard_to(group, shared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -195,3 +195,35 @@ def _reshards(unit: Unit, config: FSDP2Config) -> bool | int:
             if unit.last or unit.role in ("ends", "root"):  # the backward needs them at once
                 return False
             return True if ranks == "default" else ranks
+
+
+def _before_reducing(
+    group: Any, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> None:  # private: torch FSDPParamGroup
+    """Let `change` replace the unsharded gradients of `group`, all together, each time before FSDP2 reduces them."""
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            held = []
+            for param in group.fsdp_params:
+                param.accumulate_unsharded_grad_if_needed()
+                whole = getattr(param, "_unsharded_param", None)  # exists from the first gather on
+                if param.unsharded_accumulated_grad is not None:
+                    held.append((param, "unsharded_accumulated_grad"))
+                elif whole is not None and whole.grad is not None:
+                    held.append((whole, "grad"))
+            changed = change([getattr(owner, name) for owner, name in held])
+            for (owner, name), grad in zip(held, changed, strict=True):
+                setattr(owner, name, grad)
+        reduce(*unused)
+
+    group.post_backward = post_backward
+
+
+def _reshard_to(group: Any, mesh_info: Any) -> None:  # private: torch FSDPParamGroup
+    """Let the parameters of `group` reshard after the forward to a mesh that another group has made."""
+    for holder in (group, *group.fsdp_params):
+        holder.post_forward_mesh_info = mesh_info
+    for param in group.fsdp_params:  # its sizes are those of the group's own mesh
+        param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))

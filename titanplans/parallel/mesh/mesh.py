@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.degrees import Degrees
-from titanplans.torch_private import concatenate_meshes, default_timeout, flatten_mesh, set_group_timeout
+from titanplans.torch_private.distributed import default_timeout, set_group_timeout
+from titanplans.torch_private.dtensor import concatenate_meshes, flatten_mesh
 
 _COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),

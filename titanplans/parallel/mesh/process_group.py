@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.rendezvous import own_store
-from titanplans.torch_private import abort_process_group
+from titanplans.torch_private.distributed import abort_process_group
 from titanplans.torchrun import Ranks, read_ranks
 
 

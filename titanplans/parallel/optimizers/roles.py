@@ -17,7 +17,7 @@ from titanplans.plan.plan import Plan, TPOptions
 from titanplans.plan.registry import model_type_of, registered_plans
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.projections import Packed
-from titanplans.torch_private import CHECKPOINTED
+from titanplans.torch_private.modules import CHECKPOINTED
 from titanplans.user_code import as_user_error
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

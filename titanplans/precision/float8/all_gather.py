@@ -12,13 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titanplans.torch_private import (
-    DefaultAllGather,
-    is_float8_gathered,
-    local_tensor,
-    on_state_dict,
-    stored_weight,
-)
+from titanplans.torch_private.dtensor import local_tensor
+from titanplans.torch_private.fsdp import DefaultAllGather
+from titanplans.torch_private.modules import on_state_dict
+from titanplans.torch_private.torchao import is_float8_gathered, stored_weight
 
 
 def gather_in_float8(model: nn.Module) -> None:

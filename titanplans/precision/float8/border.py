@@ -25,7 +25,7 @@ from titanplans.plan.converted import float8_linears
 from titanplans.precision.float8.linear import comes_from_product
 from titanplans.split.collectives import Group, all_gather, all_reduce, own_shard, reduce_scatter
 from titanplans.split.stream import Border
-from titanplans.torch_private import float8_data
+from titanplans.torch_private.torchao import float8_data
 
 
 class Float8Border(Border):

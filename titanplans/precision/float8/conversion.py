@@ -29,7 +29,8 @@ from titanplans.plan.converted import (
 from titanplans.plan.decoder import find_decoder, holds_fla
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.split.guards.called import Calls, Found, read_weights, unfuse
-from titanplans.torch_private import gains_by_float8, hooks_of, is_float8_gathered
+from titanplans.torch_private.modules import hooks_of
+from titanplans.torch_private.torchao import gains_by_float8, is_float8_gathered
 
 SMALL = "auto_filter_small_kn"
 """A word among the filters, torchtitan's: leave out what torchao's figures say is slower in float8 than in bfloat16."""

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from titanplans.plan.converted import float8_linears
 from titanplans.split.collectives import all_reduce
 from titanplans.split.state import state_of
-from titanplans.torch_private import is_float8_gathered, local_tensor, set_gather_scale, stored_weight
+from titanplans.torch_private.dtensor import local_tensor
+from titanplans.torch_private.torchao import is_float8_gathered, set_gather_scale, stored_weight
 
 
 def seek_scales_together(model: nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from titanplans.split.parameters.shards import cut_axes
-from titanplans.torch_private import flatten_mesh
+from titanplans.torch_private.dtensor import flatten_mesh
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: of each dimension the first index, and how many."""

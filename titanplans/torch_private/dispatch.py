@@ -1,0 +1,51 @@
+"""How torch dispatches an operator: modes, fake tensors, schemas, trees of arguments."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import _assert_async as assert_async
+from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
+from torch._C import _disabled_torch_function_impl as disabled_torch_function
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "FakeTensor",
+    "OpOverload",
+    "TorchDispatchMode",
+    "assert_async",
+    "disabled_torch_function",
+    "dispatch_is_watched",
+    "fake_mode_is_on",
+    "foreach_mul_",
+    "foreach_norm",
+    "schema",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "without_torch_function",
+]
+
+
+def schema(operator: Any) -> Any:
+    """Return an operator's schema (`name`, `arguments`); None for a higher-order operator, which has none."""
+    return getattr(operator, "_schema", None)
+
+
+def fake_mode_is_on() -> bool:
+    """Whether a FakeTensorMode is entered, under which nothing is computed."""
+    return torch._guards.active_fake_mode() is not None
+
+
+def dispatch_is_watched() -> bool:
+    """Whether a mode sees every operation of this thread: a recorder, simulated ranks, fake tensors."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return the context in which `__torch_function__` and its modes are off."""
+    return torch._C.DisableTorchFunction()
