@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from titanplans import kernels, modeling
 from titanplans.adapters.add import add_adapters, freeze
 from titanplans.apply.apply import check_plan
-from titanplans.config import ConfigError, FSDP2Config, JobConfig, by_job_key, strategy_of
-from titanplans.config.values import show
+from titanplans.config import ConfigError, FSDP2Config, JobConfig, rename_option_errors, strategy_of
 from titanplans.loss import FusedLoss, still_biases
 from titanplans.modeling.own import is_own
 from titanplans.parallel.activation_checkpoint import check_activation_checkpointing
@@ -27,6 +26,7 @@ from titanplans.parallel.optimizers.build import group_parameters
 from titanplans.parallel.parallelize import dtype
 from titanplans.plan.decoder import holds_fla
 from titanplans.precision.float8.conversion import convert_to_float8
+from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.match import (
     changes,
@@ -169,9 +169,9 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     parallelism = job.parallelism
     spread = strategy_of(job)
     if spread.float8.recipe_name is not None:
-        with by_job_key():
+        with rename_option_errors():
             convert_to_float8(model, spread.float8, default_device_type())
-    with by_job_key():
+    with rename_option_errors():
         if spread.lora.rank is not None:
             add_adapters(model, spread.lora)
         if spread.freeze:
@@ -192,7 +192,7 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             "accelerators only: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )
-    with by_job_key():
+    with rename_option_errors():
         check_activation_checkpointing(model, spread.activation_checkpoint)
 
 
