@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from titanplans.text import class_name
+from titanplans.text import class_name, show
 
 
 class UserError(ValueError):
@@ -47,20 +47,19 @@ class OptionError(ConfigError, ParallelError):
         option: its name, with the group's where it is in one: "fsdp_towers", "compile.mode".
         value: what it was given.
         why: the reason and the remedy.
+        where: the file and the line that the value is from, if it is from a file: "job.toml, line 3".
     """
 
-    def __init__(self, option: str, value: Any, why: str):
-        super().__init__(option, value, why)
-        self.option, self.value, self.why = option, value, why
+    def __init__(self, option: str, value: Any, why: str, where: str = ""):
+        super().__init__(option, value, why, where)
+        self.option, self.value, self.why, self.where = option, value, why, where
 
     def __str__(self) -> str:
-        from titanplans.config.values import show
-
-        return f"{self.option} = {show(self.value)}: {self.why}"
+        return f"{self.where}{': ' * bool(self.where)}{self.option} = {show(self.value)}: {self.why}"
 
     def renamed(self, option: str) -> "OptionError":
         """Return the same error by another name of the option: a job's dotted key."""
-        return OptionError(option, self.value, self.why)
+        return OptionError(option, self.value, self.why, self.where)
 
 
 class ModelError(UserError):

@@ -1,6 +1,27 @@
-"""What commands and logs print, in its smallest parts: columns, lists of names, numbers with their noun, bytes."""
+"""The smallest parts of what commands and logs print: values, columns, lists of names, numbers with their noun, bytes."""
 
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+
+def show(value: Any) -> str:
+    """Write a value on one line, in TOML's words: true, not True."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        text = f'"{value}"'
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(map(show, value)) + "]"
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{show(key)} = {show(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, int) and value.bit_length() > 64:
+        text = f"{value:#x}"  # Python writes no thousands of decimal digits
+    elif isinstance(value, type):
+        text = value.__qualname__
+    else:
+        text = f"{type(value).__name__}(...)" if dataclasses.is_dataclass(value) else str(value)
+    return " ".join(text.split())
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:

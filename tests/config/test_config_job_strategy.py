@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanplans.config import ConfigError, OptionError, by_job_key, strategy_of
+from titanplans.config import ConfigError, OptionError, rename_option_errors, strategy_of
 from titanplans.config.options import options_of
 from titanplans.config.schema import build_job, keys
 from titanplans.parallel import (
@@ -158,6 +158,6 @@ def test_every_option_is_told_by_a_key_of_the_job():
         for field in options_of(strategy):
             nested = options_of(type(field.default)) if hasattr(field.default, "section") else ()
             for option in [f"{field.name}.{inner.name}" for inner in nested] or [field.name]:
-                with pytest.raises(OptionError) as caught, by_job_key():
+                with pytest.raises(OptionError) as caught, rename_option_errors():
                     raise OptionError(option, 1, "why")
                 assert caught.value.option in keys()

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.config import ConfigError, JobConfig, OptionError, load_job
+from titanplans.config.lines import Source
 from titanplans.config.options import options_of
 from titanplans.config.other_names import REFUSED
 from titanplans.config.schema import build_job, keys
@@ -195,7 +196,7 @@ def test_any_job_reads_back_from_its_own_toml_or_is_refused_in_one_line(data, ch
         assert known & set(keys())
         assert "\n" not in str(error)  # noqa: PT017
         return
-    layer = read_tables(tomli.loads(job.to_toml()), "job.toml")
+    layer = read_tables(tomli.loads(job.to_toml()), Source("job.toml"))
     assert build_job(layer.values) == job
     assert layer.notes == []
 

@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 
 from titanplans.config import ConfigError, load_job
-from titanplans.config.other_names import INERT, REFUSED, RENAMED
+from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.translate import PENDING
 from titanplans.config.usage import tables
@@ -166,7 +166,7 @@ ON = {"checkpoint.enable": True, "quantize.linear.float8.recipe_name": "rowwise"
 def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
     values = {key: asking(key)}
     refused = key
-    if (switch := INERT.get(key)) in ON:
+    if (switch := REQUIRES_SWITCH.get(key)) in ON:
         values[switch] = ON[switch]
     elif switch is not None:
         values[switch] = asking(switch)
@@ -177,15 +177,15 @@ def test_a_refused_key_is_refused_by_name_with_the_reason(load, key):
     assert str(caught.value).endswith(f"is not supported: {REFUSED[refused].reason}")
 
 
-@pytest.mark.parametrize("key", INERT)
+@pytest.mark.parametrize("key", REQUIRES_SWITCH)
 def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
     """With any value, and nothing of it is in the job."""
     values = {key: asking(key) if key in REFUSED else ["output"]}
     job = load(values)
-    assert job.notes == (f"these keys do nothing in this job: without {INERT[key]} {key}",)
+    assert job.notes == (f"these keys do nothing in this job: without {REQUIRES_SWITCH[key]} {key}",)
     if key in REFUSED:
         assert job == load({})
-    switch = INERT[key]
+    switch = REQUIRES_SWITCH[key]
     if switch in REFUSED and REFUSED[switch].off:
         assert load(values | {switch: REFUSED[switch].off[0]}).notes == job.notes
 

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 import pytest
 
-from titanplans.config.values import Rule, describe, from_text, from_toml
+from titanplans.config.values import Constraint, describe, from_text, from_toml
 from titanplans.errors import ConfigError
 
-Even = Annotated[int, Rule("even", lambda value: value % 2 == 0)]
+Even = Annotated[int, Constraint("even", lambda value: value % 2 == 0)]
 Choice = Literal["a", "b"]
 Plan = dict[str, str] | str | None
 Settings = dict[str, bool | int | float | str] | None

@@ -7,7 +7,7 @@ What a job becomes on torchtitan's side is `training.job`; whether it can run he
 """
 
 from titanplans.config.load import load_job
-from titanplans.config.schema import JobConfig, by_job_key, strategy_of
+from titanplans.config.schema import JobConfig, rename_option_errors, strategy_of
 from titanplans.config.sections.lora import LoRA
 from titanplans.config.sections.optimization import Optimizer, OptimizerGroup
 from titanplans.config.sections.parallelism import ActivationCheckpoint, Compile
@@ -36,9 +36,9 @@ __all__ = [
     "OptimizerGroup",
     "OptionError",
     "Strategy",
-    "by_job_key",
     "load_job",
     "read_strategy",
+    "rename_option_errors",
     "strategy_of",
     "write_strategy",
 ]

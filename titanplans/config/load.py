@@ -1,11 +1,14 @@
 """`load_job`: defaults, then the TOML file, then the command line; the later wins."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from titanplans.config.arguments import parse_arguments
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, find_flavor
+from titanplans.config.lines import Place, Source
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, strategy_of
@@ -18,7 +21,7 @@ from titanplans.config.translate import (
     takes_no_value,
 )
 from titanplans.config.usage import usage
-from titanplans.errors import ConfigError, ModelError
+from titanplans.errors import ConfigError, ModelError, OptionError
 
 
 def load_job(argv: list[str]) -> JobConfig:
@@ -40,9 +43,9 @@ def load_job(argv: list[str]) -> JobConfig:
         raise ConfigError(
             "no job file given: titanplans train JOB.toml [--section.key value ...], see --help"
         )
-    job = _resolve(
-        read_tables(read_toml(Path(arguments.path)), arguments.path), read_options(arguments.options)
-    )
+    path = Path(arguments.path)
+    file = read_tables(read_toml(path), Source(arguments.path, path))
+    job = _resolve(file, read_options(arguments.options))
     if arguments.print_config:
         _print_and_exit("".join(f"# {note}\n" for note in job.notes) + job.to_toml())
     return job
@@ -61,8 +64,9 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
             f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
         )
     notes += refuse_or_note(file.unread | overrides.unread, values)
-    job = build_job(values)
-    strategy_of(job)
+    with _placed(file.places | overrides.places):
+        job = build_job(values)
+        strategy_of(job)
     if job.model.name or job.model.flavor:
         try:
             find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
@@ -70,6 +74,18 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
             raise ConfigError(str(error)) from error
     description = [job.job.description] if job.job.description else []
     return job.with_notes(tuple(description + notes))
+
+
+@contextmanager
+def _placed(places: dict[str, object]) -> Iterator[None]:
+    """Add the file and the line of its option to an OptionError of the body."""
+    try:
+        yield
+    except OptionError as error:
+        section = error.option.rpartition(".")[0]  # of a key in a list of tables, their own
+        place = places.get(error.option, places.get(section))
+        where = place.source.at(place.key) if isinstance(place, Place) else ""
+        raise OptionError(error.option, error.value, error.why, where) from error
 
 
 def _select_configuration(values: dict[str, Any], name: str) -> str:

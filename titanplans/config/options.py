@@ -11,17 +11,20 @@ import inspect
 import itertools
 import keyword
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform, get_type_hints
 
 import tomli
 import tomli_w
+from pydantic_core import core_schema
 
-from titanplans.config.compatibility import REFUSALS
 from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS, REFUSED
-from titanplans.config.values import Mismatch, expected, fit, in_toml
+from titanplans.config.values import Mismatch, fit, in_toml
 from titanplans.errors import ConfigError, OptionError, nearest
+
+Refusals = Iterator[tuple[str, str]]
+"""An option, "compile.mode" for one of a nested group, and the reason with the remedy."""
 
 
 class Field(NamedTuple):
@@ -48,51 +51,77 @@ class Options:
     of_bool: ClassVar[dict[bool, dict[str, Any]] | None] = None
     """The options that true and false stand for, where a bool may stand in for the group."""
 
-    def __init_subclass__(cls) -> None:
+    refuses: ClassVar[Callable[[Any], Refusals] | None] = None
+    """Yields what contradicts itself in such a group: an option, and the reason with the remedy."""
+
+    def __init_subclass__(cls, *, refuses: Callable[[Any], Refusals] | None = None) -> None:
+        cls.refuses = staticmethod(refuses) if refuses else None
         dataclasses.dataclass(frozen=True, kw_only=True, init=False)(cls)
 
     def __init__(self, /, **values: Any) -> None:
-        known = {field.name: field for field in options_of(type(self))}
-        # dataclasses.replace gives each field by its attribute's name, beside what it is to be.
-        for name in [name for name in values if name.endswith("_")]:
-            values.setdefault(name.removesuffix("_"), values.pop(name))
-        for name in [name for name in values if name not in known and name in AUTOMODEL]:
-            today = AUTOMODEL[name]
-            if today in known:
-                if today in values:
-                    raise self.error(today, f"{name} is the same option, given too: keep {today}")
-                value, words = values.pop(name), AUTOMODEL_WORDS.get(name)
-                values[today] = words[value] if words and type(value) is bool else value
-        for name in values:
-            if name not in known:
-                meant = nearest(name, list(known))
-                there = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
-                if refused := REFUSED.get(f"{self.section or 'parallelism'}.{name}"):
-                    there = refused.reason
-                raise OptionError(
-                    f"{self.section}.{name}".lstrip("."), values[name], f"no such option; {there}"
-                )
-        for name, field in known.items():
+        values = self._by_todays_names(values)
+        fields = {field.name: field for field in options_of(type(self))}
+        for name in values.keys() - fields.keys():
+            raise OptionError(self._named(name), values[name], f"no such option; {self._instead(name)}")
+        for name, field in fields.items():
             value = values.get(name, field.default)
             try:
                 value = fit(value, field.hint)
             except Mismatch as mismatch:
-                raise OptionError(
-                    f"{self.section}.{name}".lstrip("."), value, expected(mismatch, field.hint)
-                ) from None
+                raise OptionError(self._named(name), value, str(mismatch)) from None
             object.__setattr__(self, name, value)
             if keyword.iskeyword(name):  # the attribute that can be read
                 object.__setattr__(self, f"{name}_", value)
-        if refusals := REFUSALS.get(type(self).__name__):
-            for option, why in refusals(self):
-                raise self.error(option, why)
+        for option, why in self.refuses(self) if self.refuses else ():
+            raise self.error(option, why)
+
+    def _by_todays_names(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return values by the options' names, given by attributes' ("class_") and by NeMo Automodel's names, too."""
+        known = {field.name for field in options_of(type(self))}
+        found = {name: value for name, value in values.items() if not name.endswith("_")}
+        for name, value in values.items():
+            found.setdefault(name.removesuffix("_"), value)
+        for name in [name for name in found if name not in known and AUTOMODEL.get(name) in known]:
+            today, value, words = AUTOMODEL[name], found.pop(name), AUTOMODEL_WORDS.get(name)
+            if today in found:
+                raise OptionError(
+                    self._named(today), found[today], f"{name} is the same option: keep {today}"
+                )
+            found[today] = words[value] if words and type(value) is bool else value
+        return found
+
+    def _instead(self, name: str) -> str:
+        """Say what to write in place of an option that this group does not have."""
+        known = [field.name for field in options_of(type(self))]
+        if refused := REFUSED.get(f"{self.section or 'parallelism'}.{name}"):
+            return refused.reason
+        meant = nearest(name, known)
+        return f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
+
+    @classmethod
+    def _named(cls, option: str) -> str:
+        return f"{cls.section}.{option}".lstrip(".")
 
     def error(self, option: str, why: str) -> OptionError:
         """Return the error for the value of `option`, which may be one of a nested group: "compile.mode"."""
         value: Any = self
         for part in option.split("."):
             value = getattr(value, part)
-        return OptionError(f"{self.section}.{option}".lstrip("."), value, why)
+        return OptionError(self._named(option), value, why)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_plain_validator_function(cls._accept)
+
+    @classmethod
+    def _accept(cls, value: Any) -> Self:
+        if isinstance(value, cls):
+            return value
+        if type(value) is bool and cls.of_bool is not None:
+            value = cls.of_bool[value]
+        if not isinstance(value, Mapping):
+            raise ValueError(cls.__name__)  # which of the types would do is said by whoever has the value
+        return cls.from_dict(value)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -111,9 +140,7 @@ class Options:
             try:
                 fit(value, in_toml(field.hint))
             except Mismatch:
-                raise self.error(
-                    field.name, "an object of Python's has no form in TOML: give it by name"
-                ) from None
+                raise self.error(field.name, "a Python object has no form in TOML; give its name") from None
             values[field.name] = plain(value)
         return values
 
@@ -176,11 +203,11 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}, line {error.lineno}, column {error.colno}: {error.msg}") from None
     except ValueError:  # Python's own limit on the digits of a number
         raise ConfigError(
-            f"{where}: an integer has thousands of digits; TOML's have at most 64 bits"
+            f"{where}: an integer has thousands of digits; TOML allows at most 64 bits"
         ) from None
     except RecursionError:
         raise ConfigError(
-            f"{where}: arrays or tables stand in one another a thousand deep; no key needs that"
+            f"{where}: arrays or tables are nested a thousand deep; no key needs that"
         ) from None
 
 
@@ -195,9 +222,9 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}), so not TOML") from None
     except OSError as error:
-        raise ConfigError(f"{path}: this {what} can't be read ({error.strerror}); give another") from None
+        raise ConfigError(f"{path}: this {what} can't be read ({error.strerror}); name another") from None
     if text is None:
-        reason = f"is a folder, not a {what}" if path.is_dir() else f"no such {what}"
+        reason = f"is a directory, not a {what}" if path.is_dir() else f"no such {what}"
         folder = path if path.is_dir() else path.parent
         beside = sorted(str(other) for other in folder.glob("*.toml"))
         raise ConfigError(f"{path}: {reason}" + (f"; there are {', '.join(beside)}" if beside else ""))

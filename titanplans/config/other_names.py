@@ -30,7 +30,7 @@ RENAMED = {old: Renamed(to, of) for of, names in _TABLES["renamed"].items() for 
 AUTOMODEL: dict[str, str] = _TABLES["automodel"]
 """Today's option of a strategy by that of NeMo Automodel."""
 
-INERT = {key: switch for switch, keys in _TABLES["inert"].items() for key in keys}
+REQUIRES_SWITCH = {key: switch for switch, keys in _TABLES["requires_switch"].items() for key in keys}
 """The switch without which a key does nothing, by key."""
 
 AUTOMODEL_WORDS: dict[str, list[str]] = _TABLES["automodel_words"]

@@ -4,7 +4,9 @@ import os
 import re
 from typing import Annotated
 
-from titanplans.config.values import Mismatch, Rule
+from pydantic import AfterValidator
+
+from titanplans.config.values import Constraint, Mismatch
 
 _UNKNOWN = re.compile(r"\$(\w+|\{)")
 
@@ -17,13 +19,13 @@ def expanded(text: str) -> str:
     """
     path = os.path.expanduser(os.path.expandvars(text))
     if not path.strip():
-        raise Mismatch("expected a path, not nothing; leave the key out for its default")
+        raise Mismatch("expected a path, found an empty string; remove the key for its default")
     if path.startswith("~"):
-        raise Mismatch(f"there is no user {path.split('/')[0]} here; ./~ is a folder of that name")
+        raise Mismatch(f"there is no user {path.split('/')[0]} here; write ./~ for a directory of that name")
     if unknown := _UNKNOWN.search(path):
-        raise Mismatch(f"{unknown.group()} is no variable of the environment; set it, or write the path out")
+        raise Mismatch(f"{unknown.group()} is not an environment variable; set it, or write the whole path")
     return path
 
 
-FilePath = Annotated[str, Rule("a path", bool, expanded)]
+FilePath = Annotated[str, AfterValidator(expanded), Constraint("a path", bool)]
 """A file or a folder that is read or written. Relative ones start where the command does."""

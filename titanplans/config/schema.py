@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import tomli_w
 
+from titanplans.config.compatibility import job
 from titanplans.config.options import Options, options_of, without_none
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.lora import LoRA
@@ -22,7 +23,7 @@ from titanplans.config.values import is_options, without_none_type
 from titanplans.errors import OptionError
 
 
-class JobConfig(Options):
+class JobConfig(Options, refuses=job.refusals):
     """A job: sections and keys are torchtitan's up to 0.2.2, with our own added.
 
     Where a job's default is not that of the group of options, it stands here.
@@ -131,12 +132,12 @@ def strategy_of(job: JobConfig) -> FSDP2Config | DDPConfig:
     if ddp and given["autocast_dtype"] is None and job.training.mixed_precision_param == "bfloat16":
         # FSDP2's mixed precision has no counterpart under DDP; autocast is what torchtitan takes, too.
         given["autocast_dtype"] = "bfloat16"
-    with by_job_key():
+    with rename_option_errors():
         return cls(**given, **nested)
 
 
 @contextmanager
-def by_job_key() -> Iterator[None]:
+def rename_option_errors() -> Iterator[None]:
     """Name options by the job's keys in the OptionErrors of the body."""
     try:
         yield

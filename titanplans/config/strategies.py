@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
 
+from titanplans.config.compatibility import strategy
 from titanplans.config.options import Options, parse_toml, without_none
 from titanplans.config.sections.lora import Freezing, LoRA
 from titanplans.config.sections.model import PlanOption
@@ -25,11 +26,11 @@ from titanplans.config.sections.parallelism import (
     TensorParallel,
 )
 from titanplans.config.sections.quantize import Float8
-from titanplans.config.values import Rule
+from titanplans.config.values import Constraint
 from titanplans.errors import ConfigError, nearest
 
 
-class Shared(Freezing):
+class StrategyOptions(Freezing):
     """What happens to a model before it is spread over data-parallel ranks."""
 
     lora: LoRA = LoRA()
@@ -45,13 +46,22 @@ class Shared(Freezing):
     """What is compiled."""
 
 
-class FSDP2Config(Shared, FSDP2, Offload, Autocast, MixedPrecision, PlanOption, TensorParallel):
+class FSDP2Config(
+    StrategyOptions,
+    FSDP2,
+    Offload,
+    Autocast,
+    MixedPrecision,
+    PlanOption,
+    TensorParallel,
+    refuses=strategy.fsdp2,
+):
     """Parameters sharded over data-parallel ranks, layers split over tensor-parallel ones; degrees are the mesh's."""
 
     title: ClassVar[str] = "fsdp2"
 
 
-class DDPConfig(Shared, Autocast, DDP):
+class DDPConfig(StrategyOptions, Autocast, DDP, refuses=strategy.ddp):
     """A whole model on each rank, each with other data; gradients are summed."""
 
     title: ClassVar[str] = "ddp"
@@ -63,7 +73,7 @@ class MegatronFSDPConfig(Options):
 
     title: ClassVar[str] = "megatron_fsdp"
 
-    fsdp_unit_modules: Annotated[tuple[str, ...], Rule("at least one", bool)] | None = None
+    fsdp_unit_modules: Annotated[tuple[str, ...], Constraint("at least one", bool)] | None = None
     """Names of classes whose modules are gathered at once; unset: the class of the decoder's blocks."""
 
     zero_dp_strategy: Literal[0, 1, 2, 3] = 3

@@ -7,10 +7,14 @@ knows is refused with the nearest one that exists.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from titanplans.config.other_names import INERT, REFUSED, RENAMED
+from titanplans.config.lines import Place, Source
+from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
-from titanplans.config.values import from_text, from_toml, show
+from titanplans.config.values import from_text, from_toml
 from titanplans.errors import ConfigError, nearest
+from titanplans.text import show
+
+_NOWHERE = Source("")
 
 PENDING = {"training.dataset_name": str}
 """flame's keys, and their types, that mean something only beside others: see `load`."""
@@ -23,7 +27,7 @@ _FLOAT8_CONVERTERS = ("quantize.linear.float8", "float8")
 class Unread(NamedTuple):
     """A key of REFUSED that was given. Whether it matters is seen beside the job's other keys: see `refuse_or_note`."""
 
-    where: str
+    where: object
     raw: Any
     asks: bool
     """Whether it has another value than those that ask for nothing."""
@@ -41,6 +45,7 @@ class Layer:
         unread: keys of REFUSED that were given.
         notes: one line for each key that was read under another name.
         pending: keys of PENDING that were given.
+        places: where each value is from, by dotted key: a `Place` in a file, or an option of the command line.
     """
 
     def __init__(self) -> None:
@@ -48,9 +53,10 @@ class Layer:
         self.unread: dict[str, Unread] = {}
         self.notes: list[str] = []
         self.pending: dict[str, Any] = {}
+        self.places: dict[str, object] = {}
         self._written: dict[str, str] = {}
 
-    def add(self, key: str, raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> None:
+    def add(self, key: str, raw: Any, read: Callable[[Any, Any, object], Any], where: object) -> None:
         """Take in `raw` under the key as it was written; `read` makes a value of the key's type.
 
         Raises:
@@ -70,7 +76,7 @@ class Layer:
         else:
             self._take(key, raw, read, where)
 
-    def _take(self, key: str, raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> None:
+    def _take(self, key: str, raw: Any, read: Callable[[Any, Any, object], Any], where: object) -> None:
         old = RENAMED.get(key)
         today = old.to if old else key
         if today not in keys():
@@ -80,15 +86,15 @@ class Layer:
             raise ConfigError(f"{where}: {self._written[today]} is the same key, given too; keep {today}")
         if old:
             self.notes.append(f"{where} ({old.of}): read as {today} = {show(value)}")
-        self.values[today] = value
+        self.values[today], self.places[today] = value, where
 
 
-def _is_float8(raw: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
+def _is_float8(raw: Any, read: Callable[[Any, Any, object], Any], where: object) -> bool:
     names = read(raw, tuple[str, ...], where)
     return len(names) == 1 and names[0] in _FLOAT8_CONVERTERS
 
 
-def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, str], Any], where: str) -> bool:
+def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, object], Any], where: object) -> bool:
     try:
         if isinstance(off, list):
             return read(raw, tuple[str, ...], where) == tuple(off)
@@ -108,31 +114,35 @@ def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[st
         ConfigError: the first key that is refused.
     """
     inert = []
-    for key, item in sorted(unread.items(), key=lambda given: given[0] in INERT):  # switches first
-        if item.asks and not _is_inert(key, unread, values):
+    for key, item in sorted(unread.items(), key=lambda given: given[0] in REQUIRES_SWITCH):  # switches first
+        if item.asks and not _waits_for_switch(key, unread, values):
             raise item.refused(key)
         if item.asks:
             inert.append(key)
-    inert += [key for key in values if key in INERT and _is_inert(key, unread, values) and values[key] != ()]
+    inert += [
+        key
+        for key in values
+        if key in REQUIRES_SWITCH and _waits_for_switch(key, unread, values) and values[key] != ()
+    ]
     by_switch: dict[str, list[str]] = {}
     for key in inert:
-        by_switch.setdefault(INERT[key], []).append(key)
+        by_switch.setdefault(REQUIRES_SWITCH[key], []).append(key)
     said = [f"without {switch} {', '.join(names)}" for switch, names in by_switch.items()]
     return [f"these keys do nothing in this job: {'; '.join(said)}"] if said else []
 
 
-def _is_inert(key: str, unread: dict[str, Unread], values: dict[str, Any]) -> bool:
-    switch = INERT.get(key)
+def _waits_for_switch(key: str, unread: dict[str, Unread], values: dict[str, Any]) -> bool:
+    switch = REQUIRES_SWITCH.get(key)
     if switch in unread:
         return not unread[switch].asks
     return switch is not None and (switch not in values or values[switch] == keys()[switch].default)
 
 
-def read_tables(document: dict[str, Any], source: str) -> Layer:
-    """Return the layer of a parsed TOML document; `source` is the file's name, for messages."""
+def read_tables(document: dict[str, Any], source: Source) -> Layer:
+    """Return the layer of a parsed TOML document; `source` is for messages."""
     layer = Layer()
     for key, raw in flatten(document, "", source):
-        layer.add(key, raw, from_toml, f"{source}: {key}")
+        layer.add(key, raw, from_toml, Place(source, key))
     return layer
 
 
@@ -198,17 +208,17 @@ def _sections() -> set[str]:
     return found
 
 
-def flatten(table: dict[str, Any], section: str, source: str) -> Iterable[tuple[str, Any]]:
+def flatten(table: dict[str, Any], section: str = "", source: Source = _NOWHERE) -> Iterable[tuple[str, Any]]:
     """Yield the dotted keys below `section` of a parsed TOML document, with their values, unread.
 
     Raises:
-        ConfigError: a section that nobody knows; `source` begins the message.
+        ConfigError: a section that nobody knows; `source`, with its line, begins the message.
     """
     for name, value in table.items():
         key = f"{section}.{name}".lstrip(".")
         if isinstance(value, dict) and key not in keys():
             if key not in _sections():
-                raise ConfigError(f"{source}: {unknown_section(key)}")
+                raise ConfigError(f"{source.at(key)}: {unknown_section(key)}")
             yield from flatten(value, key, source)
         else:
             yield key, value

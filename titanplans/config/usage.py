@@ -5,11 +5,12 @@ import textwrap
 from typing import Any, get_args, get_origin
 
 from titanplans.config.options import Field, options_of
-from titanplans.config.other_names import INERT, REFUSED, RENAMED
+from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import Key, keys
 from titanplans.config.translate import unknown, unknown_section
-from titanplans.config.values import describe, in_toml, is_options, show, without_none_type
+from titanplans.config.values import describe, in_toml, is_options, without_none_type
 from titanplans.errors import ConfigError
+from titanplans.text import show
 
 HEAD = """\
 usage: titanplans train JOB.toml [--section.key value ...] [--max-restarts N] [--print-config] [--help [SECTION]]
@@ -65,7 +66,7 @@ def tables() -> str:
             "## Other names\n",
             _renamed_table(),
             "## Keys that do nothing without another\n",
-            _inert_table(),
+            _switch_table(),
             "## Refused keys\n",
             _refused_table(),
         ]
@@ -90,9 +91,9 @@ def _renamed_table() -> str:
     return "\n".join(["| key | known from | read as |", "|---|---|---|", *rows]) + "\n"
 
 
-def _inert_table() -> str:
+def _switch_table() -> str:
     rows = []
-    for switch, group in itertools.groupby(INERT.items(), key=lambda item: item[1]):
+    for switch, group in itertools.groupby(REQUIRES_SWITCH.items(), key=lambda item: item[1]):
         rows.append(f"| {', '.join(f'`{key}`' for key, _ in group)} | `{switch}` |")
     return "\n".join(["| key | accepted, with a note, without |", "|---|---|", *rows]) + "\n"
 

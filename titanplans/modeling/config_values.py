@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from titanplans.config.values import Mismatch, Rule, describe, fit
+from titanplans.config.values import Constraint, Mismatch, describe, fit
 from titanplans.errors import ModelError
 
 _MOST = 2**31 - 1
@@ -24,19 +24,19 @@ _MOST = 2**31 - 1
 _LAYERS = 10_000
 
 _RULES = {
-    r"num_hidden_layers|n_layers?": Rule(f"from 1 to {_LAYERS}", lambda value: 1 <= value <= _LAYERS),
+    r"num_hidden_layers|n_layers?": Constraint(f"from 1 to {_LAYERS}", lambda value: 1 <= value <= _LAYERS),
     r"vocab_size|hidden_size|intermediate_size|d_model|n_embd|(num_attention|num_key_value|num_kv|num|n)_heads?|head_dim|"
-    r"(patch|image|conv)_size|mm_tokens_per_image|max_position_embeddings|n_positions": Rule(
+    r"(patch|image|conv)_size|mm_tokens_per_image|max_position_embeddings|n_positions": Constraint(
         f"from 1 to {_MOST}", lambda value: 1 <= value <= _MOST
     ),
-    r".*_(size|dim|heads|layers|rank|groups|experts)|(num|n)_.*": Rule(
+    r".*_(size|dim|heads|layers|rank|groups|experts)|(num|n)_.*": Constraint(
         f"from 0 to {_MOST}", lambda value: 0 <= value <= _MOST
     ),
-    r"expand(_[kv])?|(hidden|mlp)_ratio|rope_theta|rope_local_base_freq": Rule(
+    r"expand(_[kv])?|(hidden|mlp)_ratio|rope_theta|rope_local_base_freq": Constraint(
         "above 0", lambda value: value > 0
     ),
-    r".*_eps|epsilon|initializer_range|.*_std": Rule("at least 0", lambda value: value >= 0),
-    r".*(dropout|pdrop)": Rule("from 0 to 1", lambda value: 0 <= value <= 1),
+    r".*_eps|epsilon|initializer_range|.*_std": Constraint("at least 0", lambda value: value >= 0),
+    r".*(dropout|pdrop)": Constraint("from 0 to 1", lambda value: 0 <= value <= 1),
 }
 """What numbers of a name have to be; the first that matches counts."""
 

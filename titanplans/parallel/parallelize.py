@@ -21,7 +21,6 @@ from titanplans.apply.prepare import prepare
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
 from titanplans.config.compatibility.placement import Placement, check_placement
 from titanplans.config.options import Options, options_of
-from titanplans.config.values import show
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import (
     apply_activation_checkpointing,
@@ -41,6 +40,7 @@ from titanplans.precision.float8.all_gather import gather_in_float8
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.split.tensors.cut import CutByWeights
+from titanplans.text import show
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from titanplans.errors import PlanError, either
-from titanplans.torch_private import CHECKPOINTED
+from titanplans.torch_private.modules import CHECKPOINTED
 
 _LAYER_LISTS = ("layers", "blocks", "h")
 _HALVES = ("self_layers", "cross_layers")

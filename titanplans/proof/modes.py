@@ -16,16 +16,14 @@ from torch.overrides import TorchFunctionMode
 from titanplans.errors import PlanError
 from titanplans.plan.converted import float8_linears
 from titanplans.split import gradients
-from titanplans.torch_private import (
+from titanplans.torch_private.dispatch import without_torch_function
+from titanplans.torch_private.simulated import (
     LocalTensor,
-    cast_to_float8,
     dtensor_api,
-    float8_data,
-    float8_scale,
     maybe_run_for_local_tensor,
     simulated_ranks,
-    without_torch_function,
 )
+from titanplans.torch_private.torchao import cast_to_float8, float8_data, float8_scale
 
 _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.eye)
 """Without a dtype they make torch's default, float32."""

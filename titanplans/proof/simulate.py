@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
 from titanplans.proof.modes import by_rank
-from titanplans.torch_private import (
+from titanplans.torch_private.distributed import fake_store
+from titanplans.torch_private.dtensor import local_tensor
+from titanplans.torch_private.simulated import (
     LocalIntNode,
     LocalTensor,
     LocalTensorMode,
     clear_sharding_cache,
-    fake_store,
-    local_tensor,
     set_local_tensor,
     simulated_ranks,
 )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.proof.meeting import Left, Meeting
 from titanplans.proof.simulate import refuse_a_rank
 from titanplans.proof.thread_groups import ThreadGroup, asking_noted
-from titanplans.torch_private import groups_of_threads, know_by_thread, shared_shardings
+from titanplans.torch_private.threads import groups_of_threads, know_by_thread, shared_shardings
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanplans.errors import ParallelError
 from titanplans.split.partial_gradients import summed
 from titanplans.text import some
-from titanplans.torch_private import foreach_mul_, foreach_norm
+from titanplans.torch_private.dispatch import foreach_mul_, foreach_norm
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 _ROW = 4096

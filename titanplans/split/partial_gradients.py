@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans.split.raw_collectives import all_reduce, group_of
-from titanplans.torch_private import local_tensor, spec_as, spec_of, with_spec
+from titanplans.torch_private.dtensor import local_tensor, spec_as, spec_of, with_spec
 
 LARGE = 2**20
 """Bytes from which a gradient is summed by itself: a copy of it would cost more than a collective's start."""

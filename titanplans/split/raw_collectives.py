@@ -14,12 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.plan.layout import shard_size
-from titanplans.torch_private import (
-    backend_all_gather,
-    backend_of,
-    backend_reduce_scatter,
-    dispatch_is_watched,
-)
+from titanplans.torch_private.dispatch import dispatch_is_watched
+from titanplans.torch_private.distributed import backend_all_gather, backend_of, backend_reduce_scatter
 
 Group = tuple[str, int]
 """A process group's name and size: a compiled graph can hold these, but not a mesh."""

@@ -48,7 +48,7 @@ from titanplans.split.collectives import (
     take_shard,
 )
 from titanplans.split.state import state_of
-from titanplans.torch_private import in_backward, number_of_node, running_node, sequence_number
+from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
 
 REMEMBERED = 1024
 """Forwards whose length a stream knows: as many may wait for their backward."""

@@ -8,20 +8,3 @@ tests/test_torch_private.py counts. Methods that a subclass of torch's overrides
 Import a name from its subject, which imports no more than that subject needs. Everything but the Trainer runs on torch
 2.11, too (docs/torch-2.11.md); these files and the marked functions hold the differences.
 """
-
-from importlib import import_module
-from typing import Any
-
-_SUBJECTS = (
-    *("autograd", "dispatch", "distributed", "dtensor", "modules"),
-    *("torchao", "compile", "simulated", "threads"),
-)
-
-
-def __getattr__(name: str) -> Any:
-    """Find `name` in the subjects, for files that import it from here."""
-    if not name.startswith("__") and name not in _SUBJECTS:
-        for subject in _SUBJECTS:
-            if hasattr(module := import_module(f"{__name__}.{subject}"), name):
-                return getattr(module, name)
-    raise AttributeError(f"{__name__} has no {name}")

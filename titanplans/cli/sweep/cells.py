@@ -20,8 +20,8 @@ from titanplans.config import ConfigError, JobConfig, load_job
 from titanplans.config.options import plain
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
-from titanplans.config.values import show
 from titanplans.errors import UserError
+from titanplans.text import show
 
 FILE_NAME = "cell.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]*")
@@ -184,7 +184,7 @@ def _cell(spec: Spec, name: str, settings: Settings) -> Cell:
     # The base job has been read, so what is refused now are the settings.
     try:
         job, why = load_job(arguments), None
-        identity = dict(flatten(job.to_dict(), "", "job"))
+        identity = dict(flatten(job.to_dict()))
         if job.model.config is not None and Path(job.model.config).is_file():
             content = hashlib.sha256(Path(job.model.config).read_bytes()).hexdigest()
             identity["SHA-256 of model.config"] = content

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
+from titanplans.config.lines import Source
 from titanplans.config.options import Options, read_toml
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import Layer, flatten, read_tables
-from titanplans.config.values import NaturalInt, PositiveFloat, from_toml, show
+from titanplans.config.values import NaturalInt, PositiveFloat, from_toml
 from titanplans.errors import ConfigError, OptionError, nearest
+from titanplans.text import show
 
 OWNED = {
     "job.dump_folder": "each cell has a folder of its own; [sweep] dump_folder says where",
@@ -79,10 +81,14 @@ def read_spec(path: str) -> Spec:
         if part not in _PARTS:
             raise ConfigError(f"{path}: {_unknown_part(part)}")
     header = _header(_table(document, "sweep", path), path)
-    read_tables(read_toml(Path(header.base)), header.base)  # a mistake in it would be every cell's
+    base = Path(header.base)
+    read_tables(read_toml(base), Source(header.base, base))  # a mistake in it would be every cell's
     fixed = _settings(_table(document, "set", path), f"{path}: [set]")
     grid = f"{path}: [grid]"
-    axes = [_axis({key: values}, grid) for key, values in flatten(_table(document, "grid", path), "", grid)]
+    axes = [
+        _axis({key: values}, grid)
+        for key, values in flatten(_table(document, "grid", path), "", Source(grid))
+    ]
     for number, table in enumerate(_tables(document, "axis", path), 1):
         axes.append(_axis(table, f"{path}: [[axis]] {number},"))
     _check_axes(path, fixed, axes)
@@ -125,7 +131,7 @@ def _header(table: dict[str, Any], path: str) -> Header:
 
 def _settings(table: dict[str, Any], where: str) -> Settings:
     layer, written = Layer(), set()
-    for key, raw in flatten(table, "", where):
+    for key, raw in flatten(table, "", Source(where)):
         if key in written:
             raise ConfigError(f"{where} {key}: is given twice; keep one")
         written.add(key)
@@ -143,7 +149,7 @@ def _settings(table: dict[str, Any], where: str) -> Settings:
     return layer.values
 
 
-def _value(raw: Any, hint: Any, where: str) -> Any:
+def _value(raw: Any, hint: Any, where: object) -> Any:
     """Read a value; "none" unsets a key that may be unset, as on the command line."""
     if isinstance(raw, str) and raw.lower() == "none" and NoneType in get_args(hint):
         return None
@@ -153,7 +159,9 @@ def _value(raw: Any, hint: Any, where: str) -> Any:
 def _axis(table: dict[str, Any], where: str) -> list[_Point]:
     """Return the points of an axis, whose keys vary together; `names` are theirs."""
     columns: dict[str, list[Any]] = {}
-    for key, values in flatten({key: value for key, value in table.items() if key != "names"}, "", where):
+    for key, values in flatten(
+        {key: value for key, value in table.items() if key != "names"}, "", Source(where)
+    ):
         if not isinstance(values, list):
             raise ConfigError(
                 f"{where} {key} = {show(values)}: expected a list of values; for one value, [set] is the place"

@@ -16,12 +16,13 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.config import JobConfig, LoRA, OptionError, strategy_of
 from titanplans.config.options import options_of
-from titanplans.config.values import from_text, show
+from titanplans.config.values import from_text
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
+from titanplans.text import show
 from titanplans.user_code import import_module, meant_in
 
 _FORMS = "a job.toml, a config.json, or a plan as module:Class"

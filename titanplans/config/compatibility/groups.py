@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from titanplans.config.compatibility.words import Refusals, default, fields, get, needs
+from titanplans.config.compatibility.words import default, fields, get, needs
+from titanplans.config.options import Refusals
 
 _RECOMPUTING = ("full", "selective", "mlp", "keep_mixer")
 WITH_ATTENTION = ("full", "selective", "keep_mixer")

@@ -3,8 +3,10 @@
 from typing import Any
 
 from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT, async_tensor_parallel
-from titanplans.config.compatibility.words import Refusals, fields, get, needs
+from titanplans.config.compatibility.words import fields, get, needs
+from titanplans.config.options import Refusals
 from titanplans.config.other_names import REFUSED
+from titanplans.config.sections.parallelism import DDP, FSDP2, MixedPrecision, Offload
 from titanplans.errors import near_multiples
 
 
@@ -23,8 +25,6 @@ def refusals(job: Any) -> Refusals:
 
 
 def _parallelism(job: Any) -> Refusals:
-    from titanplans.config.sections.parallelism import DDP, FSDP2, MixedPrecision, Offload
-
     p, strategy = job.parallelism, "parallelism.data_parallel_strategy"
     for key in ("parallelism.pipeline_parallel_degree", "parallelism.context_parallel_degree"):
         if get(job, key) != 1:

@@ -5,7 +5,8 @@ from typing import Any
 
 from titanplans.config.compatibility.groups import WITH_ATTENTION
 from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT
-from titanplans.config.compatibility.words import Refusals, get
+from titanplans.config.compatibility.words import get
+from titanplans.config.options import Refusals
 
 
 @dataclass(frozen=True)

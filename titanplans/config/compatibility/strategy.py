@@ -3,7 +3,8 @@
 from typing import Any
 
 from titanplans.config.compatibility.groups import RECIPES
-from titanplans.config.compatibility.words import Refusals, needs
+from titanplans.config.compatibility.words import needs
+from titanplans.config.options import Refusals
 
 NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing: raise it, or leave the plan out"
 _NOT_COMPILED = 'no block is compiled: set compile.enable to true with "model" in compile.components'

@@ -1,13 +1,11 @@
 """What every refusal is written with: an option and a reason, and the rule of an option that does nothing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from titanplans.config.values import show
+from titanplans.config.options import Refusals, options_of
 from titanplans.errors import either
-
-Refusals = Iterator[tuple[str, str]]
-"""An option, one of a nested group as "compile.mode", and why it is refused."""
+from titanplans.text import show
 
 
 def needs(options: Any, switch: str, values: Iterable[Any], *names: str) -> Refusals:
@@ -16,7 +14,7 @@ def needs(options: Any, switch: str, values: Iterable[Any], *names: str) -> Refu
     for name in names:
         if value not in values and get(options, name) != default(options, name):
             now = "unset" if value is None else show(value)
-            yield name, f"it does nothing with {switch} = {now}: set that to {choices}, or leave this out"
+            yield name, f"has no effect with {switch} = {now}: set it to {choices}, or remove this key"
 
 
 def get(options: Any, name: str) -> Any:
@@ -35,6 +33,4 @@ def default(options: Any, name: str) -> Any:
 
 def fields(*groups: Any) -> dict[str, Any]:
     """Return the options of some groups by name, with their defaults."""
-    from titanplans.config.options import options_of
-
     return {field.name: field.default for group in groups for field in options_of(group)}

@@ -2,14 +2,17 @@
 
 from typing import Annotated, ClassVar, Literal
 
+from annotated_types import Ge
+
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
-from titanplans.config.values import PositiveInt, Rule
+from titanplans.config.values import Constraint, PositiveInt
 
 KeepLatest = Annotated[
-    int, Rule("0 or at least 2 (the newest may be half written)", lambda value: value == 0 or value >= 2)
+    int,
+    Constraint("0 or at least 2 (the newest may be half written)", lambda value: value == 0 or value >= 2),
 ]
-LoadStep = Annotated[int, Rule("at least 0, or -1", lambda value: value >= -1)]
+LoadStep = Annotated[int, Ge(-1)]
 
 
 class Checkpoint(Options):

@@ -2,11 +2,12 @@
 
 from typing import ClassVar, Literal
 
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.values import FractionBelowOne, Positive32, PositiveFloat
 
 
-class LoRA(Options):
+class LoRA(Options, refuses=groups.lora):
     """Low-rank adapters of Linear modules, the only ones that train (LoRA); rank switches it on."""
 
     section: ClassVar[str] = "lora"

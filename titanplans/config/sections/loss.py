@@ -2,11 +2,12 @@
 
 from typing import ClassVar
 
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.values import FractionBelowOne, NaturalFloat, PositiveInt
 
 
-class Loss(Options):
+class Loss(Options, refuses=groups.loss):
     """The cross entropy of the next token, and how it is computed."""
 
     section: ClassVar[str] = "loss"

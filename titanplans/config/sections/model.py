@@ -6,16 +6,23 @@ from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
 from titanplans.config.sections.lora import Freezing
 from titanplans.config.sections.parallelism import Autocast, MixedPrecision, Offload
-from titanplans.config.values import InPython, Name, NaturalInt, PositiveFloat, PositiveInt, PositiveOrAuto
+from titanplans.config.values import (
+    Name,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveOrAuto,
+    PythonObject,
+)
 
 
 class PlanOption(Options):
     """Which tensor-parallel plan splits the model."""
 
     plan: (
-        dict[str, str | Annotated[Any, InPython("a ParallelStyle")]]
+        dict[str, str | Annotated[Any, PythonObject("a ParallelStyle")]]
         | Name
-        | Annotated[Any, InPython("a TPPlan class")]
+        | Annotated[Any, PythonObject("a TPPlan class")]
         | None
     ) = None
     """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""

@@ -3,15 +3,18 @@
 import re
 from typing import Annotated, ClassVar, Literal
 
+from annotated_types import Ge, Lt
+
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.values import (
+    Constraint,
     Fraction,
     FractionBelowOne,
     NaturalFloat,
     NaturalInt,
     PositiveFloat,
     PositiveInt,
-    Rule,
 )
 
 
@@ -22,12 +25,12 @@ def _compiles(pattern: str) -> bool:
         return False
 
 
-Pattern = Annotated[str, Rule("a regular expression", _compiles)]
-NewtonSchulzSteps = Annotated[int, Rule("from 1 to 99", lambda value: 1 <= value < 100)]
+Pattern = Annotated[str, Constraint("a regular expression", _compiles)]
+NewtonSchulzSteps = Annotated[int, Ge(1), Lt(100)]
 ScaleRule = Literal["match_rms_adamw", "original"]
 
 
-class OptimizerGroup(Options):
+class OptimizerGroup(Options, refuses=groups.optimizer_group):
     """Parameters whose names match a pattern, and what differs for them. What is unset is as [optimizer] says."""
 
     section: ClassVar[str] = "optimizer.groups"
@@ -67,7 +70,7 @@ class OptimizerGroup(Options):
     """Of Muon: how the update is scaled by the shape of its matrix."""
 
 
-class Optimizer(Options):
+class Optimizer(Options, refuses=groups.optimizer):
     """How parameters are updated; groups of them may differ."""
 
     section: ClassVar[str] = "optimizer"

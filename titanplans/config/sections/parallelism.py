@@ -5,22 +5,23 @@ What a strategy of `strategies` has in common with a section is a group of its o
 
 from typing import Annotated, ClassVar, Literal
 
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.values import (
+    Constraint,
     Fraction,
     Name,
     NaturalInt,
     PositiveFloat,
     PositiveInt,
     PositiveOrAuto,
-    Rule,
 )
 
 Dtype = Literal["bfloat16", "float32"]
 """float16 is not among them: its gradients underflow without a scaler, and no loop here has one."""
 
 LayerOrOp = Annotated[
-    str, Rule('"op", or a number of layers such as "2"', lambda value: value == "op" or _counts(value))
+    str, Constraint('"op", or a number of layers such as "2"', lambda value: value == "op" or _counts(value))
 ]
 
 
@@ -28,7 +29,7 @@ def _counts(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1
 
 
-class Degrees(Options):
+class ParallelDegrees(Options):
     """How many processes to each axis; their product is the number of processes."""
 
     data_parallel_strategy: Literal["fsdp2", "ddp", "megatron_fsdp"] = "fsdp2"
@@ -100,7 +101,7 @@ class FSDP2(Options):
     """Let FSDP communicate through symmetric memory (CUDA, compute capability 9.0 or newer)."""
 
 
-class Parallelism(FSDP2, TensorParallel, Degrees):
+class Parallelism(FSDP2, TensorParallel, ParallelDegrees):
     """[parallelism]: the degrees, tensor parallelism and FSDP2."""
 
     section: ClassVar[str] = "parallelism"
@@ -166,7 +167,7 @@ class DDP(Options):
     """Cut a compiled block's graph where buckets end; for blocks larger than a bucket."""
 
 
-class ActivationCheckpoint(Options):
+class ActivationCheckpoint(Options, refuses=groups.activation_checkpoint):
     """Activations that are computed again in the backward pass, instead of kept."""
 
     section: ClassVar[str] = "activation_checkpoint"
@@ -216,7 +217,7 @@ class ActivationCheckpoint(Options):
     """Record what is recomputed, for a mismatch's error message; slow."""
 
 
-class Compile(Options):
+class Compile(Options, refuses=groups.compiled):
     """torch.compile."""
 
     section: ClassVar[str] = "compile"

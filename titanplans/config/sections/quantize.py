@@ -2,10 +2,11 @@
 
 from typing import ClassVar, Literal
 
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 
 
-class Float8(Options):
+class Float8(Options, refuses=groups.float8):
     """Linear modules that multiply in float8, by torchao; recipe_name switches it on."""
 
     section: ClassVar[str] = "quantize.linear.float8"

@@ -2,13 +2,16 @@
 
 from typing import Annotated, ClassVar
 
+from annotated_types import Ge, Le
+
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
-from titanplans.config.values import Natural32, NaturalInt, PositiveInt, Rule, Seed
+from titanplans.config.values import Constraint, Natural32, NaturalInt, PositiveInt, Seed
 
-Seconds = Annotated[int, Rule("from 1 to 31536000, a year", lambda value: 1 <= value <= 31_536_000)]
+Seconds = Annotated[int, Ge(1), Le(365 * 24 * 3600)]
 FilePrefix = Annotated[
-    str, Rule("no folder, and 200 characters at most", lambda value: "/" not in value and len(value) <= 200)
+    str,
+    Constraint("no folder, and 200 characters at most", lambda value: "/" not in value and len(value) <= 200),
 ]
 
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from titanplans.config.compatibility.groups import OF_ADAM, OF_MUON
 from titanplans.config.sections.optimization import Optimizer, OptimizerGroup
-from titanplans.config.values import show
 from titanplans.errors import ConfigError
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.optimizers.roles import Role, Roles, find_roles, named
 from titanplans.parallel.record import record_of
+from titanplans.text import show
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from titanplans.split.guards.dropout import REMEDY, draws_alike, dropouts, gener
 from titanplans.split.guards.inputs import positional
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
-from titanplans.torch_private import dispatch_is_watched, tree_leaves
+from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
 
 
 def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:

@@ -21,7 +21,7 @@ from titanplans.split.parameters.local_parameters import (
     readings_of,
 )
 from titanplans.split.parameters.local_read import is_plain, read_all
-from titanplans.torch_private import local_tensor
+from titanplans.torch_private.dtensor import local_tensor
 
 Holders = list[tuple[nn.Module, tuple[str, ...]]]
 """Modules inside of a block, and the names of their parameters that are read together."""

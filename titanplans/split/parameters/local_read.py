@@ -12,7 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from titanplans.torch_private import DTensorSpec, local_tensor, spec_as, spec_of, users, with_spec
+from titanplans.torch_private.autograd import users
+from titanplans.torch_private.dtensor import local_tensor, spec_as, spec_of, with_spec
+from titanplans.torch_private.threads import DTensorSpec
 
 
 class Handover:

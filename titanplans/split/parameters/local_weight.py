@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from titanplans.errors import PlanError
-from titanplans.torch_private import disabled_torch_function
+from titanplans.torch_private.dispatch import disabled_torch_function
 
 
 def _refusing(name: str) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ModelError
-from titanplans.torch_private import StridedShard
+from titanplans.torch_private.dtensor import StridedShard
 
 
 def copy_shard(destination: torch.Tensor, full: torch.Tensor, *, name: str) -> None:

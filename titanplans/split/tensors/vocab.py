@@ -21,7 +21,7 @@ from titanplans.split.parameters.local_parameters import read_inside
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.stream import Border, Stream
 from titanplans.split.tensors.rules import Rule
-from titanplans.torch_private import assert_async
+from titanplans.torch_private.dispatch import assert_async
 
 
 def _install_embedding(style: VocabEmbedding, module: nn.Module, border: Border) -> None:

@@ -14,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.config import ConfigError, JobConfig
-from titanplans.config.values import show
 from titanplans.parallel.optimizers.build import Group
 from titanplans.plan.adapted import is_factor
+from titanplans.text import show
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.storage import Reader

@@ -15,14 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from titanplans import kernels, modeling
-from titanplans.config import ConfigError, JobConfig, by_job_key, strategy_of
-from titanplans.config.values import show
+from titanplans.config import ConfigError, JobConfig, rename_option_errors, strategy_of
 from titanplans.loss import FusedLoss, still_biases
 from titanplans.modeling.own import is_own
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.build import group_parameters
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.decoder import holds_fla
+from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.match import (
     changes,
@@ -159,7 +159,7 @@ def check_data(job: JobConfig) -> int:
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     """Refuse a model that float8, adapters, the plan, the degree or recomputation does not fit; see `dry_run`."""
     spread = strategy_of(job)
-    with by_job_key():
+    with rename_option_errors():
         dry_run(model, spread, job.parallelism.tensor_parallel_degree, default_device_type())
     if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"

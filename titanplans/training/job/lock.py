@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titanplans.config import ConfigError, JobConfig
-from titanplans.config.values import show
+from titanplans.text import show
 from titanplans.training.checkpoint.match import own_folder
 
 LOCK = "titanplans.lock"

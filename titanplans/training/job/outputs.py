@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanplans.config import ConfigError, JobConfig
-from titanplans.config.values import show
+from titanplans.text import show
 from titanplans.training.job.lock import LOCK
 from titanplans.training.job.resolve import trace_buf_size
 from titanplans.training.trainer.jsonl import FILE_NAME, read_rows

@@ -152,7 +152,7 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
             "model": model_card(resolve.hf_config(job)),
-            "job": dict(flatten(without_none(job.to_dict()), "", "")),
+            "job": dict(flatten(without_none(job.to_dict()))),
             "restarted": restarted(os.environ),
             "hf_config": resolve.hf_config(job),
             "tokenizer": resolve.tokenizer_path(job),

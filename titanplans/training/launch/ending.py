@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torchtitan.tools.utils import device_type
 
-from titanplans.torch_private import default_store
+from titanplans.torch_private.distributed import default_store
 
 _KEY = "titanplans/last_step"
 

@@ -22,7 +22,7 @@ import torch
 
 from titanplans.errors import ConfigError
 from titanplans.parallel.mesh.process_group import available_cores, default_device_type
-from titanplans.torch_private import set_group_timeout
+from titanplans.torch_private.distributed import set_group_timeout
 
 _KIB = 1024
 

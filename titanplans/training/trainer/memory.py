@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from titanplans.config import ConfigError, JobConfig
-from titanplans.config.values import show
 from titanplans.parallel.memory import memory
 from titanplans.parallel.optimizers.build import group_parameters
+from titanplans.text import show
 from titanplans.training.job import resolve
 
 _TOKEN = 24

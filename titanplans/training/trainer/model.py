@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
 from titanplans.apply.prepare import prepare
-from titanplans.config import DDPConfig, FSDP2Config, LoRA, by_job_key
+from titanplans.config import DDPConfig, FSDP2Config, LoRA, rename_option_errors
 from titanplans.errors import ModelError
 from titanplans.loss import FusedLoss, NotFused, Objective, StandIn, added_loss
 from titanplans.parallel import parallelize
@@ -62,7 +62,7 @@ class LanguageModel(BaseModel):
             lm = model.lm
             if self.lora.rank is not None or self.freeze:
                 lm = copy.deepcopy(lm)  # on meta
-            with by_job_key():
+            with rename_option_errors():
                 prepare(lm, lora=replace(self.lora, quantize_base=None), freezes=self.freeze)
             return modeling.count_flops(lm, seq_len)
 
@@ -147,7 +147,7 @@ class LanguageModel(BaseModel):
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = buffer.to(buffer_device)
         if self.finish is not None:
-            with by_job_key():
+            with rename_option_errors():
                 self.finish()
 
     def verify_module_protocol(self) -> None:
@@ -192,7 +192,7 @@ def model_spec(
     def parallelize_language_model(
         model: LanguageModel, *, parallel_dims: Any, dump_folder: str, **_: Any
     ) -> LanguageModel:
-        with by_job_key():
+        with rename_option_errors():
             parallelize(model.lm, parallel_dims=parallel_dims, config=strategy, dump_folder=dump_folder)
         if (check := record_of(model.lm).image_check) is not None:
             check.remove()  # a job's batches are text

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanplans.config import by_job_key
+from titanplans.config import rename_option_errors
 from titanplans.disk import naming
 from titanplans.observe.summary import after_step, at_start
 from titanplans.parallel import DDPConfig, FSDP2Config
@@ -52,7 +52,7 @@ class JobReport:
         micro_batches: int,
         measure: bool,
     ):
-        with by_job_key():
+        with rename_option_errors():
             self.report = parallelism_report(model, mesh, config)
         self.report.values["micro_batches"] = micro_batches
         self.file = Path(dump_folder) / FILE
@@ -81,7 +81,7 @@ class JobReport:
         """
         self.steps_to_measure -= 1
         with (
-            by_job_key(),
+            rename_option_errors(),
             self.report.measuring(step) as record,
             _after(schedulers, "step", record.log_begins),
         ):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from titanplans.config import by_job_key
+from titanplans.config import rename_option_errors
 from titanplans.errors import Diverged
 from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
@@ -85,7 +85,7 @@ class Trainer(torchtitan.trainer.Trainer):
         if config.strategy.float8.recipe_name is not None:
             # The peak that is known is bfloat16's, and only some products run at another.
             self.metrics_processor.peak_flops = None
-        with by_job_key():
+        with rename_option_errors():
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, config.strategy.compile)
         lm: Any = self.model_parts[0].lm
@@ -170,7 +170,7 @@ class Trainer(torchtitan.trainer.Trainer):
             and strategy.enable_async_tensor_parallel
             and not self._checked_async_tp
         ):
-            with by_job_key():
+            with rename_option_errors():
                 async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)
             self._checked_async_tp = True
         if self.config.validator.enable and self.validator.should_validate(self.step):
