@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from titanplans import torch_private as private
 from titanplans.parallel import process_group
@@ -197,7 +197,7 @@ def check_trees():
     assert private.tree_map_only(int, lambda n: n + 1, {"a": (1, "b")}) == {"a": (2, "b")}
 
 
-# DTensor, LocalTensor and meshes
+# DTensor and meshes
 
 
 @needs(
@@ -241,33 +241,10 @@ def check_users():
     assert seen == [1, 2, 1]
 
 
-@needs(
-    "local_tensor",
-    "set_local_tensor",
-    without="replicas of a simulated model are one tensor, and could never differ",
-)
+@needs("local_tensor", without="each read of a parameter records a gradient")
 def check_local_tensor():
-    tensor = distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (1,)), [Replicate()])
-    private.set_local_tensor(tensor, torch.ones(2))
+    tensor = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
     assert private.local_tensor(tensor).eq(1).all()
-    assert tensor.to_local().eq(1).all()
-
-
-@needs(
-    "LocalIntNode",
-    "LocalTensor",
-    "LocalTensorMode",
-    "simulated_ranks",
-    "maybe_run_for_local_tensor",
-    without="ranks can't be simulated in one process",
-)
-def check_local_tensor_mode():
-    with private.LocalTensorMode(2):
-        tensor = private.LocalTensor({0: torch.zeros(1), 1: torch.ones(1)}) + 1
-    assert {rank: t.item() for rank, t in private.simulated_ranks(tensor).items()} == {0: 1.0, 1: 2.0}
-    assert callable(private.maybe_run_for_local_tensor(torch.add))
-    rank = private.LocalIntNode({0: 0, 1: 1})
-    assert not rank.eq(1).guard_bool("", 0)  # neither one nor another: which the proof refuses
 
 
 @needs(
@@ -278,17 +255,9 @@ def check_strided_shard():
     assert private.StridedShard(0, split_factor=2).split_factor == 2
 
 
-@needs("clear_sharding_cache", without="a second simulated world takes the first one's process groups")
+@needs("clear_sharding_cache", without="a second world of fake ranks takes the first one's process groups")
 def check_clear_sharding_cache():
     private.clear_sharding_cache()
-
-
-@needs("dtensor_api", without="simulated ranks take the stride of an uneven gradient from no shard at all")
-def check_dtensor_api():
-    mesh = init_device_mesh("cpu", (1,))
-    shape, stride = private.dtensor_api.compute_global_tensor_info(torch.zeros(2, 3), mesh, [Shard(0)])
-    assert list(shape) == [2, 3]
-    assert list(stride) == [3, 1]
 
 
 @needs("concatenate_meshes", "flatten_mesh", without="FSDP and tensor parallelism have no mesh in common")

@@ -34,12 +34,6 @@ from torch._C import _disabled_torch_function_impl as disabled_torch_function
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.replicate import DDP, replicate
-from torch.distributed._local_tensor import (
-    LocalIntNode,
-    LocalTensor,
-    LocalTensorMode,
-    maybe_run_for_local_tensor,
-)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
@@ -49,7 +43,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -64,9 +57,6 @@ __all__ = [
     "DTensorSpec",
     "DefaultAllGather",
     "FakeTensor",
-    "LocalIntNode",
-    "LocalTensor",
-    "LocalTensorMode",
     "OpOverload",
     "StridedShard",
     "TorchDispatchMode",
@@ -75,10 +65,8 @@ __all__ = [
     "checkpoint_wrapper",
     "clear_sharding_cache",
     "disabled_torch_function",
-    "dtensor_api",
     "foreach_mul_",
     "foreach_norm",
-    "maybe_run_for_local_tensor",
     "replicate",
     "resolve_process_group",
     "set_group_timeout",
@@ -154,7 +142,7 @@ def fake_mode_is_on() -> bool:
 
 
 def dispatch_is_watched() -> bool:
-    """Whether a mode sees every operation of this thread: a recorder, simulated ranks, fake tensors."""
+    """Whether a mode sees every operation of this thread: a recorder, fake tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -163,7 +151,7 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
-# DTensor, LocalTensor and meshes
+# DTensor and meshes
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -192,16 +180,6 @@ def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     Its `__init__` does nothing, in three times the time of its `__new__`: the compiler is kept out of it.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
-
-
-def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of `tensor`."""
-    tensor._local_tensor = local
-
-
-def simulated_ranks(tensor: LocalTensor) -> dict[int, torch.Tensor]:
-    """Return what each simulated rank holds."""
-    return tensor._local_tensors
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -20,7 +20,7 @@ from torch import nn
 from titanplans.observe.guard import Guard
 from titanplans.observe.operators import NAMESPACES, Collective, describe
 from titanplans.observe.places import Places, follow
-from titanplans.torch_private import FakeTensor, LocalTensor, TorchDispatchMode, fake_mode_is_on
+from titanplans.torch_private import FakeTensor, TorchDispatchMode, fake_mode_is_on
 
 
 class Record:
@@ -70,7 +70,6 @@ class _Mode(TorchDispatchMode):
         self.counted = (
             torch.Tensor,
             nn.Parameter,
-            LocalTensor,
             *([FakeTensor] if fake_mode_is_on() else []),
         )
 
