@@ -121,15 +121,18 @@ class Ends(nn.Module):
 
 def split(model: Ends, mesh: DeviceMesh) -> None:
     """Shard the head as a plan does."""
+    from titanplans.plan.layout import StreamLayout
+    from titanplans.plan.resolve import Entry
     from titanplans.plan.styles.vocab import VocabHead
-    from titanplans.split.parameters.local_parameters import ParameterMemo
-    from titanplans.split.stream import Border, Stream, keep_border
+    from titanplans.split.state import make_state
+    from titanplans.split.tensors.cut import CutByWeights
 
-    stream = Stream(False, 0)
-    style = VocabHead(stream=stream, loss_parallel=True)
-    layouts = {"weight": style.layout("weight", model.lm_head.weight)}
-    style.apply(model.lm_head, mesh, layouts, ParameterMemo())  # type: ignore[arg-type]
-    keep_border(model, Border(mesh, stream))
+    head, cut = model.lm_head, CutByWeights(mesh, StreamLayout(None))
+    style = VocabHead(loss_parallel=True)
+    entry = Entry("lm_head", style, "lm_head", head, None, dict(style.layouts(head)))
+    cut.lay_out(entry)
+    cut.install(entry, cut.border)
+    make_state(model).border = cut.border
 
 
 def sharded(model: Ends, mesh: DeviceMesh) -> Step:

@@ -12,7 +12,7 @@ import zoo
 from torch import nn
 
 from titanplans import PlanError, check_plan, kernels, modeling, registered_plans
-from titanplans.cli.verify.listing import split_by
+from titanplans.cli.listing import split_by
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 LARGEST = 64

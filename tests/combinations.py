@@ -23,7 +23,7 @@ import worlds
 import zoo
 
 from titanplans.errors import UserError
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 LENGTH = 16

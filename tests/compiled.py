@@ -154,7 +154,7 @@ def lengths(name):
     """
     from torch._dynamo.utils import counters
 
-    from titanplans.proof.simulate import fake_ranks
+    from titanplans.proof.ranks.fake import fake_ranks
 
     torch._dynamo.reset()
     counters.clear()

@@ -28,7 +28,7 @@ from titanplans.parallel import (
     parallelize,
 )
 from titanplans.plan import adapted as plan_adapted
-from titanplans.proof.sample import randomise
+from titanplans.proof.batches.sample import randomise
 
 SMALL = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=48, vocab_size=96)
 EVERY = ("all-linear", "lm_head")

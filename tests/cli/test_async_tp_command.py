@@ -18,7 +18,7 @@ from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.observe.async_tp.capture import capture
 from titanplans.observe.async_tp.verdict import FUSED, verdicts
 from titanplans.observe.graphs import recording_graphs
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 DIFFERENT = ("gla", "qwen2", "phi3", "mixtral")
 """Blocks of several graphs and of one, with biases, with packed weights, with experts."""

@@ -12,7 +12,7 @@ import pytest
 
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.screen import progress
-from titanplans.proof.conditions import Batch
+from titanplans.proof.batches.conditions import MicroBatch
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -192,7 +192,7 @@ def test_json_is_one_object(command):
     cases = found["report"]["cases"]
     assert all(case["passed"] for case in cases)
     case = cases[0]
-    assert case["scenario"]["steps"][0][0] == dataclasses.asdict(Batch())
+    assert case["scenario"]["steps"][0][0] == dataclasses.asdict(MicroBatch())
     assert {"loss", "torchtitan loss"} < {check["what"] for check in case["checks"]}
     (counted,) = found["communication"]
     assert (counted["degree"], counted["sequence_parallel"], counted["minimal"]) == (2, True, True)
@@ -426,10 +426,6 @@ REFUSED = {
     "memory": (
         ("verify", "llama", "--flavor", "3.1-70B", "--layers", "80", "--vocab-size", "128256"),
         "a proof of 70,553,706,496 parameters in float64 needs more than 6,773.2 GB",
-    ),
-    "two kinds of ranks": (
-        ("verify", "gla", "--ranks", "threads", "--process-group"),
-        "--process-group: not allowed with argument --ranks",
     ),
     "no torchrun": (
         ("verify", "gla", "--process-group", "--tp", "4"),

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from titanplans.kernels import KernelError
 from titanplans.kernels.recurrent.gla import chunk_gla, fused_recurrent_gla
@@ -170,19 +169,6 @@ def test_one_graph_under_compile():
     function = torch.compile(lambda *x: chunk_gla(*x)[0], fullgraph=True, backend="aot_eager")
     got = with_gradients([function(q, k, v, g)], leaves[:4])
     assert_all_close(got, with_gradients([chunk_gla(q, k, v, g)[0]], leaves[:4]), 1e-14)
-
-
-def test_every_rank_of_a_simulated_mesh_gets_its_own_result():
-    per_rank = [inputs(70, seed=rank) for rank in range(2)]
-    want = [with_gradients([chunk_gla(*x[:4])[0]], x[:4]) for x in per_rank]
-    with LocalTensorMode(2):
-        leaves = [
-            LocalTensor({0: a.detach().clone(), 1: b.detach().clone()}).requires_grad_()
-            for a, b in zip(*per_rank, strict=True)
-        ]
-        got = with_gradients([chunk_gla(*leaves[:4])[0]], leaves[:4])
-    for rank in range(2):
-        assert_all_close([x._local_tensors[rank] for x in got], want[rank], 1e-14)
 
 
 @pytest.mark.parametrize(

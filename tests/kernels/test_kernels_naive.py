@@ -228,7 +228,7 @@ def test_one_block_is_plain_attention():
 def test_deltaformer_is_flas_reference():
     from fla.ops.deltaformer.naive import naive_deltaformer_attn
 
-    from titanplans.proof.modes import Widen
+    from titanplans.kernels.widen import Widen
 
     q, k, v = qkv(heads_kv=HEADS, value=KEY)
     beta = rand(BATCH, TOKENS, HEADS, seed=6)
@@ -257,7 +257,7 @@ def test_slots_are_the_paper_s_formula():
     """`naive_cumsum_abc` is written as the paper has it; GSA with its decays and inputs is the same."""
     from fla.ops.abc.naive import naive_cumsum_abc
 
-    from titanplans.proof.modes import Widen
+    from titanplans.kernels.widen import Widen
 
     q, k, v = qkv(heads_kv=HEADS)
     s = rand(BATCH, TOKENS, HEADS, 3, seed=7)

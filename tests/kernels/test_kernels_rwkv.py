@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titanplans.kernels.recurrent import chunks, hgrn, rwkv
-from titanplans.proof.modes import Widen
+from titanplans.kernels.widen import Widen
 
 
 def randn(*shape):

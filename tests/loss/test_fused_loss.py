@@ -29,7 +29,7 @@ from titanplans.parallel import (
     align_gradients,
     cross_entropy,
 )
-from titanplans.proof.training import call
+from titanplans.proof.compare.forward import call
 
 ROWS, LENGTH = 4, 8
 

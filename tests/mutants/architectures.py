@@ -24,9 +24,9 @@ from torch import nn
 
 from titanplans import TPPlan, registered_plans
 from titanplans.modeling import sample_inputs
-from titanplans.proof.conditions import Batch, Scenario
-from titanplans.proof.reference import Reference
-from titanplans.proof.sample import Sampler, randomise
+from titanplans.proof.batches.conditions import MicroBatch, Scenario
+from titanplans.proof.batches.sample import Sampler, randomise
+from titanplans.proof.compare.reference import ReferenceRun
 
 VOCABULARY, WIDTH, SEQUENCE = 51, 32, 7
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 47}
@@ -66,15 +66,15 @@ class Architecture:
         return model
 
     @cache  # noqa: B019 -- a handful of frozen instances, all of the module's
-    def reference(self) -> Reference:
+    def reference(self) -> ReferenceRun:
         """Return the whole model after its step: once for all mutants of the architecture."""
         model = self.build()
         randomise(model, seed=0)
         inputs = None
         if self.name == "gemma3":
             inputs = sample_inputs(model.config, batch_size=2, seq_len=SEQUENCE, seed=0)  # type: ignore[arg-type]
-        scenario = Scenario(((Batch(2, SEQUENCE),),))
-        return Reference(model, scenario, Sampler(model, inputs, 1, 0), recording=True)
+        scenario = Scenario(((MicroBatch(2, SEQUENCE),),))
+        return ReferenceRun(model, scenario, Sampler(model, inputs, 1, 0), recording=True)
 
 
 ARCHITECTURES = (

@@ -3,23 +3,23 @@
 What the corpus has already (tests/mutants/faults.py) is not repeated here.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from faulty import Install, installed
 from tiny import MLP, Tiny, TinyPlan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mutants.faults import scale_gradient
 from titanplans import TPPlan
-from titanplans.plan.layout import Layout
 from titanplans.plan.plan import Plan
 from titanplans.plan.styles.replicated import ReplicatedOnStream
 from titanplans.plan.styles.vocab import VocabHead
-from titanplans.split.parameters.local_parameters import ParameterMemo
+from titanplans.split.parameters.local_parameters import readings_of
+from titanplans.split.stream import Border
 
 HEADS, WIDTH = 4, 16
 
@@ -144,43 +144,43 @@ class LatentPlan(MixerPlan):
 # Styles.
 
 
-class CountedOnEveryRank(ReplicatedOnStream):
+def counted_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
     """A replica on each rank that is taken for a shard: a norm over all shards counts it once for each."""
 
-    def apply(
-        self, module: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout], memo: ParameterMemo
-    ) -> None:
-        super().apply(module, mesh, layouts, memo)
-        for name, param in list(module._parameters.items()):
-            module._parameters[name] = _with_local(param, param.to_local(), Shard(0))  # type: ignore[union-attr, arg-type]
-            reading = module.__dict__["_tp_readings"][name]
-            layout = reading.layout._replace(gradient=Shard(0))
-            module.__dict__["_tp_readings"][name] = reading._replace(layout=layout)
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        right(module, border)
+        readings = readings_of(module)
+        for name, reading in readings.items():
+            local = module._parameters[name].to_local().detach()  # type: ignore[union-attr, operator]
+            shard = DTensor.from_local(local, border.mesh, (Shard(0),), run_check=False)
+            module._parameters[name] = nn.Parameter(shard)
+            readings[name] = reading._replace(layout=reading.layout._replace(gradient=Shard(0)))
+
+    return installed(style, install)
 
 
-class DrawnOnEveryRank(ReplicatedOnStream):
+def drawn_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
     """Each rank keeps what it drew itself."""
 
-    def apply(
-        self, module: nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Layout], memo: ParameterMemo
-    ) -> None:
-        super().apply(module, mesh, layouts, memo)
-        rank = torch.arange(mesh.size()).narrow(0, mesh.get_local_rank(), 1)
-        for name, param in list(module._parameters.items()):
-            drawn = param.to_local() * (1 + 0.1 * rank)  # type: ignore[union-attr]
-            module._parameters[name] = _with_local(param, drawn, Replicate())  # type: ignore[arg-type]
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        right(module, border)
+        with torch.no_grad():
+            for param in module._parameters.values():
+                param.to_local().mul_(1 + 0.1 * border.rank)  # type: ignore[union-attr, operator]
+
+    return installed(style, install)
 
 
-def _with_local(param: DTensor, local: torch.Tensor, placement: Any) -> nn.Parameter:
-    return nn.Parameter(DTensor.from_local(local.detach(), param.device_mesh, (placement,), run_check=False))
-
-
-class LossOverRanks(VocabHead):
+def loss_over_ranks(style: VocabHead) -> ParallelStyle:
     """The loss is divided by the number of ranks before its backward, as if they held shards of the batch."""
 
-    def install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.register_forward_hook(lambda module, args, output: scale_gradient(output, 1 / mesh.size()))
-        super().install(module, mesh)
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        module.register_forward_hook(
+            lambda module, args, output: scale_gradient(output, 1 / border.mesh.size())
+        )
+        right(module, border)
+
+    return installed(style, install)
 
 
 class LeavesPlain(ParallelStyle):

@@ -5,35 +5,27 @@ kind of style that it was.
 """
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
+from faulty import Install, installed, leaving, subclassed
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from titanplans.plan.layout import Layout, shard_size
+from titanplans.plan.layout import Layout, StreamLayout, shard_size
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import Rowwise
-from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
-from titanplans.split.parameters.local_parameters import ParameterMemo, local_parameter
+from titanplans.plan.styles.vocab import VocabEmbedding
+from titanplans.split.parameters.local_parameters import readings_of
 from titanplans.split.stream import Border, Stream
 
 
-def _faulty(style: Style, name: str, **methods: Any) -> Style:
-    """Return a copy of `style` with other methods; the first argument of each is the copy."""
-    fault = copy.copy(style)
-    fault.__class__ = type(name, (type(style),), methods)
-    return fault
-
-
-def on_stream(style: Any, stream: Stream) -> Style:
+def on_stream(style: Style, stream: StreamLayout) -> Style:
     """`style`, made for another stream than the rest of its plan."""
     other = copy.copy(style)
-    other.stream = stream
-    return other
+    if hasattr(style, "stream"):
+        other.stream = stream  # type: ignore[attr-defined]
+    return installed(other, lambda right, module, border: right(module, Border(border.mesh, Stream(stream))))
 
 
 def with_option(style: Style, **options: Any) -> Style:
@@ -63,7 +55,7 @@ def _relabelled(style: Style, name: str, old: Any, new: Any) -> Style:
         right = base(self, name, param)
         return right._replace(gradient=new) if right is not None and right.gradient == old else right
 
-    return _faulty(style, name, layout=layout)
+    return subclassed(style, name, layout=layout)
 
 
 def with_rows(style: Style, change: Any) -> Style:
@@ -74,7 +66,7 @@ def with_rows(style: Style, change: Any) -> Style:
         right = base(self, name, param)
         return right if right is None or right.rows is None else right._replace(rows=change(right.rows))
 
-    return _faulty(style, "OtherRows", layout=layout)
+    return subclassed(style, "OtherRows", layout=layout)
 
 
 # Borders of regions.
@@ -87,6 +79,11 @@ class _Unsummed(Border):
         if self.stream.dim is None:
             return x
         return _GatherUnsummed.apply(x, super().enter(x.detach()), self.stream.dim, self.rank, self.group[1])
+
+    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    enter_plainly = enter
 
 
 class _GatherUnsummed(torch.autograd.Function):
@@ -110,6 +107,11 @@ class _Doubled(Border):
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return super().enter(scale_gradient(x, self.group[1]))
 
+    def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
+        return super().enter_whole(scale_gradient(x, self.group[1]))
+
+    enter_plainly = enter
+
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Return `x`, whose gradient comes back `factor` times as large."""
@@ -129,31 +131,16 @@ class _Scale(torch.autograd.Function):
 
 def entry_unsummed(style: Style) -> Style:
     """The gradient of a region's input, or of the head's, is not summed over the ranks."""
-    return _other_border(style, "EntryUnsummed", _Unsummed)
+    return _at_border(style, _Unsummed)
 
 
 def entry_summed_again(style: Style) -> Style:
     """The gradient of a region's input, or of the head's, is summed twice."""
-    return _other_border(style, "EntrySummedAgain", _Doubled)
+    return _at_border(style, _Doubled)
 
 
-def _other_border(style: Style, name: str, kind: type[Border]) -> Style:
-    def enter(self: Region, border: Border, module, args, kwargs):
-        return Region._enter(self, kind(self.mesh, border.stream), module, args, kwargs)  # type: ignore[attr-defined]
-
-    def install_region(self: Region, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.mesh = mesh  # type: ignore[attr-defined]
-        Region.install(self, module, mesh)
-
-    def install_head(self: VocabHead, module: nn.Module, mesh: DeviceMesh) -> None:
-        border = kind(mesh, self.stream)
-        module.register_forward_pre_hook(lambda module, args: (border.enter(args[0]), *args[1:]))
-        vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
-        module.register_forward_hook(partial(self._logits, border, vocabulary))
-
-    if isinstance(style, Region):
-        return _faulty(style, name, _enter=enter, install=install_region)
-    return _faulty(style, name, install=install_head)
+def _at_border(style: Style, kind: type[Border]) -> Style:
+    return installed(style, lambda right, module, border: right(module, kind(border.mesh, border.stream)))
 
 
 # Values.
@@ -166,70 +153,73 @@ def bias_on_every_rank(style: Rowwise) -> Style:
         right = Rowwise.layout(self, name, param)
         return None if right is None else right._replace(hidden=False)
 
-    def leave(self: Rowwise, border: Border, module, args, output):
-        return border.leave(output)
-
-    return _faulty(style, "BiasOnEveryRank", layout=layout, _leave=leave)
+    return subclassed(style, "BiasOnEveryRank", layout=layout)
 
 
 def bias_forgotten(style: Rowwise) -> Style:
     """The bias is kept out of each rank's product, and not added to the sum."""
-    return _faulty(
-        style, "BiasForgotten", _leave=lambda self, border, module, args, output: border.leave(output)
-    )
+    return leaving(style, lambda border, module, output: border.leave(output))
 
 
 def shifted(style: Style, rows: int) -> Style:
     """The shards begin `rows` further on: what a rank holds is not what its place says."""
 
-    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, layouts: Any, memo: ParameterMemo) -> None:
-        for name, layout in layouts.items():
-            if isinstance(layout.placement, Shard):
-                param = module._parameters[name]
-                param.data = param.data.roll(rows, layout.placement.dim)  # type: ignore[union-attr]
-        type(style).apply(self, module, mesh, layouts, memo)
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        right(module, border)
+        for param in module._parameters.values():
+            if isinstance(param, DTensor) and isinstance(placement := param.placements[0], Shard):
+                whole = param.detach().full_tensor().roll(rows, placement.dim)
+                with torch.no_grad():
+                    param.to_local().copy_(distribute_tensor(whole, border.mesh, [placement]).to_local())
 
-    return _faulty(style, f"ShiftedBy{rows}", apply=apply)
+    return installed(style, install, f"ShiftedBy{rows}")
 
 
 def other_head(style: Style) -> Style:
     """Ranks that share key/value heads read another head than theirs."""
 
-    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, layouts: Any, memo: ParameterMemo) -> None:
-        type(style).apply(self, module, mesh, layouts, memo)
-        for name, reading in module.__dict__["_tp_readings"].items():
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        right(module, border)
+        readings = readings_of(module)
+        for name, reading in readings.items():
             if reading.layout.rows is not None:
-                other = (reading.rank + reading.layout.rows.runs[0].sharing) % mesh.size()
-                module.__dict__["_tp_readings"][name] = reading._replace(rank=other)
+                other = (reading.rank + reading.layout.rows.runs[0].sharing) % border.mesh.size()
+                readings[name] = reading._replace(rank=other)
 
-    return _faulty(style, "OtherHead", apply=apply)
+    return installed(style, install, "OtherHead")
 
 
 def offset_by_local_rows(style: VocabEmbedding) -> Style:
     """Each rank's first token is its number times the rows that it holds, of which the last holds fewer."""
 
-    def install(self: VocabEmbedding, module: nn.Module, mesh: DeviceMesh) -> None:
-        VocabEmbedding.install(self, module, mesh)
-        _, *others = module.__dict__["_tp_rows"]
-        module.__dict__["_tp_rows"] = local_parameter(module, "weight").shape[0], *others  # type: ignore[union-attr]
+    def offset(module: nn.Module, border: Border) -> int:
+        weight = module._parameters["weight"]
+        local = weight.to_local()  # type: ignore[union-attr]
+        return border.rank * (shard_size(len(weight), border.group[1]) - len(local))  # type: ignore[arg-type]
 
-    return _faulty(style, "OffsetByLocalRows", install=install)
+    return _offset(style, offset)
 
 
 def offset_by_one(style: VocabEmbedding) -> Style:
     """Each rank takes its first token to be one further on than it is."""
+    return _offset(style, lambda module, border: -1)
 
-    def install(self: VocabEmbedding, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.register_forward_pre_hook(lambda module, args: (args[0] - 1, *args[1:]))
-        VocabEmbedding.install(self, module, mesh)
 
-    return _faulty(style, "OffsetByOne", install=install)
+def _offset(style: VocabEmbedding, offset: Any) -> Style:
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        right(module, border)
+        by, tokens = offset(module, border), len(module._parameters["weight"])  # type: ignore[arg-type]
+        module.register_forward_pre_hook(lambda module, args: ((args[0] + by) % tokens, *args[1:]))
+
+    return installed(style, install)
 
 
 def untied(style: Style) -> Style:
     """The parameters are distributed without a look at what other modules hold."""
 
-    def apply(self: Style, module: nn.Module, mesh: DeviceMesh, layouts: Any, memo: ParameterMemo) -> None:
-        type(style).apply(self, module, mesh, layouts, ParameterMemo())
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        for name, param in module._parameters.items():
+            module._parameters[name] = None if param is None else nn.Parameter(param.detach().clone())
+        right(module, border)
 
-    return _faulty(style, "Untied", apply=apply)
+    return installed(style, install, "Untied")

@@ -26,7 +26,7 @@ def drop(site: Site) -> Change:
 def swap(site: Site) -> Change:
     """Columns for rows."""
     if isinstance(site.style, Colwise):
-        return Rowwise(stream=site.plan.stream, reduce_output=False, degree=site.plan.options.degree)
+        return Rowwise(stream=site.plan.options.stream, reduce_output=False, degree=site.plan.options.degree)
     return Colwise() if isinstance(site.style, Rowwise) else SKIP
 
 
@@ -35,7 +35,7 @@ def whole(site: Site) -> Change:
     if isinstance(site.style, Colwise | Rowwise):
         return ReplicatedInRegion()
     if isinstance(site.style, VocabEmbedding | VocabHead):
-        return ReplicatedOnStream(stream=site.plan.stream)
+        return ReplicatedOnStream(stream=site.plan.options.stream)
     return SKIP
 
 
@@ -138,7 +138,7 @@ def not_shared(site: Site) -> Change:
 def as_on_stream(site: Site) -> Change:
     """replicated_on_stream() for what stands in a region, or before the stream."""
     other = isinstance(site.style, ReplicatedInRegion | ReplicatedOffStream)
-    return ReplicatedOnStream(stream=site.plan.stream) if other else SKIP
+    return ReplicatedOnStream(stream=site.plan.options.stream) if other else SKIP
 
 
 def as_in_region(site: Site) -> Change:

@@ -24,7 +24,7 @@ from torch import nn
 from mutants import operators
 from mutants.prove import Verdict
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof.reference import Reference
+from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.report import CaseResult
 
 HERE = {
@@ -64,7 +64,7 @@ def right(verdict: Verdict) -> bool:
     return any(name == _parent(mutant.key) or _inside(name, mutant.key) for name in names)
 
 
-def allowed(operator: str, key: str, reference: Reference) -> set[str]:
+def allowed(operator: str, key: str, reference: ReferenceRun) -> set[str]:
     """Return the modules of which a verdict has to name one."""
     order = [name.partition(" ")[0] for name in reference.orders["step 1, batch 1"]]
     runs = [i for i, name in enumerate(order) if _inside(name, key)]

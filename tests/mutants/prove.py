@@ -8,11 +8,11 @@ import torch
 
 from mutants.corpus import Mutant
 from titanplans import PlanError, check_plan
-from titanplans.proof import threads
+from titanplans.proof.batches.conditions import PLAIN
 from titanplans.proof.case import prove_case
-from titanplans.proof.conditions import PLAIN
+from titanplans.proof.ranks import threads
+from titanplans.proof.ranks.world import World
 from titanplans.proof.report import CaseResult
-from titanplans.proof.world import World
 
 CPU = torch.device("cpu")
 

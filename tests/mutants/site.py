@@ -1,6 +1,6 @@
 """A key of a right plan, and what an operator may ask about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -8,9 +8,9 @@ from torch.distributed.tensor import Shard
 from titanplans import TPPlan
 from titanplans.plan.checks.tied import tied_parameters
 from titanplans.plan.decoder import find_decoder
+from titanplans.plan.layout import StreamLayout
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import KVColwise, Rowwise
-from titanplans.split.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Site:
         return self.module._parameters.get("bias") is not None
 
     @property
-    def other_stream(self) -> Stream:
+    def other_stream(self) -> StreamLayout:
         """Sharded where the plan's is whole, and the reverse."""
         options = self.plan.options
-        return Stream(not options.sequence_parallel, options.sequence_dim)
+        return replace(options, sequence_parallel=not options.sequence_parallel).stream
 
     @property
     def gradients(self) -> set:

@@ -10,7 +10,7 @@ from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.plan.styles.norms import SplitNorm
 from titanplans.plan.styles.projections import Packed, RowwiseInRegion
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.collectives import gather, group_of, sum_in_region
 from titanplans.split.parameters.local_parameters import local_parameter
 

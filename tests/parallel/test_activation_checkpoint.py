@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanplans import apply_plan, modeling
 from titanplans.parallel import ActivationCheckpoint, ParallelError
 from titanplans.parallel.activation_checkpoint import apply_activation_checkpointing
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 
 TOKENS = torch.arange(16).reshape(2, 8) % 7
 PRODUCTS = {"mm", "addmm"}

@@ -20,7 +20,7 @@ from titanplans.parallel import (
     ParallelError,
     parallelize,
 )
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 WORLD = 4
 COMPILED = {"enable": True, "backend": "aot_eager", "components": ["model"]}

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanplans import apply_plan, modeling
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
 from titanplans.parallel.fsdp.construction import Chunks, independent_of_world
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 TP = 8
 WORLDS = (64, 512, 4096)

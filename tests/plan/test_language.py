@@ -1,5 +1,6 @@
 """Each word of the plan language proves right at two degrees, and says what to write where it is misused."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -45,7 +46,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from titanplans import PlanError, TPOptions, TPPlan, apply_plan, check_plan
 from titanplans.plan.custom import DictPlan
-from titanplans.proof.simulate import each_rank, ranks
+from titanplans.proof.ranks import threads
 from titanplans.split.local_code import Place
 
 
@@ -312,15 +313,18 @@ def test_packed_weights_keep_their_values_and_their_memory_is_split():
     """What optimizers, FSDP2 and checkpoints see is a plain DTensor of the true values; a rank stores its share."""
     whole = with_mixer(Packed)
     before = {name: param.detach().clone() for name, param in whole.named_parameters()}
-    with ranks(2) as mesh:
-        apply_plan(whole, mesh, plan=PackedPlan)
-        weight = whole.get_parameter("layers.0.attn.c_attn.weight")
+
+    def work(world):
+        model = copy.deepcopy(whole)
+        apply_plan(model, world.mesh, plan=PackedPlan)
+        packed = model.get_submodule("layers.0.attn.c_attn")
+        weight = packed._parameters["weight"]
         assert weight.to_local().shape == (8, 48)
-        assert whole.get_submodule("layers.0.attn.c_attn").weight is weight, (
-            "outside of its forward it is the parameter"
-        )
-        for name, param in whole.named_parameters():
-            assert all(torch.equal(one, before[name]) for one in each_rank(param.full_tensor(), 2)), name
+        assert packed.weight is weight, "outside of its forward it is the parameter"
+        return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+
+    after = threads.run(2, torch.device("cpu"), work)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_a_dict_names_parameters():

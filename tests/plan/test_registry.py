@@ -11,9 +11,9 @@ from tiny import Tiny, TinyPlan
 from titanplans.plans.hf.llama import LlamaPlan
 
 from titanplans import PlanError, apply_plan, check_plan, register_plan, registered_plans
-from titanplans.cli.verify.listing import listing
+from titanplans.cli.listing import listing
 from titanplans.plan import registry
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 
 PLAN = """
 from titanplans import register_plan

@@ -25,7 +25,7 @@ from titanplans import (
 from titanplans.plan.custom import RENAMED
 from titanplans.plan.plan import prefixed
 from titanplans.plan.styles.replicated import ReplicatedOnStream
-from titanplans.proof.simulate import ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 
 def edited(**edits):
@@ -47,7 +47,7 @@ def refused(plan, degree=2, model=None, **options) -> str:
     with pytest.raises(PlanError) as error:
         check_plan(model, degree, plan=plan, **options)
     assert "\n" not in str(error.value)
-    with ranks(degree) as mesh, pytest.raises(PlanError):
+    with fake_ranks(degree) as mesh, pytest.raises(PlanError):
         apply_plan(model, mesh, plan=plan, **options)
     assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}, "something moved"
     return str(error.value)
@@ -66,7 +66,7 @@ def test_weights_that_torchao_has_quantised_are_refused(quantisation):
 def test_right_plan_is_accepted_and_complete():
     model = Tiny()
     names = list(model.state_dict())
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         styles = apply_plan(model, mesh, plan=TinyPlan).styles
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert list(model.state_dict()) == names
@@ -162,7 +162,7 @@ def test_embedding_that_renormalises():
 
 
 def test_logits_to_keep_would_count_in_each_shard():
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=TinyPlan)
         with pytest.raises(PlanError, match="logits_to_keep = 1"):
@@ -263,7 +263,7 @@ class RenamedPlan(TinyPlan):
 def test_a_mixer_of_another_name_is_found_by_its_region():
     model = Tiny()
     model.layers = nn.ModuleList(Renamed(heads=4) for _ in range(2))
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         applied = apply_plan(copy.deepcopy(model), mesh, plan=RenamedPlan)
     assert list(applied.decoder.mixers) == ["layers.0.token_mixing", "layers.1.token_mixing"]
     assert "8 does not divide num_heads = 4 (layers.0.token_mixing, Attention)" in refused(
@@ -276,7 +276,7 @@ def test_a_mixer_of_another_name_is_found_by_its_region():
 
 def test_what_was_applied_is_handed_back():
     model = Tiny()
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         applied = apply_plan(model, mesh, plan=TinyPlan)
         assert applied.mesh is mesh
     assert set(applied.layouts) == {name for name, _ in model.named_parameters()}
@@ -404,7 +404,7 @@ def twice(key):
 
 def test_tied_weights_stay_one():
     model = Tiny(tied=True)
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         apply_plan(model, mesh, plan=TinyPlan)
         assert model.lm_head._parameters["weight"] is model.embed._parameters["weight"]
 
@@ -433,7 +433,7 @@ def test_foreign_style_works_and_is_held_to_completeness():
         def model_plan(self, model):
             return super().model_plan(model) | {"lm_head": Idle()}
 
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=Plan)
         assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 32)
@@ -464,7 +464,7 @@ def test_an_embedding_with_a_style_of_torch():
 
 
 def test_applied_twice():
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=TinyPlan)
         with pytest.raises(PlanError, match="DTensor already"):
@@ -473,7 +473,7 @@ def test_applied_twice():
 
 def test_labels_are_refused_where_the_models_own_loss_is_wrong():
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         model = Tiny()
         apply_plan(model, mesh, plan=TinyPlan)
         with pytest.raises(PlanError, match="loss_parallel = False"):

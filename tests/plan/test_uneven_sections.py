@@ -40,7 +40,6 @@ def olmoe():
     ("model", "plan", "options"),
     [
         (phi3, None, {}),
-        (phi3, None, {"ranks": "simulated"}),
         (with_adapters, None, {}),
         (experts, language.ExpertsPlan, {}),
         (olmoe, None, {}),

@@ -16,12 +16,13 @@ from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 import titanplans.precision.float8.border
 import titanplans.precision.float8.linear
 from titanplans import PlanError, apply_plan, check_plan, kernels, modeling, proof, registered_plans
+from titanplans.kernels.widen import Widen
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
 from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
 from titanplans.precision.float8.checks import check_torchao_styles
-from titanplans.proof.modes import Widen, exact_float8
-from titanplans.proof.simulate import ranks
+from titanplans.proof.compare.float8 import exact_float8
+from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.torch_private.torchao import float8_data
 
 ALIGNED = dict(num_hidden_layers=1, intermediate_size=64, vocab_size=128)
@@ -333,7 +334,7 @@ def test_a_proof_of_products_that_round_is_refused():
 
 def crossings(name, recipe="tensorwise", plan=None, **options):
     model = build(name, recipe, **options)
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         found = apply_plan(model, mesh, plan=plan).crossings
     return {n.removeprefix("model.layers.0."): tuple(crossing) for n, crossing in found.items()}
 

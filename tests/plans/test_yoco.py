@@ -5,7 +5,7 @@ import torch
 import zoo
 
 from titanplans import PlanError, apply_plan
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 
 TOKENS = torch.arange(7)[None]
 

@@ -16,7 +16,7 @@ from titanplans.errors import OptionError
 from titanplans.modeling.samples import build_real
 from titanplans.parallel import LoRA, add_adapters
 from titanplans.precision.nf4 import CODES, LEVELS, SCALES, dequantise, quantise, quantised
-from titanplans.proof.sample import randomise
+from titanplans.proof.batches.sample import randomise
 
 QLORA = LoRA(rank=4, quantize_base="nf4")
 

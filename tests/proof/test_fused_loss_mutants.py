@@ -8,11 +8,12 @@ from mutants.architectures import ARCHITECTURES
 
 from titanplans import TPOptions
 from titanplans.loss import IGNORED, FusedLoss, entropy_and_gradient, fused, shares
-from titanplans.proof import threads, training
+from titanplans.proof.batches.conditions import MicroBatch, Scenario
+from titanplans.proof.batches.sample import Sampler, randomise
 from titanplans.proof.case import prove_case
-from titanplans.proof.conditions import Batch, Scenario
-from titanplans.proof.reference import Reference
-from titanplans.proof.sample import Sampler, randomise
+from titanplans.proof.compare import training
+from titanplans.proof.compare.reference import ReferenceRun
+from titanplans.proof.ranks import threads
 
 (GEMMA,) = (one for one in ARCHITECTURES if one.name == "gemma3_text")  # capped, tied, a vocabulary of 51
 
@@ -21,7 +22,7 @@ from titanplans.proof.sample import Sampler, randomise
 def reference():
     model = GEMMA.build()
     randomise(model, seed=0)
-    return Reference(model, Scenario(((Batch(2, 7, ignored=True),),)), Sampler(model, None, 1, 0))
+    return ReferenceRun(model, Scenario(((MicroBatch(2, 7, ignored=True),),)), Sampler(model, None, 1, 0))
 
 
 def proved(reference):

@@ -3,8 +3,11 @@
 The models are those of tests/language.py. A fault is another style at a key, or another method of the plan.
 """
 
+from functools import partial
+
 import language
 import pytest
+from faulty import installed, leaving
 from language import (
     SIZE,
     WIDTH,
@@ -23,8 +26,9 @@ from plainly import verify
 from tiny import Tiny
 
 from titanplans import PlanError, check_plan
-from titanplans.split.collectives import sum_ranks
-from titanplans.split.tensors import norms, projections
+from titanplans.split.collectives import sum_in_region, sum_ranks
+from titanplans.split.parameters.local_parameters import hidden_bias
+from titanplans.split.root_mean_square import root_ratio
 
 
 def state_space():
@@ -80,40 +84,52 @@ def of_the_neighbour(plan, style):
     return faults.other_head(style)
 
 
-class OwnStatistic(norms.SplitNorm):
+def with_bias(module, output):
+    bias = hidden_bias(module)
+    return output if bias is None else output + bias
+
+
+def corrected(style, correct):
+    """`style`, whose last hook is another: `correct(group, module, args, kwargs, output)`."""
+
+    def install(right, module, border):
+        right(module, border)
+        module._forward_hooks.popitem()
+        module.register_forward_hook(partial(correct, border.group), with_kwargs=True)
+
+    return installed(style, install)
+
+
+def own_statistic(plan, style):
     """Each rank divides by the root mean square of its own part."""
-
-    def _correct(self, group, first, sharing, module, args, kwargs, output):
-        return output if module._parameters.get("bias") is None else output + projections.hidden_bias(module)
+    return corrected(style, lambda group, module, args, kwargs, output: with_bias(module, output))
 
 
-class StatisticWithoutGradient(norms.SplitNorm):
+def statistic_without_gradient(plan, style):
     """The mean square of the others is a number, not a function of what they compute."""
 
-    def _correct(self, group, first, sharing, module, args, kwargs, output):
-        x = (args[0] if self.statistic is None else self.statistic(*args, **kwargs)).detach()
-        output = output * norms.root_ratio(x, 1e-5, group)
-        bias = projections.hidden_bias(module)
-        return output if bias is None else output + bias
+    def correct(group, module, args, kwargs, output):
+        x = (args[0] if style.statistic is None else style.statistic(*args, **kwargs)).detach()
+        return with_bias(module, output * root_ratio(x, 1e-5, group))
+
+    return corrected(style, correct)
 
 
-class SummedTwice(projections.RowwiseInRegion):
-    def _sum(self, group, module, args, output):
-        return sum_ranks(super()._sum(group, module, args, output), group) / 1
+def summed_twice(plan, style):
+    def leave(border, module, output):
+        return sum_ranks(with_bias(module, sum_in_region(output, border.group)), border.group)
+
+    return leaving(style, leave)
 
 
-class Unsummed(projections.RowwiseInRegion):
+def unsummed(plan, style):
     """Each rank goes on with its part of the sum."""
-
-    def _sum(self, group, module, args, output):
-        return output + projections.hidden_bias(module)
+    return leaving(style, lambda border, module, output: with_bias(module, output))
 
 
-class GradientUnsummed(projections.RowwiseInRegion):
+def gradient_unsummed(plan, style):
     """Each rank takes its share of the sum's gradient for all of it."""
-
-    def _sum(self, group, module, args, output):
-        return sum_ranks(output, group) + projections.hidden_bias(module)
+    return leaving(style, lambda border, module, output: with_bias(module, sum_ranks(output, border.group)))
 
 
 def in_region(plan, style):
@@ -155,17 +171,13 @@ FOUND = {
     ),
     "a statistic of one's own": (
         state_space,
-        with_style(StateSpacePlan, "attn.norm", lambda plan, style: OwnStatistic()),
+        with_style(StateSpacePlan, "attn.norm", own_statistic),
         2,
         "attn.norm",
     ),
     "a statistic without gradient": (
         state_space,
-        with_style(
-            StateSpacePlan,
-            "attn.norm",
-            lambda plan, style: StatisticWithoutGradient(statistic=style.statistic),
-        ),
+        with_style(StateSpacePlan, "attn.norm", statistic_without_gradient),
         2,
         "layers.1.attn",
     ),
@@ -184,19 +196,19 @@ FOUND = {
     "a norm over this rank's width": (packed, with_style(PackedPlan, "o_norm", colwise), 2, "attn.o_norm"),
     "a sum in the region that is missing": (
         selective,
-        with_style(SelectivePlan, "x_proj", lambda plan, style: Unsummed()),
+        with_style(SelectivePlan, "x_proj", unsummed),
         2,
         "attn",
     ),
     "a sum in the region, twice": (
         selective,
-        with_style(SelectivePlan, "x_proj", lambda plan, style: SummedTwice()),
+        with_style(SelectivePlan, "x_proj", summed_twice),
         2,
         "attn.x_proj",
     ),
     "a sum in the region whose gradient is not summed": (
         selective,
-        with_style(SelectivePlan, "x_proj", lambda plan, style: GradientUnsummed()),
+        with_style(SelectivePlan, "x_proj", gradient_unsummed),
         2,
         "attn",
     ),

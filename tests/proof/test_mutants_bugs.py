@@ -28,7 +28,7 @@
     float8 silently not applied                                               none: there is no float8 option yet
     async tensor parallelism that fuses nothing                               none: there is no such option yet
 
-All are proved at tp 2 with loss and sequence parallel unless said otherwise, over simulated ranks.
+All are proved at tp 2 with loss and sequence parallel unless said otherwise.
 """
 
 from functools import partial
@@ -157,7 +157,7 @@ def test_positional_layouts_for_keyword_inputs():
     ours = bugs.changed(bugs.MixerPlan, attn=lambda plan, style: plan.attn_input("x")[""])
     with pytest.raises(
         PlanError,
-        match=r"'layers\.0\.attn' \(Region on Mixer\): it was called .* without 'x' \(got hidden_states\)",
+        match=r"'layers\.0\.attn' \(Region on SplitMixer\): it was called .* without 'x' \(got hidden_states\)",
     ):
         verify(model, ours, degrees=[2], sequence_parallel=True)
 
@@ -177,7 +177,7 @@ def test_key_that_matches_nothing():
 
 
 def test_replicas_counted_in_the_norm():
-    plan = bugs.changed(TinyPlan, norm=lambda plan, style: bugs.CountedOnEveryRank(stream=plan.stream))
+    plan = bugs.changed(TinyPlan, norm=lambda plan, style: bugs.counted_on_every_rank(style))
     case, where = rejected(Tiny, plan, sequence_parallel=False)
     assert where == {"norm"}
     assert {"gradients", "norm"} <= failed(case)
@@ -192,16 +192,14 @@ def test_gradients_exactly_twice():
 
 
 def test_replicas_that_differ_after_init():
-    plan = bugs.changed(TinyPlan, mlp_norm=lambda plan, style: bugs.DrawnOnEveryRank(stream=plan.stream))
+    plan = bugs.changed(TinyPlan, mlp_norm=lambda plan, style: bugs.drawn_on_every_rank(style))
     case, where = rejected(Tiny, plan)
     assert where == {"layers.0.mlp_norm"}
     assert "replicas" in failed(case)
 
 
 def test_loss_scaled_by_the_ranks():
-    plan = bugs.changed(
-        TinyPlan, lm_head=lambda plan, style: bugs.LossOverRanks(stream=plan.stream, loss_parallel=True)
-    )
+    plan = bugs.changed(TinyPlan, lm_head=lambda plan, style: bugs.loss_over_ranks(style))
     case, where = rejected(Tiny, plan)
     assert where == {"lm_head"}
     assert reason(case) == "exactly 1/2 of it: divided by the number of ranks"

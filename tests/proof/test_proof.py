@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans import PlanError, TPOptions
 from titanplans.proof import verify
-from titanplans.proof.simulate import ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 
 def one_case(model_fn=Tiny, plan=TinyPlan, **arguments):
@@ -72,7 +72,7 @@ def test_the_sequence_first_and_in_pieces_of_unequal_length():
 def test_styles_of_torch_are_proved_too():
     class Native(TinyPlan):
         def mlp_plan(self, mlp):
-            stream = self.stream.placement
+            stream = self.options.stream.placement
             whole = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
             down = RowwiseParallel(output_layouts=stream)
             return {
@@ -184,27 +184,14 @@ def test_a_model_that_is_not_the_same_twice():
     refused("dropout", Random)
 
 
-def test_a_kernel_that_reads_addresses_can_t_be_simulated():
-    """A Triton kernel asks for data_ptr, which a tensor of many ranks does not have."""
-
-    class Reads(Tiny):
-        def forward(self, input_ids):
-            output = super().forward(input_ids)
-            output.logits.data_ptr()
-            return output
-
-    refused("reads memory addresses, .*: take threads", Reads, degrees=[2], ranks="simulated")
-    assert one_case(Reads).passed
-
-
-def test_simulation_needs_a_process_of_its_own():
+def test_a_process_that_is_a_rank_holds_no_others():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         refused("rank 0 of 2 already", degrees=[2])
         refused("proves degree 2 only", degrees=[4], ranks="process_group")
     finally:
         dist.destroy_process_group()
-    with ranks(2) as mesh:
+    with fake_ranks(2) as mesh:
         assert mesh.size() == 2
     assert not dist.is_initialized()
 

@@ -12,12 +12,14 @@ from tiny import Tiny, TinyPlan
 from titanplans import PlanError, TPOptions
 from titanplans.errors import KernelError
 from titanplans.proof import verify
-from titanplans.proof.conditions import FROZEN, PLAIN, Batch, Scenario, cover, simpler, trainings, words
-from titanplans.proof.refused import leave_out_what_is_refused
-from titanplans.proof.sample import Sampler
-from titanplans.proof.script import write_script
+from titanplans.proof.batches.conditions import FROZEN, PLAIN, MicroBatch, Scenario, words
+from titanplans.proof.batches.cover import cover, trainings
+from titanplans.proof.batches.sample import Sampler
+from titanplans.proof.batches.script import write_script
+from titanplans.proof.compare.refused import leave_out_what_is_refused
+from titanplans.proof.explain.blame import simpler
 
-TRAINED = trainings(Batch(), 128)
+TRAINED = trainings(MicroBatch(), 128)
 GRID = [
     TPOptions(degree, loss, sequence)
     for degree in (2, 4, 8)
@@ -64,7 +66,7 @@ def test_evaluations_hold_each_kind_of_padding_and_the_lengths_at_the_ends():
 def test_the_first_training_holds_each_condition():
     """A quick proof takes it alone."""
     batches = [batch for step in TRAINED[0].steps for batch in step]
-    for field in fields(Batch):
+    for field in fields(MicroBatch):
         seen = {getattr(batch, field.name) for batch in batches}
         every = {
             getattr(batch, field.name) for training in TRAINED for step in training.steps for batch in step
@@ -146,7 +148,7 @@ def test_batches_are_what_they_say():
         "a forward with a cache: its forward takes no use_cache and past_key_values"
     ]
     for padding, side in (("left", 0), ("right", -1)):
-        sample = sampler.sample(Batch(3, 15, padding=padding, ignored=True), 1, None)
+        sample = sampler.sample(MicroBatch(3, 15, padding=padding, ignored=True), 1, None)
         mask = sample.inputs["attention_mask"]
         assert mask.shape == sample.labels.shape == (3, 15)
         assert (mask[:, side] == 0).all()
@@ -154,15 +156,15 @@ def test_batches_are_what_they_say():
         assert len(mask.sum(1).unique()) > 1
         assert (sample.labels[mask == 0] == -100).all()
         assert (sample.labels[mask == 1] == -100).any()
-    ids = sampler.tokens(Batch(2, 16, documents=True), 2)["position_ids"]
+    ids = sampler.tokens(MicroBatch(2, 16, documents=True), 2)["position_ids"]
     assert all((row == 0).sum() == 2 and row.max() < 15 for row in ids)
-    assert len(sampler.tokens(Batch(repeated=True), 3)["input_ids"].unique()) <= 3
+    assert len(sampler.tokens(MicroBatch(repeated=True), 3)["input_ids"].unique()) <= 3
 
     class Packed(Tiny):
         def forward(self, input_ids, cu_seqlens=None):
             return super().forward(input_ids)
 
-    inputs = Sampler(Packed(), None, 1, seed=0).tokens(Batch(3, 15, documents=True), 0)
+    inputs = Sampler(Packed(), None, 1, seed=0).tokens(MicroBatch(3, 15, documents=True), 0)
     assert inputs["input_ids"].shape == (1, 45)
     ends = inputs["cu_seqlens"]
     assert (ends[0], ends[-1], len(ends)) == (0, 45, 7)
@@ -285,7 +287,7 @@ def test_images_that_no_batch_has_are_named():
 
 def test_inputs_of_the_callers_are_every_batch():
     sampler = Sampler(Tiny(), {"input_ids": None}, 1, seed=0)
-    assert sampler.tokens(Batch(3, 15), 1) == sampler.tokens(Batch(), 0)
+    assert sampler.tokens(MicroBatch(3, 15), 1) == sampler.tokens(MicroBatch(), 0)
     assert "the inputs were given" in next(iter(sampler.unreached))
 
 

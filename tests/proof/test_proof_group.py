@@ -1,4 +1,4 @@
-"""`verify` over a real process group: two gloo processes, the same verdicts as simulated ranks."""
+"""`verify` over a real process group: two gloo processes, the same verdicts as threads."""
 
 import torch
 from plainly import verify

@@ -11,12 +11,11 @@ import pytest
 import tiny
 import torch
 import zoo
+from faulty import installed
 from tiny import TinyPlan
-from torch.distributed.tensor import DTensor, Replicate
 
 from titanplans import registered_plans
 from titanplans.errors import VerifyError
-from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.proof import verify
 
 
@@ -73,22 +72,19 @@ def wrong(
     """Return the plan `base` with a module that has the `effect` `when` the condition holds; `part` is the plan's method."""
 
     def spoil(style: Any) -> Any:
-        install = style.install
-
-        def spoilt(module: Any, mesh: Any) -> None:
-            install(module, mesh)
+        def spoilt(right: Any, module: Any, border: Any) -> None:
+            right(module, border)
             state = {"number": 0, "evaluated": False}
 
             def hook(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
                 state["number"] += module.training and torch._C._current_graph_task_id() == -1
-                call = Call(module, args, kwargs, output, mesh.get_local_rank(), **state)
+                call = Call(module, args, kwargs, output, border.rank, **state)
                 state["evaluated"] |= not module.training
                 return effect(call) if when(call) else output
 
             module.register_forward_hook(hook, with_kwargs=True)
 
-        style.install = spoilt
-        return style
+        return installed(style, spoilt)
 
     def planned(self: Any, *args: Any, **kwargs: Any) -> Any:
         plan = getattr(super(Wrong, self), part)(*args, **kwargs)
@@ -275,24 +271,18 @@ def test_a_hook_by_itself_is_not_wrong(model):
     assert proved(model, plan_of(fault)).passed
 
 
-class OwnValues(ReplicatedInRegion):
-    """Takes for a replica what each rank happened to have."""
-
-    def install(self, module, mesh):
-        super().install(module, mesh)
-        module._parameters["weight"] = torch.nn.Parameter(
-            DTensor.from_local(self.before, mesh, [Replicate()], run_check=False)
-        )
-
-    def layouts(self, module):
-        self.before = module.weight.detach().clone()
-        return super().layouts(module)
-
-
 def test_replicas_that_are_not_broadcast():
+    """Each rank keeps what it happened to have."""
+
     class Own(TinyPlan):
         def attn_plan(self, attn):
-            return super().attn_plan(attn) | {"q_norm": OwnValues()}
+            before = attn.q_norm.weight.detach().clone()
+
+            def install(right, module, border):
+                with torch.no_grad():
+                    module._parameters["weight"].to_local().copy_(before)
+
+            return super().attn_plan(attn) | {"q_norm": installed(self.replicated_in_region(), install)}
 
     report = proved("tiny", Own)
     (failed,) = [case for case in report.cases if not case.passed]
@@ -356,15 +346,11 @@ class PatchesFunction(TinyPlan):
     """The same by a style, once, and for torch."""
 
     def mlp_plan(self, mlp):
-        plan = super().mlp_plan(mlp)
-        install = plan["up_proj"].install
-
-        def patching(module, mesh):
-            install(module, mesh)
+        def patching(right, module, border):
+            right(module, border)
             torch.nn.functional.silu = torch.nn.functional.relu
 
-        plan["up_proj"].install = patching
-        return plan
+        return super().mlp_plan(mlp) | {"up_proj": installed(self.colwise(), patching)}
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import torch
 from tiny import Tiny
 
 from titanplans import TPOptions
-from titanplans.proof.assemble import best_fit
-from titanplans.proof.conditions import PLAIN, Batch
-from titanplans.proof.localise import diagnose
-from titanplans.proof.modes import Widen
-from titanplans.proof.report import CaseResult, Check, Finding, Place, Refusal, Report
-from titanplans.proof.sample import Sampler, randomise
-from titanplans.proof.tolerance import difference
+from titanplans.kernels.widen import Widen
+from titanplans.proof.batches.conditions import PLAIN, MicroBatch
+from titanplans.proof.batches.sample import Sampler, randomise
+from titanplans.proof.compare.assemble import best_fit
+from titanplans.proof.compare.tolerance import difference
+from titanplans.proof.explain.localise import diagnose
+from titanplans.proof.report import CaseResult, Check, Finding, Location, Refusal, Report
 
 
 def fit(held, expected, sums=True):
@@ -61,13 +61,13 @@ def test_errors_that_values_tell():
 
 
 def test_tokens_and_labels_reach_every_shard():
-    sample = Sampler(Tiny(), None, 1, seed=0).sample(Batch(), 0, None)
+    sample = Sampler(Tiny(), None, 1, seed=0).sample(MicroBatch(), 0, None)
     tokens, labels = sample.inputs["input_ids"], sample.labels
     assert tokens.shape == (2, 16)
     for ids in (tokens, labels):
         assert ids.unique().tolist() == list(range(32)), "as many tokens as the vocabulary has: one of each"
     assert not tokens.equal(labels)
-    assert Sampler(Tiny(), None, 0, seed=0).tokens(Batch(), 0)["input_ids"].shape == (16, 2)
+    assert Sampler(Tiny(), None, 0, seed=0).tokens(MicroBatch(), 0)["input_ids"].shape == (16, 2)
 
 
 def test_weights_depend_on_seed_and_name_only():
@@ -125,12 +125,12 @@ def test_experts_in_float64_multiply_their_own_rows():
 def test_the_table():
     def case(degree, error, finding=None):
         checks = (Check("loss", 0.5, 700.0), Check("gradients", error, 700.0, "layers.0.norm"))
-        return CaseResult(TPOptions(degree, True, False), PLAIN, checks, finding=finding, ranks="threads")
+        return CaseResult(TPOptions(degree, True, False), PLAIN, checks, finding=finding)
 
     finding = Finding(
         "backward",
-        Place("layers.0.norm.weight", 2e15),
-        (Place("layers.0.proj.weight", 1.25, "summed over the ranks"),),
+        Location("layers.0.norm.weight", 2e15),
+        (Location("layers.0.proj.weight", 1.25, "summed over the ranks"),),
         "exactly 2 times too large: once for each rank",
     )
     report = Report(

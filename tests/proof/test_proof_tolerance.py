@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
+from faulty import hooked
 from plainly import verify
 from test_proof_wrong import Unsummed, attn
 from tiny import Block, Tiny, TinyPlan
@@ -13,11 +14,12 @@ from titanplans.plans.hf.qwen import Qwen3Plan
 from torch import nn
 
 from titanplans import proof
+from titanplans.proof.batches.conditions import PLAIN, MicroBatch
+from titanplans.proof.batches.cover import trainings
+from titanplans.proof.batches.sample import Sampler, randomise
 from titanplans.proof.cases import Proof
-from titanplans.proof.conditions import PLAIN, Batch, trainings
-from titanplans.proof.reference import Reference
-from titanplans.proof.sample import Sampler, randomise
-from titanplans.proof.tolerance import Bound, depth, perturb, weight_unit
+from titanplans.proof.compare.reference import ReferenceRun
+from titanplans.proof.compare.tolerance import Tolerance, depth, perturb, weight_unit
 
 
 def deep(blocks):
@@ -47,15 +49,15 @@ def test_the_margin_on_both_sides(blocks):
 
 def test_what_comes_before_noise_is_shown():
     """GLA in bfloat16: most gradients of its first step say something, none of those after it."""
-    (first, *_) = trainings(Batch(), 128)
+    (first, *_) = trainings(MicroBatch(), 128)
     model = zoo.build("gla").train()
     randomise(model, 0)
     sampler = Sampler(model, None, 1, 0)
-    reference = Reference(model, replace(first, dtype="bfloat16"), sampler, beside=True)
+    reference = ReferenceRun(model, replace(first, dtype="bfloat16"), sampler, further=True)
     assert reference.hidden
     assert reference.shown >= {"step 1, batch 1", "step 1, batch 2"}
     assert reference.shown.isdisjoint({"step 3", "the end"})
-    assert not Reference(model, first, sampler).hidden
+    assert not ReferenceRun(model, first, sampler).hidden
 
 
 class Staircase(torch.autograd.Function):
@@ -80,15 +82,7 @@ def quantised():
 
 def rounding(plan):
     """A style of `o_proj` whose output has the bits of bfloat16."""
-    style = plan.rowwise()
-    install = style.install
-
-    def rounded(module, mesh):
-        install(module, mesh)
-        module.register_forward_hook(lambda module, args, output: output.bfloat16().float())
-
-    style.install = rounded
-    return style
+    return hooked(plan.rowwise(), lambda output: output.bfloat16().float())
 
 
 @pytest.mark.parametrize("seed", [13, 96])
@@ -103,7 +97,7 @@ def test_what_a_rounding_moves_over_an_edge_is_rounding(seed):
 
 
 def reference_of(model):
-    return Reference(model, PLAIN, Sampler(model, None, 1, 0))
+    return ReferenceRun(model, PLAIN, Sampler(model, None, 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,7 @@ def test_a_gradient_that_is_nothing_but_rounding_has_a_unit_of_its_own():
     assert noise < 1e-15 < neighbour
     assert reference.units[bias] > 0.1 * noise
     # And yet a gradient of the size that its neighbour has would be far outside.
-    assert reference.bound.units(2) * reference.units[bias] < 1e-8 * neighbour
+    assert reference.tolerance.units(2) * reference.units[bias] < 1e-8 * neighbour
 
 
 def test_depth_counts_the_sums_of_a_model():
@@ -190,7 +184,7 @@ def test_what_rounding_of_gradients_does_to_weights_is_allowed_for(steps):
 
 def test_in_fewer_bits_the_bound_grows_with_the_ranks_alone():
     for dtype in (torch.float32, torch.bfloat16):
-        bounds = [Bound(deep(n)(), torch.empty(2, 10, 32, dtype=dtype), steps=3) for n in (1, 8)]
+        bounds = [Tolerance(deep(n)(), torch.empty(2, 10, 32, dtype=dtype), steps=3) for n in (1, 8)]
         assert bounds[0].units(2) == bounds[1].units(2) < bounds[0].units(8) < 13
         assert bounds[0].difference(torch.tensor([3.0, 4.0]), torch.zeros(2)) == pytest.approx(12.5**0.5)
 
@@ -199,17 +193,10 @@ class Scaled(Qwen3Plan):
     """In 16 bits everything that is split by its inputs is a twentieth too small."""
 
     def rowwise(self, **options):
-        style = super().rowwise(**options)
-        install = style.install
+        def scaled(output):
+            return output * (0.95 if output.dtype == torch.bfloat16 else 1)
 
-        def scaled(module, mesh):
-            install(module, mesh)
-            module.register_forward_hook(
-                lambda module, args, output: output * (0.95 if output.dtype == torch.bfloat16 else 1)
-            )
-
-        style.install = scaled
-        return style
+        return hooked(super().rowwise(**options), scaled)
 
 
 def test_in_16_bits_a_scale_is_found_that_rounding_hides(monkeypatch):

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from faulty import hooked, installed, leaving
+from mutants.bugs import loss_over_ranks
 from plainly import verify
 from tiny import Block, Tiny, TinyPlan
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate
 
 from titanplans.plan.layout import Layout
-from titanplans.plan.styles.projections import Colwise, Rowwise
 from titanplans.plan.styles.region import Region
-from titanplans.plan.styles.replicated import ReplicatedInRegion, ReplicatedOnStream
-from titanplans.plan.styles.vocab import VocabHead
-from titanplans.split.parameters.local_parameters import local_parameter
+from titanplans.plan.styles.replicated import ReplicatedInRegion
+from titanplans.split.parameters.local_parameters import hidden_bias
 
 
 def attn(**styles):
@@ -32,88 +32,67 @@ class Unsummed(ReplicatedInRegion):
         return {name: Layout(Replicate(), Replicate()) for name in module._parameters}
 
 
-class Doubled(ReplicatedOnStream):
-    def install(self, module, mesh):
+def doubled(style):
+    def install(right, module, border):
         module._parameters["weight"].register_hook(lambda grad: grad * 2)
+
+    return installed(style, install)
 
 
 class DoublingPlan(TinyPlan):
     def layer_plan(self, layer):
-        return super().layer_plan(layer) | {"mlp_norm": Doubled(stream=self.stream)}
+        return super().layer_plan(layer) | {"mlp_norm": doubled(self.replicated_on_stream())}
 
 
-class Rolled(Colwise):
+def rolled(plan):
     """Heads that begin one row late."""
-
-    def install(self, module, mesh):
-        module.register_forward_hook(lambda module, args, output: output.roll(1, -1))
+    return hooked(plan.colwise(), lambda output: output.roll(1, -1))
 
 
-class Detached(ReplicatedInRegion):
-    def install(self, module, mesh):
+def detached(plan):
+    def install(right, module, border):
         weight = module._parameters["weight"]
         module.register_forward_pre_hook(lambda *_: module.__dict__.update(read=weight.to_local().detach()))
         module.forward = lambda x: nn.functional.rms_norm(x, x.shape[-1:], module.read)
 
+    return installed(plan.replicated_in_region(), install)
 
-class Differing(ReplicatedInRegion):
-    def install(self, module, mesh):
-        rank = distribute_tensor(torch.arange(mesh.size()), mesh, [Shard(0)], src_data_rank=None).to_local()
-        weight = module._parameters["weight"]
+
+def differing(plan):
+    def install(right, module, border):
         with torch.no_grad():
-            weight._local_tensor = weight._local_tensor * (1 + 1e-9 * rank.double())
+            module._parameters["weight"].to_local().mul_(1 + 1e-9 * border.rank)
 
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
-
-
-class ScaledHead(VocabHead):
-    """A loss divided by the number of ranks, as seen from the head."""
-
-    def install(self, module, mesh):
-        module.register_forward_hook(lambda module, args, output: _Scale.apply(output, 1 / mesh.size()))
-        super().install(module, mesh)
+    return installed(plan.replicated_in_region(), install)
 
 
 class ScalingPlan(TinyPlan):
+    """A loss divided by the number of ranks, as seen from the head."""
+
     def vocab_head(self):
-        return ScaledHead(stream=self.stream, loss_parallel=self.options.loss_parallel)
+        return loss_over_ranks(super().vocab_head())
 
 
-class GradientLeft(Region):
+def gradient_left(plan):
     """Enters a region without summing the gradients that come back out of it."""
-
-    def _enter(self, border, module, args, kwargs):
-        return args, kwargs
+    return installed(Region(reduce_output=False), lambda right, module, border: None)
 
 
-class SumLeft(Rowwise):
+def sum_left(plan):
     """Leaves a region without the sum."""
-
-    def _leave(self, border, module, args, output):
-        return output + local_parameter(module, "bias")
-
-
-class Untying(VocabHead):
-    def install(self, module, mesh):
-        super().install(module, mesh)
-        module.register_forward_pre_hook(self._untie)
-
-    def _untie(self, module, args):
-        module._parameters["weight"] = nn.Parameter(module._parameters["weight"].detach().clone())
+    return leaving(plan.rowwise(), lambda border, module, output: output + hidden_bias(module))
 
 
 class UntyingPlan(TinyPlan):
     def vocab_head(self):
-        return Untying(stream=self.stream, loss_parallel=self.options.loss_parallel)
+        def install(right, module, border):
+            right(module, border)
+            module.register_forward_pre_hook(untie)
+
+        def untie(module, args):
+            module._parameters["weight"] = nn.Parameter(module._parameters["weight"].detach().clone())
+
+        return installed(super().vocab_head(), install)
 
 
 class PostBlock(Block):
@@ -153,18 +132,18 @@ WRONG = {
         PostNormed, attn(post_norm=lambda p: p.replicated_in_region()), False,
         "backward", "layers.1.attn.post_norm.weight", "exactly 4 times too large: once for each rank",
     ),
-    "head shifted": (Tiny, attn(k_proj=lambda p: Rolled()), True, "forward", "layers.0.attn.k_proj", ""),
-    "replicas differ": (Tiny, attn(q_norm=lambda p: Differing()), True, "forward", "layers.0.attn.q_norm", ""),
+    "head shifted": (Tiny, attn(k_proj=rolled), True, "forward", "layers.0.attn.k_proj", ""),
+    "replicas differ": (Tiny, attn(q_norm=differing), True, "forward", "layers.0.attn.q_norm", ""),
     "loss divided": (
         Tiny, ScalingPlan, True,
         "backward", "lm_head.weight", "exactly 1/4 of it: divided by the number of ranks",
     ),
     "input's gradient not summed": (
-        Tiny, attn(**{"": lambda p: GradientLeft(stream=p.stream, reduce_output=False)}), False,
+        Tiny, attn(**{"": gradient_left}), False,
         "backward", "gradient of the output of layers.1.attn_norm", "not summed over the ranks",
     ),
     "output not summed": (
-        Tiny, attn(o_proj=lambda p: SumLeft(stream=p.stream, reduce_output=True, degree=p.options.degree)), False,
+        Tiny, attn(o_proj=sum_left), False,
         "forward", "layers.0.attn.o_proj", "",
     ),
 }  # fmt: skip
@@ -217,7 +196,7 @@ def test_the_style_that_sums_a_gradient_is_named(model_fn, plan, place, style):
 @pytest.mark.parametrize(
     ("plan", "place"),
     [
-        (attn(v_proj=lambda p: Rolled()), "layers.0.attn.v_proj"),
+        (attn(v_proj=rolled), "layers.0.attn.v_proj"),
         (DoublingPlan, "layers.1.mlp_norm.weight"),
     ],
     ids=["forward", "backward"],
@@ -239,9 +218,7 @@ def test_replicated_after_the_sum_is_right_on_a_sharded_sequence():
 
 
 def test_a_missing_gradient():
-    report = verify(
-        Tiny, attn(q_norm=lambda p: Detached()), degrees=[2], loss_parallel=True, sequence_parallel=True
-    )
+    report = verify(Tiny, attn(q_norm=detached), degrees=[2], loss_parallel=True, sequence_parallel=True)
     (case,) = report.cases
     assert case.missing == ("layers.0.attn.q_norm.weight", "layers.1.attn.q_norm.weight")
     assert not case.passed
@@ -251,16 +228,18 @@ def test_a_missing_gradient():
 
 
 def test_a_gradient_too_many():
-    class Thawing(ReplicatedInRegion):
-        def install(self, module, mesh):
+    def thawing(plan):
+        def install(right, module, border):
             module._parameters["weight"].requires_grad_(True)
+
+        return installed(plan.replicated_in_region(), install)
 
     def frozen():
         model = Tiny()
         model.layers[0].attn.q_norm.weight.requires_grad_(False)
         return model
 
-    plan = attn(q_norm=lambda p: Thawing())
+    plan = attn(q_norm=thawing)
     report = verify(frozen, plan, degrees=[2], loss_parallel=True, sequence_parallel=True)
     assert report.cases[0].unexpected == ("layers.0.attn.q_norm.weight",)
     assert not report.passed
@@ -308,15 +287,11 @@ def test_a_plan_that_changes_the_model_is_compared_with_the_model_before():
 
 class ForgettingPadding(TinyPlan):
     def vocab_embedding(self, *, begins_stream=False):
-        style = super().vocab_embedding(begins_stream=begins_stream)
-        install = style.install
-
-        def forget(module, mesh):
-            install(module, mesh)
+        def forget(right, module, border):
+            right(module, border)
             module.padding_idx = None
 
-        style.install = forget
-        return style
+        return installed(super().vocab_embedding(begins_stream=begins_stream), forget)
 
 
 @pytest.mark.parametrize("padding", [0, 7, 31])

@@ -6,8 +6,8 @@ import pytest
 import zoo
 
 from titanplans import kernels, registered_plans
-from titanplans.proof.refused import leave_out_what_is_refused
-from titanplans.proof.sample import Sampler
+from titanplans.proof.batches.sample import Sampler
+from titanplans.proof.compare.refused import leave_out_what_is_refused
 
 _PADDING = "padding: its forward refuses an attention_mask in training"
 _PACKED = "documents in a sequence: its forward refuses cu_seqlens"

@@ -1,4 +1,4 @@
-"""The ranks of a proof: threads and simulated ranks agree; a thread that fails ends the others; which are chosen."""
+"""The ranks of a proof: threads know their place, meet, and end each other; a wrong group is refused."""
 
 import os
 import signal
@@ -8,86 +8,39 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from faulty import leaving
 from mutants.architectures import ARCHITECTURES
 from plainly import verify
-from test_proof_wrong import WRONG
 from tiny import Tiny, TinyPlan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanplans import PlanError, TPOptions
 from titanplans.loss import cross_entropy
-from titanplans.proof import simulate, threads, world
+from titanplans.proof.batches.conditions import PLAIN
 from titanplans.proof.case import prove_case
-from titanplans.proof.conditions import PLAIN
-from titanplans.proof.meeting import Apart
-from titanplans.proof.world import choose
-from titanplans.split.parameters.local_parameters import local_parameter
+from titanplans.proof.ranks import threads
+from titanplans.proof.ranks.meeting import Apart
+from titanplans.proof.ranks.world import Worlds
+from titanplans.split.parameters.local_parameters import hidden_bias
 
 CPU = torch.device("cpu")
 BOTH = (True, False)
-FACTOR = 4
-"""Sums over ranks are added up in another order; errors of at most 3 epsilons, of about one rounding each, may
-differ by so much. Below one epsilon a difference says nothing."""
-
-
-def alike(one, other):
-    assert (one.passed, one.missing, one.unexpected) == (other.passed, other.missing, other.unexpected)
-    for a, b in zip(one.checks, other.checks, strict=True):
-        assert (a.what, a.passed, a.tolerance) == (b.what, b.passed, b.tolerance)
-        low, high = sorted((a.error, b.error))
-        assert high <= FACTOR * max(low, 1.0), (a, b)
-
-
 CASES = [TPOptions(degree, loss, loss == (degree == 2)) for degree in (2, 4) for loss in BOTH]
 """At each degree every option both ways; the four together are all choices."""
-FIRST = ARCHITECTURES[0].name
-"""Its ranks share key/value heads at degree 4."""
 
 
-@pytest.mark.parametrize(
-    ("architecture", "simulated"),
-    [
-        *((one, CASES if one.name == FIRST else CASES[:1]) for one in ARCHITECTURES),
-        *(pytest.param(one, CASES, marks=pytest.mark.exhaustive) for one in ARCHITECTURES[1:]),
-    ],
-    ids=lambda value: f"{len(value)} simulated" if isinstance(value, list) else value.name,
-)
-def test_right_plans_are_proved_over_threads_and_simulated_ranks_agree(architecture, simulated):
-    def proved(run, cases):
-        found = []
-        for degree in (2, 4):
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.name)
+def test_right_plans_are_proved_at_odd_sizes(architecture):
+    """The first one's ranks share key/value heads at degree 4."""
+    for degree in (2, 4):
 
-            def prove(world, degree=degree):
-                alike = [options for options in cases if options.degree == degree]
-                return [
-                    prove_case(architecture.reference(), None, options, PLAIN, world) for options in alike
-                ]
+        def prove(world, degree=degree):
+            chosen = [options for options in CASES if options.degree == degree]
+            return [prove_case(architecture.reference(), None, options, PLAIN, world) for options in chosen]
 
-            found += run(degree, CPU, prove)
-        return {case.options: case for case in found}
-
-    threaded = proved(threads.run, CASES)
-    assert all(case.passed for case in threaded.values()), [case.worst for case in threaded.values()]
-    for options, case in proved(simulate.run, simulated).items():
-        alike(threaded[options], case)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_threads_and_simulated_ranks_agree_on_wrong_plans(name):
-    model_fn, plan, sequence, *_ = WRONG[name]
-    one, other = (
-        verify(model_fn, plan, degrees=[2], loss_parallel=True, sequence_parallel=sequence, ranks=ranks)
-        for ranks in ("threads", "simulated")
-    )
-    (a,), (b,) = one.cases, other.cases
-    assert (a.ranks, b.ranks) == ("threads", "simulated")
-    # But for AdamW, which hardly sees how large a gradient is: there a fault may be as small as the tolerance.
-    assert {c.what for c in a.checks if not c.passed} - {"AdamW"} == {
-        c.what for c in b.checks if not c.passed
-    } - {"AdamW"}
-    places = [(f.direction, f.first.name, f.reason) for f in (a.finding, b.finding)]
-    assert places[0] == places[1]
+        found = threads.run(degree, CPU, prove)
+        assert all(case.passed for case in found), [case.worst for case in found]
 
 
 class ByTheFirst(TinyPlan):
@@ -99,25 +52,17 @@ class ByTheFirst(TinyPlan):
         return mesh.get_local_rank()
 
     def attn_plan(self, attn):
-        style = self.rowwise()
-        install = style.install
+        def leave(border, module, output):
+            mine = self.rank(border.mesh) == self.adds
+            return border.leave(output + hidden_bias(module) * (1 if mine else 0))
 
-        def installed(module, mesh):
-            style._leave = lambda border, module, args, output: border.leave(
-                output + local_parameter(module, "bias") * (1 if self.rank(mesh) == self.adds else 0)
-            )
-            install(module, mesh)
-
-        style.install = installed
-        return super().attn_plan(attn) | {"o_proj": style}
+        return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
 
 OPTIONS = {"degrees": [2], "loss_parallel": True, "sequence_parallel": True}
 
 
 def test_a_thread_knows_which_rank_it_is():
-    """Simulated ranks would all take themselves for the first, and add the bias once each: refused."""
-
     class Another(ByTheFirst):
         adds = 1
 
@@ -126,8 +71,6 @@ def test_a_thread_knows_which_rank_it_is():
 
     verdicts = [verify(Tiny, p, ranks="threads", **OPTIONS).passed for p in (ByTheFirst, Another, Nobody)]
     assert verdicts == [True, True, False]
-    with pytest.raises(PlanError, match="test_worlds asks whether its rank"):
-        verify(Tiny, ByTheFirst, ranks="simulated", **OPTIONS)
 
 
 def test_the_rank_in_the_world_is_not_that_in_the_mesh():
@@ -162,12 +105,10 @@ def test_the_rank_in_the_world_is_not_that_in_the_mesh():
     (case,) = report.cases
     assert case.finding.first.name == "layers.0.attn.o_proj"
     assert case.notes == (
-        "test_worlds asks torch.distributed.get_rank(): its number in the world, which beside data parallelism is not "
-        "that in the mesh, mesh.get_local_rank()",
+        "test_worlds asks torch.distributed.get_rank(): a rank's number in the world, which with data parallelism differs "
+        "from its number in the mesh, mesh.get_local_rank()",
     )
     assert case.notes[0] in report.table()
-    with pytest.raises(PlanError, match=r"test_worlds asks which rank it is .*: take threads"):
-        verify(Tiny, ByTheWorld, ranks="simulated", **OPTIONS)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -180,24 +121,20 @@ def test_the_default_group_is_not_that_of_the_mesh(direction):
 
     class OverAll(TinyPlan):
         def attn_plan(self, attn):
-            style = self.rowwise()
-
-            def leave(border, module, args, output):
+            def leave(border, module, output):
                 if direction == "forward":
                     output = averaged(output)
                 else:
                     output.register_hook(averaged)
-                return border.leave(output + local_parameter(module, "bias"))
+                return border.leave(output + hidden_bias(module))
 
-            style._leave = leave
-            return super().attn_plan(attn) | {"o_proj": style}
+            return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
     (case,) = verify(Tiny, OverAll, **OPTIONS).cases
     (note,) = case.notes
     assert ("in layers.0.attn.o_proj" if direction == "forward" else "in the backward") in note
     assert "called AllReduce on the default group, in which other data-parallel ranks are, too" in note
     assert "use the mesh's group, mesh.get_group()" in note
-    assert not verify(Tiny, OverAll, ranks="simulated", **OPTIONS).passed
 
 
 def test_groups_of_other_ranks_than_the_mesh_s():
@@ -253,14 +190,10 @@ def test_a_gradient_that_one_rank_does_not_have():
 
     class OfTheFirst(TinyPlan):
         def attn_plan(self, attn):
-            style = self.rowwise()
+            def leave(border, module, output):
+                return border.leave(output + (hidden_bias(module) if border.rank == 0 else 0.0))
 
-            def leave(border, module, args, output):
-                bias = local_parameter(module, "bias") if border.rank == 0 else 0.0
-                return border.leave(output + bias)
-
-            style._leave = leave
-            return super().attn_plan(attn) | {"o_proj": style}
+            return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
     (case,) = verify(Tiny, OfTheFirst, degrees=[2], loss_parallel=True, sequence_parallel=True).cases
     assert case.worst == "runs in step 1, after its backward"
@@ -276,8 +209,6 @@ def test_further_losses_are_compared_where_they_leave_the_model():
     sharded, whole = verify(Tiny, TinyPlan, **options).cases
     assert {c.what for c in sharded.checks if not c.passed} == {"halved loss"}
     assert whole.passed
-    (simulated, _) = verify(Tiny, TinyPlan, ranks="simulated", **options).cases
-    assert not any("loss" in c.what for c in simulated.checks[1:]), "a loss may ask which rank it is"
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
@@ -390,15 +321,13 @@ def test_the_callers_process_is_left_as_it_was(monkeypatch):
     assert not dist.is_initialized()
 
 
-def test_which_ranks_are_chosen(monkeypatch):
-    model = Tiny()
-    assert [choose(None, degree, model) for degree in (2, 16, 17)] == ["threads", "threads", "simulated"]
-    assert choose("simulated", 2, model) == "simulated"
-    assert choose(None, 2, Tiny().to("meta")) == "simulated"
-    with pytest.raises(PlanError, match="ranks = 'processes': threads, simulated or process_group"):
-        choose("processes", 2, model)
-    with pytest.raises(PlanError, match="ranks = 'threads' on meta"):
-        choose("threads", 2, Tiny().to("meta"))
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    monkeypatch.setattr(world, "MOST_COPIES", 3 * size)
-    assert [choose(None, degree, model) for degree in (2, 3, 4)] == ["threads", "threads", "simulated"]
+def test_ranks_that_are_not_there():
+    with pytest.raises(PlanError, match="ranks = 'processes': threads or process_group"):
+        verify(Tiny, ranks="processes")
+    with pytest.raises(PlanError, match="ranks = 'threads' on meta: threads run on a CPU"):
+        Worlds("threads", Tiny().to("meta"))
+
+
+def test_more_ranks_than_heads_of_any_model_of_ours():
+    """Ranks are threads at any degree."""
+    assert threads.run(32, CPU, lambda world: len(world.gather_objects(1))) == 32

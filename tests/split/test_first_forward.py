@@ -8,7 +8,7 @@ from tiny import Tiny, TinyPlan
 from torch import nn
 
 from titanplans import PlanError, apply_plan, check_plan
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(16)[None]

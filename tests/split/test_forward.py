@@ -20,7 +20,7 @@ from titanplans import PlanError, apply_plan, check_plan
 from titanplans.errors import ParallelError
 from titanplans.loss import added_loss
 from titanplans.parallel import cross_entropy
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 
 RANKS = 2
 NAMES = ("llama", "gemma3_text", "gla")

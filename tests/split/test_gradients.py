@@ -20,7 +20,7 @@ from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.degrees import Degrees
 from titanplans.parallel.mesh.mesh import Mesh
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 from titanplans.split.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
 
 NORMS = (1.0, 2.0, 3.0, math.inf)

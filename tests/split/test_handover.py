@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 from titanplans.split.parameters.local_parameters import ParameterMemo, localize
 from titanplans.split.state import state_of
 

@@ -18,7 +18,7 @@ from titanplans.plan.styles.base import held
 from titanplans.plan.styles.norms import SplitNorm
 from titanplans.plan.styles.projections import Rowwise, RowwiseInRegion
 from titanplans.plan.styles.replicated import Whole
-from titanplans.proof.threads import Pool
+from titanplans.proof.ranks.threads import Pool
 
 DEGREE = 2
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from titanplans import PlanError, apply_plan
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 from titanplans.split.parameters.local_weight import LocalWeight
 
 CPU = torch.device("cpu")

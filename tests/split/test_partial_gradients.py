@@ -13,8 +13,8 @@ from titanplans.observe.recorder import record_collectives
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, parallelize
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof import threads
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks import threads
+from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split import partial_gradients
 from titanplans.split.gradients import align_gradients
 from titanplans.split.partial_gradients import summed

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titanplans import PlanError, apply_plan
 from titanplans.parallel import Degrees, FSDP2Config, ParallelManager, align_gradients
-from titanplans.proof import threads
+from titanplans.proof.ranks import threads
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(16)[None]

@@ -45,7 +45,7 @@ def run(argv: list[str] | None = None) -> NoReturn:
         # Triton's dot products round float32 to TF32 otherwise, 10 bits of 23.
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
     elif proves and argv[0] != "async-tp":  # which captures what the compiler makes
-        # Simulated ranks run eagerly. What a library compiles at import time would only import the compiler.
+        # A proof runs eagerly. What a library compiles at import time would only import the compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     try:
         status = main(argv)

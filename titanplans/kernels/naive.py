@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from titanplans.errors import KernelError
 from titanplans.kernels.layers.packing import sequences
 from titanplans.kernels.precision import accumulation_dtype
-from titanplans.proof.modes import Widen
+from titanplans.kernels.widen import Widen
 from titanplans.torch_private.dispatch import tree_map
 
 _WITHOUT_EFFECT = ("cu_seqlens_cpu", "chunk_indices", "checkpoint_level")

@@ -53,7 +53,7 @@ class Share(NamedTuple):
     """Which part of a vocabulary a rank holds."""
 
     first: torch.Tensor
-    """[1], its first token id: a tensor, since it also differs between ranks that one process simulates."""
+    """[1], its first token id."""
     size: int
     """Of an even share; the last ranks may hold fewer, or none."""
     vocabulary: int

@@ -18,7 +18,7 @@ def build_real(
 ) -> PreTrainedModel:
     """The whole model of `config` on the CPU, initialised, in training mode.
 
-    Inside `LocalTensorMode` it is the same on every rank. FLA's models need `kernels.install("cpu")` first.
+    FLA's models need `kernels.install("cpu")` first.
 
     Initial values hide faults: beside a bias of zero one that is added twice, beside norm weights that are all
     one a swapped pair, behind Gemma 3's projector of zeros every gradient of its vision tower. So each parameter
@@ -41,7 +41,6 @@ def build_real(
         torch.set_default_dtype(default)
     model.to_empty(device="cpu")
     initialize(model, seed=seed)
-    # The default generator, not one of our own, which would go on from one simulated rank to the next.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for parameter in model.parameters():

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from titanplans.torch_private.dispatch import schema, tree_leaves
 from titanplans.torch_private.distributed import resolve_process_group
-from titanplans.torch_private.simulated import LocalTensor, simulated_ranks
 
 Phase = Literal["forward", "backward", "recomputed", "update", "log"]
 """recomputed: a forward again, for the backward. update: after the last backward. log: see `Places.log_begins`."""
@@ -151,13 +150,9 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | Non
 
 
 def _size(argument: Any) -> tuple[int, int]:
-    """Elements and bytes of a tensor or a list of them; of simulated ranks, the largest's."""
+    """Return the elements and bytes of a tensor or a list of them."""
     tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-    elements = [
-        max(t.numel() for t in simulated_ranks(x).values()) if isinstance(x, LocalTensor) else x.numel()
-        for x in tensors
-    ]
-    return sum(elements), sum(n * x.element_size() for n, x in zip(elements, tensors, strict=True))
+    return sum(x.numel() for x in tensors), sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _fused_size(operation: str, given: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None]:

@@ -4,8 +4,8 @@
         ...                     # one step
     record.collectives
 
-A passive look at what reaches the dispatcher, on a process group, on ranks simulated in one process, and, ten times
-as fast, on one rank whose peers do not exist; under a `FakeTensorMode` no size is too large. What a compiled block
+A passive look at the dispatcher, on a process group, on ranks that are threads, and, ten times as fast, on one rank
+whose peers do not exist; under a `FakeTensorMode` no size is too large. What a compiled block
 issues is seen, too: inductor's code calls the operators as eager code does. Where the step is at that moment is
 `places`', what an operator does `operators`'. Not seen is what a replayed CUDA graph sends.
 """
@@ -21,7 +21,6 @@ from titanplans.observe.guard import Guard
 from titanplans.observe.operators import NAMESPACES, Collective, describe
 from titanplans.observe.places import Places, follow
 from titanplans.torch_private.dispatch import FakeTensor, TorchDispatchMode, fake_mode_is_on
-from titanplans.torch_private.simulated import LocalTensor
 
 
 class Record:
@@ -71,7 +70,6 @@ class _Mode(TorchDispatchMode):
         self.counted = (
             torch.Tensor,
             nn.Parameter,
-            LocalTensor,
             *([FakeTensor] if fake_mode_is_on() else []),
         )
 

@@ -71,11 +71,11 @@ class Run(NamedTuple):
         return self.size == 0 or (self.end - self.first) % self.size == 0
 
     def at(self, rank: int) -> int:
-        """Return the first row of `rank`; by arithmetic, which is right for simulated ranks, too."""
+        """Return the first row of `rank`."""
         return self.first + rank // self.sharing * self.size
 
     def of(self, rank: int) -> int:
-        """Return how many rows `rank` has: fewer only the last, since none is without; by arithmetic, too."""
+        """Return how many rows `rank` has: only the last may have fewer, and none has 0."""
         if self.even:
             return self.size
         last, rest = divmod(self.end - self.first, self.size)

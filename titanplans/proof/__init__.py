@@ -1,14 +1,20 @@
-"""The proof: a plan's split model against the whole one, quantity by quantity, in units of rounding.
+"""The proof: a plan's split model is compared with the whole one, quantity by quantity, in units of rounding.
 
     from titanplans.proof import verify
 
     report = verify(lambda: MyModel(config), MyPlan)
     print(report.table())
 
-No model library is imported. `verify` documents what is compared, `titanplans.proof.tolerance` the unit and the tolerance.
+`verify` documents the quantities, `titanplans.proof.compare.tolerance` the unit and the tolerance. No model library is
+imported.
+
+    verify.py   every case of a plan and a model      batches/   conditions, trainings, samples
+    cases.py    the cases of one reference            ranks/     threads of this process, or a process group
+    case.py     one split training                    compare/   both trainings, units, tolerances
+    report.py   the verdict                           explain/   conditions and places of a failure
 """
 
-from titanplans.proof.grid import verify
-from titanplans.proof.report import CaseResult, Check, Finding, Place, Refusal, Report
+from titanplans.proof.report import CaseResult, Check, Finding, Location, Refusal, Report
+from titanplans.proof.verify import verify
 
-__all__ = ["CaseResult", "Check", "Finding", "Place", "Refusal", "Report", "verify"]
+__all__ = ["CaseResult", "Check", "Finding", "Location", "Refusal", "Report", "verify"]

@@ -1,4 +1,4 @@
-"""One case: the split model takes the training that the whole one took, and is compared with it.
+"""One case: the split model goes through the whole one's training, and is compared with it.
 
 A training that raises fails the case.
 """
@@ -11,29 +11,28 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from titanplans.adapters.low_rank import draws
 from titanplans.apply.apply import AppliedPlan, apply_plan
 from titanplans.errors import PlanError, VerifyError
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.plan import TPOptions
 from titanplans.plan.styles.base import Style
-from titanplans.proof.compare import Comparison
-from titanplans.proof.conditions import Scenario
-from titanplans.proof.localise import localise, may_be_partial
-from titanplans.proof.meeting import Apart
-from titanplans.proof.patches import unpatched
-from titanplans.proof.raised import first_line
-from titanplans.proof.reference import Reference
+from titanplans.proof.batches.conditions import Scenario
+from titanplans.proof.compare.comparison import Comparison
+from titanplans.proof.compare.forward import FAILURES
+from titanplans.proof.compare.patches import unpatched
+from titanplans.proof.compare.raised import first_line
+from titanplans.proof.compare.reference import ReferenceRun
+from titanplans.proof.compare.training import TrainingRun, recompute
+from titanplans.proof.explain.localise import localise, may_be_partial
+from titanplans.proof.ranks.meeting import Apart
+from titanplans.proof.ranks.world import World, from_first
 from titanplans.proof.report import CaseResult, Check
-from titanplans.proof.training import FAILURES, Training, recompute
-from titanplans.proof.world import World, from_first
 
 SPLITTING = "while it is split"
 
-
 _ASKED = (
-    "{} asks torch.distributed.get_rank(): its number in the world, which beside data parallelism is not that in the mesh, "
-    "mesh.get_local_rank()"
+    "{} asks torch.distributed.get_rank(): a rank's number in the world, which with data parallelism differs from its "
+    "number in the mesh, mesh.get_local_rank()"
 )
 
 
@@ -42,35 +41,33 @@ class _Broken(Exception):
 
 
 def prove_case(
-    reference: Reference, plan: PlanSource, options: TPOptions, scenario: Scenario, world: World
+    reference: ReferenceRun, plan: PlanSource, options: TPOptions, scenario: Scenario, world: World
 ) -> CaseResult:
-    """Prove `plan` with `options`. Every rank of `world` calls this, and every rank gets the first one's result.
+    """Prove `plan` with `options`. Every rank of `world` calls this, and gets the first one's result.
 
-    Where the `reference` was recorded, a failing case is searched for the module at which it goes wrong first.
+    If the `reference` was recorded, a failing case is searched for the module at which it goes wrong first.
 
     Raises:
-        PlanError: strict application refuses the plan, or the model can't be simulated.
+        PlanError: strict application refuses the plan.
     """
     start = time.perf_counter()
     applied: AppliedPlan | None = None
-    training: Training | None = None
+    training: TrainingRun | None = None
     comparison = Comparison(reference, world)
 
     def take() -> CaseResult:
         nonlocal applied, training
         try:
             model = copy.deepcopy(reference.pristine)
-            if scenario.differing and world.ranked and not world.first:
+            if scenario.differing and not world.first:
                 _change(model, world.mesh.get_local_rank())
             applied = split(model, plan, options, world)
-            # Checkpointing brings back the state of one generator, and simulated ranks have one each.
-            if scenario.recomputed and (world.ranked or not draws(model)):
+            if scenario.recomputed:
                 recompute(applied.decoder)
             training = reference.training(
                 model,
-                ranked=world.ranked,
                 watched=[name for name in reference.watched if not may_be_partial(name, applied.styles)],
-                fused=scenario.fused and world.ranked,
+                fused=scenario.fused,
             )
             comparison.run(training)
         except (PlanError, VerifyError):
@@ -92,9 +89,9 @@ def prove_case(
             with torch.no_grad():
                 result = world.together(lambda: localise(so_far, styles, reference, world, case))
         except Apart:
-            pass  # as in the training itself: what that said stands
+            pass  # the ranks lost each other in the training itself, whose result stands
     notes = (*result.notes, *(_ASKED.format(who) for who in world.asked))
-    return replace(result, notes=notes, ranks=world.name, seconds=time.perf_counter() - start)
+    return replace(result, notes=notes, seconds=time.perf_counter() - start)
 
 
 def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) -> AppliedPlan:
@@ -105,7 +102,7 @@ def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) 
         VerifyError: it changes code that the whole model runs, too.
     """
     with unpatched(model):
-        applied = apply_plan(
+        return apply_plan(
             model,
             world.mesh,
             plan=plan,
@@ -113,8 +110,6 @@ def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) 
             sequence_parallel=options.sequence_parallel,
             sequence_dim=options.sequence_dim,
         )
-    world.settle(model)
-    return applied
 
 
 def _change(model: nn.Module, rank: int) -> None:
@@ -125,12 +120,12 @@ def _change(model: nn.Module, rank: int) -> None:
             param.add_(torch.randn(param.shape, generator=generator).to(param))
 
 
-def _place(training: Training | None) -> str:
+def _place(training: TrainingRun | None) -> str:
     return SPLITTING if training is None else training.place
 
 
-def _remedy(training: Training | None, applied: AppliedPlan | None) -> str:
-    """Return what to write where a forward broke off, if the style of that module says it."""
+def _remedy(training: TrainingRun | None, applied: AppliedPlan | None) -> str:
+    """Return the remedy of the style of the module whose forward broke off; "" if there is none."""
     where = None if training is None else training.broke_in
     style = None if where is None or applied is None else applied.styles.get(where)
     return f"; {style.remedy}" if isinstance(style, Style) and style.remedy else ""

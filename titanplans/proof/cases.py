@@ -1,4 +1,4 @@
-"""The cases of one model and one plan: which there are, and proving them, those of one training together."""
+"""The cases of one model and one plan: chosen, and proved, those of one reference together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -6,35 +6,35 @@ from functools import lru_cache
 
 from torch import nn
 
-from titanplans.adapters.low_rank import draws
 from titanplans.plan.converted import float8_linears
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.plan import TPOptions
-from titanplans.proof.blame import Blame
+from titanplans.proof.batches.conditions import Scenario
+from titanplans.proof.batches.cover import STEPS, cover, trainings
+from titanplans.proof.batches.sample import Sampler, longest_block
 from titanplans.proof.case import prove_case
-from titanplans.proof.conditions import STEPS, Scenario, cover, trainings
-from titanplans.proof.reference import Reference
-from titanplans.proof.refused import leave_out_what_is_refused, not_fused
+from titanplans.proof.compare.forward import Loss
+from titanplans.proof.compare.reference import ReferenceRun
+from titanplans.proof.compare.refused import leave_out_what_is_refused, not_fused
+from titanplans.proof.compare.tolerance import DRAWS, MORE_DRAWS
+from titanplans.proof.explain.blame import Blame
+from titanplans.proof.ranks.world import World, Worlds
 from titanplans.proof.report import CaseResult, case_name
-from titanplans.proof.sample import Sampler, longest_block
-from titanplans.proof.tolerance import DRAWS, MORE_DRAWS
-from titanplans.proof.training import Loss
-from titanplans.proof.world import World, Worlds
 
 CONDITIONS = ("pairs", "each", "plain")
 
 Case = tuple[TPOptions, Scenario]
 
-_BESIDE = ("float32", "bfloat16")
-"""Dtypes of a few cases beside the proof's own."""
+_FURTHER = ("float32", "bfloat16")
+"""Dtypes of a few cases, besides the proof's own."""
 
 _LONGEST = 640
 """Tokens of a block at most: attention over a long sequence is quadratic."""
 
 
 class Proof:
-    """Proves cases of one model and one plan. Arguments as those of `verify`, `model` the whole one."""
+    """Proves cases of one model and one plan. Arguments as in `verify`; `model` is the whole one."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Proof:
         self.model, self.plan, self.sampler, self.seed = model, plan, sampler, seed
         self.losses, self.worlds, self.progress = losses, worlds, progress
         self.unreached = list(sampler.unreached)
-        """What no case shows, in words."""
+        """Conditions and quantities that no case shows, in words."""
 
     def cases(
         self, accepted: Sequence[TPOptions], plain: Scenario, conditions: str
@@ -58,7 +58,7 @@ class Proof:
         if conditions == "plain":
             self.unreached = ["any condition: one plain step was asked for", *self._text_alone([plain])]
             return [(options, plain) for options in accepted], (plain,)
-        dtypes = [plain.dtype, *(name for name in _BESIDE if name != plain.dtype)]
+        dtypes = [plain.dtype, *(name for name in _FURTHER if name != plain.dtype)]
         if float8_linears(self.model):
             self.unreached.append(f"{' and '.join(dtypes[1:])}: float8 is proved in {plain.dtype} only")
             del dtypes[1:]
@@ -88,7 +88,7 @@ class Proof:
         block = longest_block(self.model)
         if block > _LONGEST:
             self.unreached.append(
-                f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, which so holds every sequence"
+                f"more than {_LONGEST} tokens: a window or a chunk has {block:,}, so every sequence lies in one"
             )
         return min(block, _LONGEST)
 
@@ -100,10 +100,10 @@ class Proof:
         turns: Iterator[int],
         tell: Callable[[tuple[int, CaseResult]], None],
     ) -> tuple[dict[int, CaseResult], list[str]]:
-        """Prove those of `groups` whose numbers are in `turns`, `tell` each case, and explain cases that fail.
+        """Prove the `groups` whose numbers come in `turns`, `tell` each case, and explain the failing ones.
 
         Returns:
-            The results by the cases' numbers, and what they don't show.
+            The results by the cases' numbers, and in words what they don't show.
         """
         unreached: list[str] = []
         results: dict[int, CaseResult] = {}
@@ -111,11 +111,11 @@ class Proof:
         for members in map(groups.__getitem__, turns):
             whole = cases[members[0]][1].whole
             self.progress("the whole model")
-            reference = self._reference(whole, beside=whole.dtype != plain.dtype)
+            reference = self._reference(whole, further=whole.dtype != plain.dtype)
             for at in members:
                 results[at] = self._prove(reference, *cases[at])
                 tell((at, results[at]))
-            # Last: a case that fails may have its units measured again.
+            # Last: a failing case may have its units measured again.
             if reference.draws > DRAWS:
                 unreached.append(
                     f"{whole.dtype}, some trainings: differences below those of {reference.draws} perturbed runs of the "
@@ -123,57 +123,47 @@ class Proof:
                 )
             if reference.hidden:
                 unreached.append(
-                    f"{whole.dtype}, some trainings: from some step on rounding hides most gradients, so what comes "
-                    "before it is compared, and replicas"
+                    f"{whole.dtype}, some trainings: from some step on rounding hides most gradients, so only earlier "
+                    "steps and replicas are compared"
                 )
             if "step 1" in reference.shown:
                 hidden.setdefault(whole.dtype, {}).update(dict.fromkeys(reference.undecided))
-        for dtype, names in hidden.items():
-            if names:
-                unreached.append(
-                    f"{dtype}: rounding hides {len(names)} quantities, as the {next(iter(names))}"
-                )
-        if any(one.ranks == "simulated" and one.scenario.differing for one in results.values()):
-            unreached.append("values that differ before the split: simulated ranks share the whole model")
-        if any(one.ranks == "simulated" and one.scenario.fused for one in results.values()):
-            unreached.append("a loss that the head computes: simulated ranks have no tensors of their own")
-        if draws(self.model) and any(
-            one.ranks == "simulated" and one.scenario.recomputed for one in results.values()
-        ):
-            unreached.append(
-                "recomputed blocks: of a model that drops numbers simulated ranks would draw others"
-            )
+        unreached += [
+            f"{dtype}: rounding hides {len(names)} quantities, as the {next(iter(names))}"
+            for dtype, names in hidden.items()
+            if names
+        ]
         # Of the plain scenario and the newest: what explained one failing case is tried on the next.
-        recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, beside=True))
+        recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, further=True))
         blame = Blame(
             lambda options, scenario: self._prove(recorded(scenario.whole), options, scenario), plain
         )
         explained = {at: one if one.passed else blame.explain(one) for at, one in sorted(results.items())}
         return explained, unreached
 
-    def _reference(self, scenario: Scenario, **settings: bool) -> Reference:
-        return Reference(self.model, scenario, self.sampler, self.seed, self.losses, **settings)
+    def _reference(self, scenario: Scenario, **settings: bool) -> ReferenceRun:
+        return ReferenceRun(self.model, scenario, self.sampler, self.seed, self.losses, **settings)
 
-    def _prove(self, reference: Reference, options: TPOptions, scenario: Scenario) -> CaseResult:
+    def _prove(self, reference: ReferenceRun, options: TPOptions, scenario: Scenario) -> CaseResult:
         def prove(world: World) -> CaseResult:
             if world.first:
                 self.progress(case_name(options))
             return prove_case(reference, self.plan, options, scenario, world)
 
         result = self.worlds.run(options.degree, prove)
-        for number in (DRAWS,) if reference.bound.exact else (DRAWS, MORE_DRAWS):
+        for number in (DRAWS,) if reference.tolerance.exact else (DRAWS, MORE_DRAWS):
             if result.beyond_tolerance and reference.draws < number:
                 self.progress("more perturbed runs of the whole model")
                 reference.draw(number)
                 result = self.worlds.run(options.degree, prove)
-        # Who asked for a rank's number in the world may do another thing there.
+        # A plan that asks for a rank's number in the world may act differently in the other replica.
         if result.passed and result.notes:
             result = self.worlds.run(options.degree, prove, replica=0)
         return result
 
 
 def by_reference(cases: Sequence[Case]) -> list[list[int]]:
-    """Return the numbers of the cases that share a reference, group by group, those that take the most work first."""
+    """Return the numbers of the cases that share a reference, group by group, the costliest group first."""
     groups: dict[Scenario, list[int]] = {}
     for at, (_, scenario) in enumerate(cases):
         groups.setdefault(scenario.whole, []).append(at)

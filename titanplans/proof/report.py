@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titanplans.plan.plan import TPOptions
-from titanplans.proof.conditions import Scenario
+from titanplans.proof.batches.conditions import Scenario
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A module's output, that output's gradient, or a parameter's gradient."""
 
     name: str
@@ -65,8 +65,8 @@ class Finding:
     direction: str
     """forward or backward."""
 
-    first: Place
-    healthy: tuple[Place, ...]
+    first: Location
+    healthy: tuple[Location, ...]
     """The nearest that were right before it in this direction, the nearest first."""
 
     reason: str = ""
@@ -107,8 +107,6 @@ class CaseResult:
     """What a failing case needs to be wrong: without any one of these it is right. Empty: it is wrong plainly."""
 
     seconds: float = 0.0
-    ranks: str = ""
-    """threads, simulated or process_group."""
 
     @property
     def passed(self) -> bool:
@@ -164,10 +162,8 @@ class Report:
     unreached: tuple[str, ...] = ()
     """What the cases don't show, in words: conditions of this model, quantities that rounding hides."""
 
-    @property
-    def ranks(self) -> str:
-        """The ranks over which it was proved: threads, simulated or process_group; both where degrees differ."""
-        return " and ".join(dict.fromkeys(case.ranks for case in self.cases))
+    ranks: str = "threads"
+    """threads or process_group."""
 
     @property
     def passed(self) -> bool:

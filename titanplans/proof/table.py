@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from titanplans.proof.conditions import PLAIN
+from titanplans.proof.batches.conditions import PLAIN
+from titanplans.proof.compare.scale import SCALE
 from titanplans.proof.report import CaseResult, Report, epsilons
-from titanplans.proof.scale import SCALE
 from titanplans.text import columns
 
 CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")

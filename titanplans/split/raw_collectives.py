@@ -2,7 +2,7 @@
 
 An eager step calls the process group's backend itself, which costs the host less than half of what an operator does. The
 backend is looked up for each call, so that a new group after a restart is found. A compiler, and a mode that
-watches what is dispatched (a recorder, a selective checkpoint, simulated ranks, fake tensors), get torch's functional
+watches what is dispatched (a recorder, a selective checkpoint, fake tensors), get torch's functional
 operators instead, which they know: the same collective on the same bytes. Either way the result is there on return, for the
 host, or on a GPU for its stream: a Triton kernel can't read a pending wrapper.
 """

@@ -42,7 +42,7 @@ def fake_mode_is_on() -> bool:
 
 
 def dispatch_is_watched() -> bool:
-    """Whether a mode sees every operation of this thread: a recorder, simulated ranks, fake tensors."""
+    """Whether a mode sees every operation of this thread: a recorder, fake tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 __all__ = [
     "DTensorSpec",
     "StridedShard",
+    "clear_sharding_cache",
     "concatenate_meshes",
     "flatten_mesh",
     "local_tensor",
@@ -57,3 +58,10 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return a 1-D mesh called `name` over the ranks of `mesh`; makes a process group."""
     return mesh._flatten(name)
+
+
+def clear_sharding_cache() -> None:
+    """Forget how DTensor has sharded operators."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports the compiler
+
+    _clear_sharding_prop_cache()

@@ -18,7 +18,7 @@ from titanplans.observe.graphs import install_record, recording_graphs
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelError
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.stream import Border, Stream
 from titanplans.torch_private.compile import LAST_PASSES, own_passes
 

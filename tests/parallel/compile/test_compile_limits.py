@@ -12,7 +12,7 @@ from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelErr
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_options, components
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.parallel.compile.limits import count_kinds
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.observe.async_tp.capture import _Alone, capture
 from titanplans.observe.async_tp.chains import name_of, operation, overlapped, wait_of
 from titanplans.parallel.compile import async_tp
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 
 BLOCK = "model.layers.0"
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter")

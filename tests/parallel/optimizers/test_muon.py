@@ -17,7 +17,7 @@ from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.optimizers.muon.exchange import rounds_of
 from titanplans.parallel.optimizers.muon.orthogonal import orthogonalize
 from titanplans.parallel.optimizers.roles import Sections
-from titanplans.proof.training import call
+from titanplans.proof.compare.forward import call
 
 CASES = {
     "tp 2 x fsdp 2, an uneven width": ("qwen3", dict(intermediate_size=49), dict(tp=2, dp_shard=2)),

@@ -23,7 +23,7 @@ from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import calls_kernels, end_graphs_at_kernels
 from titanplans.plan.decoder import Decoder, find_decoder
 from titanplans.precision.float8.conversion import keep_plain_between_graphs
-from titanplans.proof.simulate import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.torch_private.compile import dynamo_errors
 
 _TOKENS = 128

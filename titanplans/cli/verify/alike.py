@@ -13,7 +13,7 @@ from titanplans.apply.apply import check_plan
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof.grid import DEGREES, accepted_cases
+from titanplans.proof.verify import DEGREES, accepted_cases
 
 _PLACE = (
     "layer_idx",

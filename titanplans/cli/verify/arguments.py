@@ -70,7 +70,7 @@ def add_commands(commands: Any) -> None:
         **shared,
     )
     _add_subject(async_tp, tokens="128, or what an image needs", degrees="the job's, or 2")
-    async_tp.set_defaults(loss_parallel=None, sequence_parallel=None, ranks=None)
+    async_tp.set_defaults(loss_parallel=None, sequence_parallel=None, ranks="threads")
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -116,18 +116,13 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         help="a file that has the table so far after each case, and in the end what is printed",
     )
     add("--quick", action="store_true", help="each condition once at the smallest degree, and no collectives")
-    ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument(
-        "--ranks",
-        choices=("threads", "simulated"),
-        help="threads of this process, or simulated in one thread; default: threads, but for large models and degrees",
-    )
-    ranks.add_argument(
+    add(
         "--process-group",
         dest="ranks",
         action="store_const",
         const="process_group",
-        help="one rank in each of the processes that torchrun started",
+        default="threads",
+        help="one rank in each process that torchrun started; default: threads of this process",
     )
 
 

@@ -35,7 +35,7 @@ def main(argv: list[str], *, alone: bool = False) -> int:
             request = parse(argv)
             if request.command == "list":
                 gc.disable()  # as for a proof
-                from titanplans.cli.verify.listing import listing
+                from titanplans.cli.listing import listing
 
                 print(listing(request.model_types))
                 return 0
@@ -74,10 +74,10 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
         from titanplans.cli.verify.so_far import SoFar, news
         from titanplans.cli.verify.subject import every_model, find_subject
         from titanplans.parallel.mesh.process_group import available_cores
-        from titanplans.proof.processes import Tell, side_by_side
+        from titanplans.proof.ranks.processes import Tell, side_by_side
 
         names = every_model() if request.all else [request.subject or ""]
-        forks = alone and request.ranks in (None, "threads")
+        forks = alone and request.ranks == "threads"
         processes = min(available_cores(), len(names)) if forks else 1
         if processes > 1:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork

@@ -20,8 +20,8 @@ from titanplans.parallel import Float8, add_adapters, freeze
 from titanplans.parallel.memory import memory
 from titanplans.plan.decoder import find_decoder
 from titanplans.precision.float8.conversion import check_calls, convert_to_float8
-from titanplans.proof.conditions import Batch
-from titanplans.proof.sample import Sampler
+from titanplans.proof.batches.conditions import MicroBatch
+from titanplans.proof.batches.sample import Sampler
 from titanplans.user_code import as_user_error
 
 _TOKENS = 16
@@ -54,7 +54,7 @@ class Prepared:
         if _has_images(self.config) and seq_len >= _image_tokens(self.config) + 2:
             assert self.config is not None
             return modeling.sample_inputs(self.config, batch_size=batch_size, seq_len=seq_len, seed=seed)
-        return Sampler(self.model, None, 1, seed).tokens(Batch(batch_size, seq_len), 0)
+        return Sampler(self.model, None, 1, seed).tokens(MicroBatch(batch_size, seq_len), 0)
 
 
 def prepare(
@@ -181,22 +181,25 @@ def _sequence(config: PretrainedConfig | None) -> int:
     return max(_TOKENS, -(-(_image_tokens(config) + 2) // _TOKENS) * _TOKENS)
 
 
-def check_memory(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a model of which the copies of the weights that a proof holds, and its logits, don't fit into memory.
+def check_memory(
+    model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device, copies: int = 0
+) -> None:
+    """Refuse a model if its logits, or the copies of its weights that a proof holds, don't fit into memory.
 
-    A model that is accepted may still not fit: activations, and what each rank replicates, need memory too.
+    An accepted model may still not fit: activations and replicas need memory too.
 
     Args:
         model: may lie on meta.
         tokens: of a batch.
         dtype: of the weights.
-        device: of which machine.
+        device: whose memory counts.
+        copies: of the whole model, one for each rank that is a thread.
 
     Raises:
-        VerifyError: with what it needs, what there is, and the remedies.
+        VerifyError: names what the proof needs, what there is, and the remedies.
     """
     parameters = sum(p.numel() for p in model.parameters())
-    needed = _COPIES * parameters * dtype.itemsize
+    needed = (_COPIES + copies) * parameters * dtype.itemsize
     if device.type == "cpu" and dist.is_initialized():
         needed *= int(os.environ["LOCAL_WORLD_SIZE"])
     there, named = memory(device), dict(model.named_parameters(remove_duplicate=False))
@@ -210,7 +213,8 @@ def check_memory(model: nn.Module, tokens: int, dtype: torch.dtype, device: torc
         )
     if needed > there:
         raise VerifyError(
-            f"a proof of {parameters:,} parameters in {str(dtype).removeprefix('torch.')} needs more than "
+            f"a proof of {parameters:,} parameters in {str(dtype).removeprefix('torch.')}"
+            f"{f', one copy for each of {copies} threads,' if copies else ''} needs more than "
             f"{needed / 1e9:,.1f} GB, and there are {there / 1e9:,.1f} GB: fewer --layers, a smaller --vocab-size or a "
             "smaller flavor"
         )

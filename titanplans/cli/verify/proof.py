@@ -24,12 +24,12 @@ from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.plan import TPOptions, TPPlan
 from titanplans.proof import Report, verify
-from titanplans.proof.grid import DEGREES, accepted_cases
+from titanplans.proof.batches.sample import moved
+from titanplans.proof.compare.forward import backward, call, logits_of
+from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.proof.ranks.world import group_degree, is_small
 from titanplans.proof.report import options_as_json
-from titanplans.proof.sample import moved
-from titanplans.proof.simulate import fake_ranks
-from titanplans.proof.training import backward, call, logits_of
-from titanplans.proof.world import group_degree, is_small
+from titanplans.proof.verify import DEGREES, accepted_cases
 from titanplans.training.trainer.device import no_trainer
 
 
@@ -103,13 +103,9 @@ def prove(
     )
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
-    check_memory(model, prepared.batch_size * prepared.seq_len, prepared.dtype, device)
-    if (
-        fork
-        and device.type == "cpu"
-        and request.ranks in (None, "threads")
-        and is_small(model, prepared.dtype)
-    ):
+    copies = 0 if dist.is_initialized() else max(options.degree for options in accepted)
+    check_memory(model, prepared.batch_size * prepared.seq_len, prepared.dtype, device, copies)
+    if fork and is_small(model, prepared.dtype):
         processes = available_cores()
     else:
         torch.set_num_threads(threads)

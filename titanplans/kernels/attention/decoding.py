@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from titanplans.kernels.layers.packing import Result
 from titanplans.kernels.precision import accumulation_dtype
-from titanplans.proof.modes import Widen
+from titanplans.kernels.widen import Widen
 
 
 def mesa_net_step(

@@ -1,6 +1,6 @@
 """Attention residuals (`attnres_block_size` in FLA's configs): the mix of earlier blocks' outputs, on a CPU.
 
-Not FLA's own `naive_attnres`: its einsum can't be simulated where the ranks' parts of a sequence differ in length.
+Not FLA's own `naive_attnres`, which takes contiguous residuals only.
 """
 
 from collections.abc import Sequence

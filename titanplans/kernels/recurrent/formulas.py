@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from titanplans.kernels.layers.packing import Result
 from titanplans.kernels.recurrent.chunks import linear_attention, scan, slot_attention
-from titanplans.proof.modes import Widen
+from titanplans.kernels.widen import Widen
 
 Tensor = torch.Tensor
 
@@ -212,7 +212,7 @@ def cyfa(
     clocks = delta.cumsum(1) if clock is None else delta.cumsum(1) + clock[:, None]
     turns, waves = clocks.flatten(1), readout.shape[-1] + 1
     with Widen(q.dtype):
-        # Not from FLA's cache, which keeps it by device alone, not by dtype, and would keep one of simulated ranks.
+        # Not from FLA's cache, which keeps it by device alone, not by dtype.
         table = readout.to(q.dtype) @ utils._readout_basis.__wrapped__(waves, q.device)
         written = beta[..., None] * naive._rotate_atom(turns, waves).view(*clocks.shape, waves)
         q, k = (

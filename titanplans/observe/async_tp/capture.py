@@ -1,6 +1,6 @@
 """The graphs of a split model's blocks as inductor would finish them under async tensor parallelism, without a GPU.
 
-The ranks do not exist (`titanplans.proof.simulate.fake_ranks`), the model is on the CPU. Each block is compiled by
+The ranks do not exist (`titanplans.proof.ranks.fake.fake_ranks`), the model is on the CPU. Each block is compiled by
 dynamo, AOTAutograd and inductor as in training, partitioner, decompositions and passes included, up to the point
 where inductor would write kernels: its pass that fuses runs on the graph. In place of kernels the graph as it was
 before its passes runs on the CPU, so that the backward is captured too, and what stands between graphs gets values.

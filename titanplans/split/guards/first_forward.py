@@ -64,7 +64,7 @@ class _First:
         return twin
 
     def before(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        # A recorder, simulated ranks and fake tensors see the step itself; so does a compiler.
+        # A recorder and fake tensors see the step itself; so does a compiler.
         if torch.compiler.is_compiling() or dispatch_is_watched() or self.runs not in (None, module):
             return
         split, self.parameters = self.parameters, {}

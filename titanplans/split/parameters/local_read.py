@@ -55,7 +55,7 @@ def read(param: DTensor, gradient: Placement, uneven: bool, handover: Handover) 
 
 
 def is_plain(local: torch.Tensor) -> bool:
-    """Whether `local` is an eager tensor and no other subclass: simulated ranks, fake tensors, float8."""
+    """Whether `local` is an eager tensor and no other subclass: fake tensors, float8."""
     return type(local) is torch.Tensor and not torch.compiler.is_compiling()
 
 

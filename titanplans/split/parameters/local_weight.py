@@ -93,7 +93,7 @@ class LocalWeight(LocalPart):
 def as_weight(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return `local`, this rank's part of `parameter`, as its `LocalWeight`; it is not the tensor inside of the DTensor.
 
-    What a compiler traces stays as it is, and so does another subclass of Tensor (simulated ranks, fake tensors, float8).
+    What a compiler traces stays as it is, and so does another subclass of Tensor (fake tensors, float8).
     """
     if type(local) is not torch.Tensor or torch.compiler.is_compiling():
         return local

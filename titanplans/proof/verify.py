@@ -14,16 +14,16 @@ from titanplans.apply.apply import check_plan
 from titanplans.errors import PlanError, either
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.plan import TPOptions
+from titanplans.proof.batches.conditions import MicroBatch, Scenario
+from titanplans.proof.batches.sample import Inputs, Sampler, randomise
 from titanplans.proof.cases import CONDITIONS, Proof, by_reference
-from titanplans.proof.conditions import Batch, Scenario
-from titanplans.proof.modes import exact_float8
-from titanplans.proof.patches import unpatched
-from titanplans.proof.processes import side_by_side
+from titanplans.proof.compare.float8 import exact_float8
+from titanplans.proof.compare.forward import Loss
+from titanplans.proof.compare.patches import unpatched
+from titanplans.proof.compare.tolerance import check_dtype
+from titanplans.proof.ranks.processes import side_by_side
+from titanplans.proof.ranks.world import Worlds, group_degree
 from titanplans.proof.report import CaseResult, Refusal, Report
-from titanplans.proof.sample import Inputs, Sampler, randomise
-from titanplans.proof.tolerance import check_dtype
-from titanplans.proof.training import Loss
-from titanplans.proof.world import Worlds, group_degree
 
 DEGREES = (2, 4, 8)
 BOTH = (True, False)
@@ -43,55 +43,54 @@ def verify(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     losses: Mapping[str, Loss] | None = None,
-    ranks: str | None = None,
+    ranks: str = "threads",
     conditions: str = "pairs",
     processes: int = 1,
     progress: Callable[[str], None] | None = None,
     watch: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Prove that `plan` splits a model right: a training, split and whole, quantity by quantity, in many conditions.
+    """Prove that `plan` splits a model right: train it whole and split, in many conditions, and compare each quantity.
 
-    Compared are the loss and the logits of each micro batch, the gradient of every parameter after each step (a missing
-    one fails, and so does one that the whole model does not have), the gradient norm as a trainer computes it, the
-    weights after the last AdamW step, the equality of all replicas on all ranks, the logits of an evaluation and of a
-    forward with a cache, and that tied weights are still one tensor. Tolerances are derived: see
-    titanplans/proof/tolerance.py. The trainings, and which cases are proved, are those of titanplans/proof/conditions.py.
-    A case that fails is proved again with fewer conditions, until the report can name those that it needs.
+    Quantities: the loss and the logits of each micro batch; the gradient of every parameter after each step (one that is
+    missing fails, and so does one that the whole model does not have); the gradient norm as a trainer computes it; the
+    weights after the last AdamW step; replicas, which must be equal on all ranks; the logits of an evaluation and of a
+    forward with a cache; and whether tied weights are still one tensor. titanplans/proof/compare/tolerance.py derives the
+    tolerances; titanplans/proof/batches/conditions.py lists the trainings and cover.py chooses the cases. A case that
+    fails is proved again with fewer conditions, until the report can name the ones it needs.
 
-    The model's parameters are given new values first (see titanplans/proof/sample.py), so that initial
-    ones, of zeros or ones, can't hide a wrong path; it runs in training mode.
+    The model runs in training mode. Its parameters get new values first (titanplans/proof/batches/sample.py): initial
+    zeros and ones would hide wrong paths.
 
     Args:
         model_fn: makes the model, with real weights, on the CPU (over a process group on the
             device of its rank). Called once.
         plan: as in `apply_plan`; None for the registered one.
-        degrees: which to prove; None for those of 2, 4 and 8 that the model allows, or over a
-            process group its size, which may be 1: then the split model's code and kernels run, and nothing is split.
+        degrees: to prove; None for those of 2, 4 and 8 that the model allows, or over a process group its size. A
+            group of 1 runs the split model's code and kernels, and splits nothing.
         loss_parallel: True or False; None for both.
         sequence_parallel: likewise.
-        sequence_dim: the dimension of the hidden states that is the sequence.
-        inputs: of the model's forward: a function of batch size, sequence length and seed that returns keyword arguments,
-            tensors on any device; or these themselves, which every batch then is; None for token ids.
+        sequence_dim: the sequence's dimension in the hidden states.
+        inputs: of the model's forward: a function of batch size, sequence length and seed that returns keyword
+            arguments, tensors on any device; or fixed keyword arguments, the same for every batch; None for token ids.
         seq_len: tokens in a plain sequence; some are longer and some shorter.
         batch_size: sequences in a plain batch; some have one more, some only one.
-        dtype: of weights and activations: float64 or float32. A few cases are in fewer bits.
+        dtype: of weights and activations: float64 or float32. A few cases have fewer bits.
         seed: of weights, tokens and labels.
-        losses: further ones, by name, each a function of logits, labels and the number of labels. Ours
-            (`titanplans.parallel.cross_entropy`) goes backward through the model; of these the value and the
-            gradient at the logits are compared, but over simulated ranks, which they could not tell apart.
-        ranks: "threads" or "simulated", all in this process; "process_group": one rank in each process
-            of the default one, each of which calls this and gets the same report; None for threads or
-            simulated ranks, whichever fits each degree (titanplans/proof/world.py says when).
+        losses: further ones, by name, each a function of logits, labels and the number of labels. Our loss goes
+            backward through the model (`titanplans.parallel.cross_entropy`); of these the value and the gradient at
+            the logits are compared.
+        ranks: "threads": all ranks in this process, on a CPU; "process_group": one rank in each process of the
+            default group, each of which calls this and gets the same report.
         conditions: "pairs": cases that cover every pair of them; "each": every one, at the smallest degree; "plain": one
             step of one batch at every choice of options.
-        processes: in which the cases are proved, forked if there are several: see titanplans/proof/processes.py.
+        processes: how many prove cases, by forks if several: see titanplans/proof/ranks/processes.py.
         progress: called with a few words before each step.
-        watch: called after each case with the report so far, the newest case last, and how many cases there are. What a
-            wrong case needs to be wrong is looked for when all are proved.
+        watch: called after each case with the report so far, the newest case last, and the number of cases. Failing
+            cases are explained once all are proved.
 
     Raises:
-        PlanError: the plan does not fit the model; a degree that was named is refused; no degree
-            is accepted; the whole model does not run, or not in this dtype.
+        PlanError: the plan does not fit the model; a named degree is refused; no degree is accepted; the whole model does
+            not run, or not in this dtype; threads can't run on its device.
         VerifyError: the plan changes code that the whole model runs, too.
     """
     check_dtype(dtype)
@@ -99,7 +98,7 @@ def verify(
         raise PlanError(f"conditions = {conditions!r}: {either(list(CONDITIONS))}")
     if processes < 1 or (processes > 1 and ranks == "process_group"):
         raise PlanError(
-            f"processes = {processes}: 1 or more, and no more than 1 over a process group, each of whose ranks is one"
+            f"processes = {processes}: 1 or more; 1 over a process group, whose ranks are processes"
         )
     progress = progress or (lambda words: None)
     named = degrees is not None or ranks == "process_group"
@@ -113,8 +112,8 @@ def verify(
     model = model_fn().to(dtype).train()
     if any(param.is_meta for param in model.parameters()):
         raise PlanError(f"{type(model).__name__} has parameters on meta: let model_fn make real ones")
-    with exact_float8(model, dtype):
-        # A plan is code: what it does to a module must not be done to the one that it is compared with.
+    with exact_float8(model, dtype), Worlds(ranks, model) as worlds:
+        # A plan is code: the whole model of the proof must stay as it is.
         accepted, refused = accepted_cases(
             _without_values(model), plan, degrees, loss_parallel, sequence_parallel, sequence_dim, named=named
         )
@@ -122,25 +121,25 @@ def verify(
         if ranks == "process_group":
             _share(model)
         plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
-        plain = Scenario(((Batch(size=batch_size, length=seq_len),),), dtype=_name(dtype))
-        with Worlds(ranks, model) as worlds:
-            sampler = Sampler(model, inputs, sequence_dim, seed)
-            proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
-            cases, trained = proof.cases(accepted, plain, conditions)
-            groups = by_reference(cases)
-            results: dict[int, CaseResult] = {}
-            report = Report(f"{type(model).__name__}, {plan_name}", _name(dtype), (), tuple(refused), trained)
+        plain = Scenario(((MicroBatch(size=batch_size, length=seq_len),),), dtype=_name(dtype))
+        sampler = Sampler(model, inputs, sequence_dim, seed)
+        proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
+        cases, trained = proof.cases(accepted, plain, conditions)
+        groups = by_reference(cases)
+        results: dict[int, CaseResult] = {}
+        subject = f"{type(model).__name__}, {plan_name}"
+        report = Report(subject, _name(dtype), (), tuple(refused), trained, ranks=ranks)
 
-            def heard(news: tuple[int, CaseResult]) -> None:
-                results[news[0]] = news[1]
-                if watch is not None:
-                    watch(replace(report, cases=tuple(results.values())), len(cases))
+        def heard(news: tuple[int, CaseResult]) -> None:
+            results[news[0]] = news[1]
+            if watch is not None:
+                watch(replace(report, cases=tuple(results.values())), len(cases))
 
-            for proved, unreached in side_by_side(
-                partial(proof.run, cases, groups, plain), len(groups), processes, heard
-            ):
-                results |= proved
-                proof.unreached += unreached
+        for proved, unreached in side_by_side(
+            partial(proof.run, cases, groups, plain), len(groups), processes, heard
+        ):
+            results |= proved
+            proof.unreached += unreached
     proved_all = tuple(results[at] for at in range(len(cases)))
     return replace(report, cases=proved_all, unreached=tuple(dict.fromkeys(proof.unreached)))
 
@@ -159,13 +158,13 @@ def accepted_cases(
     *,
     named: bool,
 ) -> tuple[list[TPOptions], list[Refusal]]:
-    """Return the cases that strict application accepts, and those that it refuses. Arguments as those of `verify`.
+    """Return the cases that strict application accepts, and the refused ones. Arguments as in `verify`.
 
     Args:
-        named: the degrees were asked for, so that each must be accepted with some choice of options.
+        named: the degrees were named, so each must be accepted with some choice of options.
 
     Raises:
-        PlanError: no case is accepted, or none of a degree that was named.
+        PlanError: no case is accepted, or none of a named degree.
         VerifyError: the plan changes code that the whole model runs, too.
     """
     grid = [
@@ -216,6 +215,6 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _share(model: nn.Module) -> None:
-    """Give every rank the first one's parameters and buffers: what model_fn drew may differ."""
+    """Give every rank the first one's parameters and buffers: `model_fn` may draw different ones."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         dist.broadcast(tensor.detach(), src=0)

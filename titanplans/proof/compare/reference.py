@@ -9,20 +9,21 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.checks.tied import tied_parameters
-from titanplans.proof import tolerance
-from titanplans.proof.conditions import Scenario
-from titanplans.proof.raised import does_not_run
-from titanplans.proof.sample import Sampler, freeze, moved
-from titanplans.proof.scale import SCALE, Fit, fit, units, watched
-from titanplans.proof.script import write_script
-from titanplans.proof.tolerance import Bound
-from titanplans.proof.training import FAILURES, Loss, Training, call, logits_of
+from titanplans.proof.batches.conditions import Scenario
+from titanplans.proof.batches.sample import Sampler, freeze, moved
+from titanplans.proof.batches.script import write_script
+from titanplans.proof.compare import tolerance
+from titanplans.proof.compare.forward import FAILURES, Loss, call, logits_of
+from titanplans.proof.compare.raised import does_not_run
+from titanplans.proof.compare.scale import SCALE, Regression, fit, units, watched
+from titanplans.proof.compare.tolerance import Tolerance
+from titanplans.proof.compare.training import TrainingRun
 
 Point = tuple[str, str, str]
-"""The name of a point of the training (titanplans/proof/training.py), and a quantity there."""
+"""The name of a point of the training (titanplans/proof/compare/training.py), and a quantity there."""
 
 
-class Reference:
+class ReferenceRun:
     """The whole model after a training.
 
     Args:
@@ -62,9 +63,9 @@ class Reference:
         losses: Mapping[str, Loss] | None = None,
         *,
         recording: bool = False,
-        beside: bool = False,
+        further: bool = False,
     ):
-        self.beside = beside
+        self.further = further
         self.scenario, self.losses, self.recording = scenario.whole, losses or {}, recording
         self.seed, dtype = seed, getattr(torch, scenario.dtype)
         self.pristine = pristine
@@ -76,7 +77,7 @@ class Reference:
         self.watched = watched(self.pristine) if dtype.itemsize < 4 else frozenset()
         self.expected: dict[Point, torch.Tensor] = {}
         self.units: dict[Point, float] = {}
-        self._newest: Training | None = None
+        self._newest: TrainingRun | None = None
         try:
             self._run(sampler)
         except PlanError:
@@ -97,10 +98,12 @@ class Reference:
         self._keep(training)
         self.orders = {point: record.order for point, record in training.records.items()}
         logits = [tensor for (_, what, _), tensor in self.expected.items() if what == "logits"]
-        self.bound = Bound(training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps))
+        self.tolerance = Tolerance(
+            training.model, max(logits, key=torch.Tensor.numel), len(self.script.steps)
+        )
         self._optimizer = training.optimizer
         self._changes = dict.fromkeys((key for key in self.expected if key[1] != SCALE), 0.0)
-        self._fits: dict[Point, list[Fit]] = {key: [] for key in self.expected if key[1] == SCALE}
+        self._fits: dict[Point, list[Regression]] = {key: [] for key in self.expected if key[1] == SCALE}
         self.draws = 0
         # A recorded one explains a case that is wrong already.
         self.draw(tolerance.DRAWS if self.recording else tolerance.FIRST_DRAWS)
@@ -129,23 +132,22 @@ class Reference:
         self,
         model: nn.Module,
         *,
-        ranked: bool = True,
         watched: Collection[str] | None = None,
         fused: bool = False,
-    ) -> Training:
+    ) -> TrainingRun:
         """Return the training of `model`, this one or a split one, that has not begun.
 
         Args:
             model: as `pristine`, or split.
-            ranked: its code may ask which rank it is, as further losses do, to find which shard is theirs.
             watched: modules of which a scale is compared; None for all of `watched`.
             fused: its head computes the loss in the last step.
         """
-        losses = self.losses if ranked else None
         watched = self.watched if watched is None else watched
-        return Training(model, self.script, losses, recording=self.recording, watched=watched, fused=fused)
+        return TrainingRun(
+            model, self.script, self.losses, recording=self.recording, watched=watched, fused=fused
+        )
 
-    def _training(self, draw: int | None = None) -> Training:
+    def _training(self, draw: int | None = None) -> TrainingRun:
         model = copy.deepcopy(self.pristine)
         if draw is not None:
             tolerance.perturb(model, self.seed + draw)
@@ -155,7 +157,7 @@ class Reference:
     def _place(self) -> str:
         return "before its training" if self._newest is None else self._newest.place
 
-    def _keep(self, training: Training) -> None:
+    def _keep(self, training: TrainingRun) -> None:
         for point, found in training.points():
             self.expected |= {(point, *key): tensor for key, tensor in found.items()}
         self.expected |= outputs(training)
@@ -164,27 +166,30 @@ class Reference:
         if key in self._fits and (one := fit(tensor, self.expected[key])) is not None:
             self._fits[key].append(one)
         if key in self._changes:
-            self._changes[key] = max(self._changes[key], self.bound.difference(tensor, self.expected[key]))
+            self._changes[key] = max(
+                self._changes[key], self.tolerance.difference(tensor, self.expected[key])
+            )
 
     def _measured(self) -> dict[Point, float]:
         """Return the unit of each quantity."""
         measured = {
-            key: max(self.bound.rounding(self.expected[key]), change) for key, change in self._changes.items()
+            key: max(self.tolerance.rounding(self.expected[key]), change)
+            for key, change in self._changes.items()
         }
         # A gradient that is exactly zero has no scale of its own; its siblings' is taken.
         sizes = [
-            self.bound.rounding(tensor) for key, tensor in self.expected.items() if key[1] == "gradients"
+            self.tolerance.rounding(tensor) for key, tensor in self.expected.items() if key[1] == "gradients"
         ]
-        scale = max(sizes, default=0.0) or self.bound.eps
+        scale = max(sizes, default=0.0) or self.tolerance.eps
         measured = {
-            key: unit or (scale if key[1] == "gradients" else self.bound.eps)
+            key: unit or (scale if key[1] == "gradients" else self.tolerance.eps)
             for key, unit in measured.items()
         }
-        least = {key: self.bound.eps / max(self.expected[key].numel(), 1) ** 0.5 for key in self._fits}
+        least = {key: self.tolerance.eps / max(self.expected[key].numel(), 1) ** 0.5 for key in self._fits}
         for kept in (False, True):  # outputs, and their gradients
             fits = {key: found for key, found in self._fits.items() if found and key[2].endswith("'") == kept}
             measured |= units(fits, least, tolerance.VISIBLE)
-        if self.bound.exact:
+        if self.tolerance.exact:
             steps = len(self.script.steps)
             for key in [key for key in measured if key[1] == "AdamW"]:
                 gradients = [
@@ -205,36 +210,36 @@ class Reference:
             raise PlanError(
                 f"{name}: no parameter gets a gradient, so there is nothing to prove: unfreeze some"
             )
-        sizes = {key: self.bound.size(tensor) for key, tensor in gradients.items()}
+        sizes = {key: self.tolerance.size(tensor) for key, tensor in gradients.items()}
         checked = {
-            "loss": (units[first, "loss", ""], self.bound.size(self.expected[first, "loss", ""])),
-            "logits": (units[first, "logits", ""], self.bound.size(self.expected[first, "logits", ""])),
+            "loss": (units[first, "loss", ""], self.tolerance.size(self.expected[first, "loss", ""])),
+            "logits": (units[first, "logits", ""], self.tolerance.size(self.expected[first, "logits", ""])),
         }
-        if self.bound.exact:
+        if self.tolerance.exact:
             worst = max(gradients, key=units.__getitem__)
             checked[f"gradient of {worst[2]}"] = units[worst], max(sizes.values())
-        dtype, allowed = self.scenario.dtype, self.bound.units(2)
+        dtype, allowed = self.scenario.dtype, self.tolerance.units(2)
         for what, (unit, size) in checked.items():
             if not math.isfinite(unit) or not math.isfinite(size):
                 raise PlanError(f"{name}, unsplit, in {dtype}: the {what} is not finite: try another seed")
-            if not self.beside and allowed * unit > self.bound.decidable * size:
+            if not self.further and allowed * unit > self.tolerance.decidable * size:
                 share = unit / size if size else math.inf
                 raise PlanError(
                     f"{name} in {dtype}: one rounding of every weight moves the {what} by {share:.1e} of its "
                     f"size, and {allowed:.0f} such roundings could hide a wrong plan: use float64, set dropout and "
                     "other randomness to 0, or prove a smaller model"
                 )
-        if self.bound.exact:
+        if self.tolerance.exact:
             return ()
         sizes[first, "logits", ""] = checked["logits"][1]
         return tuple(f"{what} {where}".strip() for (_, what, where) in filter(self._is_hidden, sizes))
 
     def _is_hidden(self, key: Point) -> bool:
         """Whether rounding hides the quantity of that name."""
-        if self.bound.exact:
+        if self.tolerance.exact:
             return False
-        size = 1.0 if key[1] == SCALE else self.bound.size(self.expected[key])
-        return self.bound.units(2) * self.units[key] > tolerance.VISIBLE * size
+        size = 1.0 if key[1] == SCALE else self.tolerance.size(self.expected[key])
+        return self.tolerance.units(2) * self.units[key] > tolerance.VISIBLE * size
 
     def _shown(self, points: Sequence[str]) -> frozenset[str]:
         """Return those of `points`, in order, that come before most gradients are hidden."""
@@ -245,7 +250,7 @@ class Reference:
         return frozenset(points)
 
 
-def outputs(training: Training) -> dict[Point, torch.Tensor]:
+def outputs(training: TrainingRun) -> dict[Point, torch.Tensor]:
     """Return what the modules gave, at each point that was recorded, under the keys of a `Recorder`."""
     return {
         (point, "outputs", key): tensor

@@ -16,7 +16,7 @@ Candidate = tuple[str, list[torch.Tensor]]
 
 
 @dataclass
-class Fit:
+class Assembly:
     """A way to put the ranks' tensors together, and how far that is from what is expected."""
 
     error: float
@@ -31,13 +31,13 @@ def best_fit(
     *,
     sums: bool,
     packings: Sequence[Rows] = (),
-) -> Fit | None:
+) -> Assembly | None:
     """Return how `held` by the ranks, in rank order, come nearest to `expected`; None if no way has its shape.
 
     With `sums` they may also be parts of a sum over the ranks; with `packings` they may hold sections.
     """
     fits = [
-        Fit(max(difference(whole, expected) for whole in wholes), how, wholes)
+        Assembly(max(difference(whole, expected) for whole in wholes), how, wholes)
         for how, wholes in chain(candidates(held, expected.shape), _packed(held, expected, packings))
         if sums or not how.startswith("summed")
     ]

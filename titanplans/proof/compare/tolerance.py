@@ -59,7 +59,7 @@ CHANCE = 4.0
 mean square varies less, practically never."""
 
 
-class Bound:
+class Tolerance:
     """How two tensors are compared in one dtype, and what is rounding.
 
     Args:

@@ -1,7 +1,7 @@
 """Where a failing case goes wrong first, and how: each module's output is compared, and the gradient of each.
 
 Only a pointer for the reader: the ranks' tensors are put together by what fits best
-(titanplans/proof/assemble.py), and the verdict does not rest on it.
+(titanplans/proof/compare/assemble.py), and the verdict does not rest on it.
 """
 
 import math
@@ -17,14 +17,14 @@ from titanplans.plan.layout import Rows, rows_of
 from titanplans.plan.plan import TPOptions
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import Packed
-from titanplans.proof.assemble import best_fit
-from titanplans.proof.record import gradient_key, module_name
-from titanplans.proof.reference import Reference
-from titanplans.proof.remedy import summing_style
-from titanplans.proof.report import CaseResult, Finding, Place, epsilons
-from titanplans.proof.tolerance import difference
-from titanplans.proof.training import Training
-from titanplans.proof.world import World, from_first, wholes
+from titanplans.proof.compare.assemble import best_fit
+from titanplans.proof.compare.record import gradient_key, module_name
+from titanplans.proof.compare.reference import ReferenceRun
+from titanplans.proof.compare.tolerance import difference
+from titanplans.proof.compare.training import TrainingRun
+from titanplans.proof.explain.remedy import summing_style
+from titanplans.proof.ranks.world import World, from_first, wholes
+from titanplans.proof.report import CaseResult, Finding, Location, epsilons
 
 _UNSUMMED = "each rank has its own share: not summed over the ranks"
 
@@ -36,7 +36,7 @@ BESIDE = 2
 class _Seen:
     """A place, and what was compared there."""
 
-    place: Place
+    place: Location
     values: list[torch.Tensor]
     """Each rank's whole tensor, or the one that all have."""
 
@@ -48,9 +48,9 @@ class _Seen:
 
 
 def localise(
-    training: Training,
+    training: TrainingRun,
     styles: Mapping[str, ParallelStyle],
-    reference: Reference,
+    reference: ReferenceRun,
     world: World,
     case: CaseResult,
 ) -> CaseResult:
@@ -92,9 +92,9 @@ class _Search:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingRun,
         styles: Mapping[str, ParallelStyle],
-        reference: Reference,
+        reference: ReferenceRun,
         world: World,
         options: TPOptions,
     ):
@@ -140,11 +140,11 @@ class _Search:
                     if self.world.first:
                         expected, unit = self.reference.expected[at], self.reference.units[at]
                         error = max(self._apart(value, expected) for value in values) / unit
-                        places.append(_Seen(Place(name, error), values, held, expected, unit))
+                        places.append(_Seen(Location(name, error), values, held, expected, unit))
         return places
 
     def _apart(self, value: torch.Tensor, expected: torch.Tensor) -> float:
-        return self.reference.bound.difference(value, expected)
+        return self.reference.tolerance.difference(value, expected)
 
     def _output(self, point: str, key: str, label: str) -> _Seen | None:
         """Return the place of a recorded tensor; None if it was not recorded, or can't be put together."""
@@ -163,14 +163,14 @@ class _Search:
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None
-        return _Seen(Place(label, fit.error / unit, fit.how), fit.values, parts, expected, unit)
+        return _Seen(Location(label, fit.error / unit, fit.how), fit.values, parts, expected, unit)
 
     def _is_one_token(self, expected: torch.Tensor) -> bool:
         return expected.ndim > self.options.sequence_dim and expected.shape[self.options.sequence_dim] == 1
 
     def first_off(self, direction: str, seen: list[_Seen]) -> Finding | None:
         """Return the first place that is off, and right ones beside it: before it, or in the same module after it."""
-        tolerance = self.reference.bound.units(self.world.mesh.size())
+        tolerance = self.reference.tolerance.units(self.world.mesh.size())
         right = [one.place.error <= tolerance for one in seen]
         if all(right):
             return None

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from titanplans.proof.meeting import Meeting
+from titanplans.proof.ranks.meeting import Meeting
 from titanplans.torch_private.threads import threaded_groups as threaded
 
 BACKEND = "titanplans_threads"

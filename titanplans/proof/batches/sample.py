@@ -12,7 +12,7 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.loss import IGNORED
 from titanplans.plan.decoder import find_decoder, within
-from titanplans.proof.conditions import FROZEN, Batch
+from titanplans.proof.batches.conditions import FROZEN, MicroBatch
 
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
 """Keyword arguments of a forward; a function of batch size, sequence length and seed that makes them; or None for
@@ -75,13 +75,13 @@ class Sampler:
         if not self.caches:
             yield f"a forward with a cache: {name} use_cache and past_key_values"
 
-    def text_alone(self, batches: Collection[Batch]) -> Iterator[str]:
+    def text_alone(self, batches: Collection[MicroBatch]) -> Iterator[str]:
         """Yield in words which of images, videos and sound the model takes, and none of `batches` has."""
         for name in self.beside_text:
             if not any(name in self.tokens(batch, 0) for batch in batches):
                 yield f"{_BESIDE_TEXT[name]}: no batch has {name}, which verify(inputs=...) would give"
 
-    def tokens(self, batch: Batch, number: int, *, cached: bool = False) -> dict[str, Any]:
+    def tokens(self, batch: MicroBatch, number: int, *, cached: bool = False) -> dict[str, Any]:
         """Return the inputs of `batch` as keyword arguments, different for each `number`; `cached`: they fill a cache."""
         seed = self.seed + 10 * number
         if isinstance(self.inputs, Mapping):
@@ -104,7 +104,7 @@ class Sampler:
             inputs["cu_seqlens"] = ends.to(torch.int32)
         return inputs
 
-    def sample(self, batch: Batch, number: int, logits: torch.Size | None) -> Sample:
+    def sample(self, batch: MicroBatch, number: int, logits: torch.Size | None) -> Sample:
         """Return `batch` as tensors, on the CPU.
 
         Args:
@@ -121,7 +121,7 @@ class Sampler:
             labels.view(-1)[1::3] = IGNORED
         return Sample(inputs, labels)
 
-    def _ids(self, batch: Batch, seed: int) -> torch.Tensor:
+    def _ids(self, batch: MicroBatch, seed: int) -> torch.Tensor:
         shape = (batch.length, batch.size) if self.sequence_dim == 0 else (batch.size, batch.length)
         ids = _spread(shape, self.vocabulary, seed)
         if batch.repeated:
@@ -134,7 +134,7 @@ class Sampler:
         return ids
 
 
-def _mask(batch: Batch, number: int) -> torch.Tensor:
+def _mask(batch: MicroBatch, number: int) -> torch.Tensor:
     """Return an attention mask [batch, sequence], int64: 0 at the padding, of another length in each sequence and batch."""
     tokens = torch.arange(batch.length)
     if batch.padding == "left":
@@ -144,7 +144,7 @@ def _mask(batch: Batch, number: int) -> torch.Tensor:
     return (tokens < batch.length - padded.clamp_max(batch.length - 1)).long()
 
 
-def _cuts(batch: Batch, number: int) -> list[list[int]]:
+def _cuts(batch: MicroBatch, number: int) -> list[list[int]]:
     """Return the lengths of two documents in each sequence, cut at another place in each sequence and batch."""
     places = [batch.length // 3 + row + number for row in range(batch.size)]
     firsts = [1 + place % max(batch.length - 1, 1) for place in places]
@@ -195,7 +195,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def freeze(model: nn.Module, what: str) -> None:
-    """Freeze parameters of `model`: those that `what`, of `titanplans.proof.conditions.FROZEN`, stands for.
+    """Freeze parameters of `model`: those that `what`, of `titanplans.proof.batches.conditions.FROZEN`, stands for.
 
     All mixers, MLPs and the head: a gradient passes modules that train nothing. Or what stands before the blocks, the first
     block, and every second parameter of the others, so that a block gets no gradient of its input, and trained parameters

@@ -7,7 +7,7 @@ of its own, and of a model that drops numbers the default generator's state; wha
 
 The world is that of a job with two data-parallel replicas, and the threads are one of them, the second if nothing is said:
 at degree 2 they are ranks 2 and 3 of 4. So `dist.get_rank()` is no rank's number in the mesh, and the default group is not
-the mesh's (titanplans/proof/thread_groups.py).
+the mesh's (titanplans/proof/ranks/thread_groups.py).
 """
 
 import threading
@@ -19,31 +19,27 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanplans.proof.meeting import Left, Meeting
-from titanplans.proof.simulate import refuse_a_rank
-from titanplans.proof.thread_groups import ThreadGroup, asking_noted
+from titanplans.proof.ranks.fake import refuse_a_rank
+from titanplans.proof.ranks.meeting import Left, Meeting
+from titanplans.proof.ranks.thread_groups import ThreadGroup, asking_noted
 from titanplans.torch_private.threads import groups_of_threads, know_by_thread, shared_shardings
 
 T = TypeVar("T")
 
 
-class Thread:
-    """The world (titanplans/proof/world.py) as one of the threads sees it."""
+class ThreadWorld:
+    """The world (titanplans/proof/ranks/world.py) as one of the threads sees it."""
 
     name = "threads"
-    exact = ranked = True
+    exact = True
 
     def __init__(self, mesh: DeviceMesh, rank: int, meeting: Meeting):
         self.mesh, self._rank, self._meeting = mesh, rank, meeting
         self.first = rank == 0
         self.asked: Collection[str] = meeting.asked
-
-    def settle(self, model: nn.Module) -> None:
-        """Nothing to do: each thread has a model of its own."""
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         parts = [
@@ -88,7 +84,7 @@ class Pool:
             ranks.close()
         self._stack.close()
 
-    def run(self, degree: int, work: Callable[[Thread], T], replica: int = 1) -> T:
+    def run(self, degree: int, work: Callable[[ThreadWorld], T], replica: int = 1) -> T:
         """Run `work` on each of `degree` threads, and return what it returns on the first.
 
         Args:
@@ -118,7 +114,7 @@ class _Ranks:
         for thread in self._threads:
             thread.start()
 
-    def run(self, work: Callable[[Thread], T]) -> T:
+    def run(self, work: Callable[[ThreadWorld], T]) -> T:
         meeting = ThreadGroup.meeting = Meeting(self.degree, self.replica, drawing=self.drawing)
         for queue in self._work:
             queue.put((work, meeting))
@@ -148,12 +144,12 @@ class _Ranks:
         )
         mesh: DeviceMesh | None = None
 
-        def be(work: Callable[[Thread], Any], meeting: Meeting) -> Any:
+        def be(work: Callable[[ThreadWorld], Any], meeting: Meeting) -> Any:
             nonlocal mesh
             if mesh is None:
                 mesh = DeviceMesh(self.device.type, meeting.in_world, mesh_dim_names=("tp",))
                 know_by_thread(mesh)
-            return work(Thread(mesh, rank, meeting))
+            return work(ThreadWorld(mesh, rank, meeting))
 
         while (job := self._work[rank].get()) is not None:
             work, meeting = job
@@ -171,7 +167,7 @@ class _Ranks:
         dist.destroy_process_group()
 
 
-def run(degree: int, device: torch.device, work: Callable[[Thread], T]) -> T:
+def run(degree: int, device: torch.device, work: Callable[[ThreadWorld], T]) -> T:
     """Run `work` on each of `degree` threads, and return what it returns on the first: a `Pool` for one time.
 
     Raises:

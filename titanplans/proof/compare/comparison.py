@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import torch
 
 from titanplans.plan.plan import TPOptions
-from titanplans.proof.conditions import Scenario
-from titanplans.proof.record import module_name
-from titanplans.proof.reference import Point, Reference
+from titanplans.proof.batches.conditions import Scenario
+from titanplans.proof.compare.record import module_name
+from titanplans.proof.compare.reference import Point, ReferenceRun
+from titanplans.proof.compare.scale import SCALE, fit_of
+from titanplans.proof.compare.tolerance import difference, largest
+from titanplans.proof.compare.training import Key, TrainingRun
+from titanplans.proof.ranks.world import World, wholes
 from titanplans.proof.report import CaseResult, Check
-from titanplans.proof.scale import SCALE, fit_of
-from titanplans.proof.tolerance import difference, largest
-from titanplans.proof.training import Key, Training
-from titanplans.proof.world import World, wholes
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Comparison:
         unexpected: gradients that the split model has and the whole one has not.
     """
 
-    reference: Reference
+    reference: ReferenceRun
     world: World
     worst: dict[str, Check] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
-    def run(self, training: Training) -> None:
+    def run(self, training: TrainingRun) -> None:
         """Compare at every point of `training`, until the end of the first step that is off."""
         for point, found in training.points():
             with torch.no_grad():
@@ -63,7 +63,7 @@ class Comparison:
             self._compare_scale(at, values)
             return
         what, where = key
-        bound, (first, *others) = self.reference.bound, values
+        bound, (first, *others) = self.reference.tolerance, values
         others = [value for value in others if not _same(value, first)]
         if point in self.reference.shown:
             error = max(bound.difference(value, self.reference.expected[at]) for value in (first, *others))
@@ -87,7 +87,7 @@ class Comparison:
             self._note(
                 what,
                 abs(found.slope) / self.reference.units[at],
-                self.reference.bound.units(self.world.mesh.size()),
+                self.reference.tolerance.units(self.world.mesh.size()),
                 f"{name}, {1 + found.slope:.3g} times the right one",
                 point,
             )
@@ -98,7 +98,7 @@ class Comparison:
         self.missing += tuple(name for name in wanted if name not in (*got, *self.missing))
         self.unexpected += tuple(name for name in got if name not in (*wanted, *self.unexpected))
 
-    def _compare_ties(self, training: Training) -> None:
+    def _compare_ties(self, training: TrainingRun) -> None:
         parameters = dict(training.model.named_parameters(remove_duplicate=False))
         for names in self.reference.tied:
             apart = len({id(parameters.get(name)) for name in names}) > 1

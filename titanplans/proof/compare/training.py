@@ -6,9 +6,8 @@ step (gradients and their norm), after the last step (weights), and after each f
 In the last step all forwards run before one backward of all losses, and what was frozen and what was trained change places.
 """
 
-import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,28 +18,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titanplans.adapters.low_rank import draws
-from titanplans.loss import IGNORED, FusedLoss, StandIn, added_loss, cross_entropy
+from titanplans.loss import IGNORED, FusedLoss, StandIn, added_loss
 from titanplans.plan.decoder import Decoder
-from titanplans.proof.modes import Widen
-from titanplans.proof.record import Recorder
-from titanplans.proof.sample import Sample
-from titanplans.proof.scale import recorded
-from titanplans.proof.script import Script
+from titanplans.proof.batches.sample import Sample
+from titanplans.proof.batches.script import Script
+from titanplans.proof.compare.forward import Loss, at_logits, call, evaluate, logits_of, loss_of, widened
+from titanplans.proof.compare.record import Recorder
+from titanplans.proof.compare.scale import recorded
 from titanplans.split.gradients import align_gradients, total_norm
-
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What a model raises that does not run here, or is split wrongly: no driver, shapes that don't match, a parameter
-that is not there, ranks that differ."""
 
 Key = tuple[str, str]
 """A quantity's kind ("loss", "gradients", …) and which one of its kind: a parameter, or "" for the only one."""
 
-Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Of logits [..., vocabulary], a DTensor where they are sharded, and labels [...]: the sum over tokens, divided by
-how many there are; a plain scalar."""
 
-
-class Training:
+class TrainingRun:
     """One model's way through a script.
 
     Args:
@@ -218,74 +209,5 @@ def recompute(decoder: Decoder) -> None:
             checkpoint,
             block.module.forward,
             use_reentrant=False,
-            context_fn=partial(lambda again: (nullcontext(), again()), partial(_widened, dtype)),
+            context_fn=partial(lambda again: (nullcontext(), again()), partial(widened, dtype)),
         )
-
-
-def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Return what the forward of `model` returns, without a cache but where `inputs` ask for one.
-
-    Where the code of a float64 model asks for float32, it is given float64.
-    """
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        inputs = {"use_cache": False, **inputs}
-    with _widened(next(model.parameters()).dtype):
-        return model(**inputs)
-
-
-def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Return what `model`, in training, returns in evaluation mode, without a gradient.
-
-    Routers are balanced in training alone: transformers computes their loss by the attention mask of this forward's tokens,
-    which with a cache has those before, too.
-    """
-    if "output_router_logits" in inspect.signature(model.forward).parameters:
-        inputs = {"output_router_logits": False, **inputs}
-    model.eval()
-    with torch.no_grad():
-        output = call(model, inputs)
-    model.train()
-    return output
-
-
-def _widened(dtype: torch.dtype) -> Any:
-    return Widen(dtype) if dtype == torch.float64 else nullcontext()
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """Return the logits [..., vocabulary] of a model's output; a DTensor, `Shard(-1)`, under loss parallelism."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if hasattr(output, "logits"):
-        return output.logits
-    return output["logits"] if isinstance(output, Mapping) else output[0]
-
-
-def loss_of(
-    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
-) -> torch.Tensor:
-    """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar.
-
-    Where the loss of float64 logits asks for float32, it is given float64.
-    """
-    with _widened(logits.dtype):
-        return loss(logits, labels, tokens)
-
-
-def backward(
-    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
-) -> torch.Tensor:
-    """Return the loss as `loss_of` does, after its backward."""
-    value = loss_of(logits, labels, tokens, loss)
-    value.backward()
-    return value.detach()
-
-
-def at_logits(
-    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of `logits` and its gradient with respect to them, laid out as they are."""
-    leaf = logits.detach().requires_grad_()
-    value = backward(leaf, labels, tokens, loss)
-    assert leaf.grad is not None
-    return value, leaf.grad

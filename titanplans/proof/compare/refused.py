@@ -14,11 +14,11 @@ from torch import nn
 
 from titanplans.errors import UserError
 from titanplans.loss import FusedLoss, NotFused, cross_entropy
-from titanplans.proof.conditions import Batch
-from titanplans.proof.raised import does_not_run, first_line, is_ours, raised_at
-from titanplans.proof.sample import Sampler, moved
-from titanplans.proof.script import one_more
-from titanplans.proof.training import FAILURES, call, evaluate, logits_of
+from titanplans.proof.batches.conditions import MicroBatch
+from titanplans.proof.batches.sample import Sampler, moved
+from titanplans.proof.batches.script import one_more
+from titanplans.proof.compare.forward import FAILURES, call, evaluate, logits_of
+from titanplans.proof.compare.raised import does_not_run, first_line, is_ours, raised_at
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """What code raises that does not take something. Anything else is a mistake, of the model's or of ours."""
@@ -29,7 +29,7 @@ def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
 
     What it takes and does not read is named, too, and stays in the batches.
     """
-    batch, left_out = Batch(2, 4), []
+    batch, left_out = MicroBatch(2, 4), []
     padded, packed = replace(batch, padding="left"), replace(batch, documents=True)
     if sampler.padded and (reason := _refusal(model, sampler, padded, "an attention_mask in training")):
         sampler.padded = False
@@ -62,7 +62,7 @@ def not_fused(model: nn.Module, sampler: Sampler) -> str | None:
         PlanError: the model does not run.
     """
     model = copy.deepcopy(model).train()
-    given = _moved(model, sampler.tokens(Batch(2, 4), 0))
+    given = _moved(model, sampler.tokens(MicroBatch(2, 4), 0))
     try:
         with torch.no_grad():
             labels = torch.zeros(logits_of(call(model, given)).shape[:-1], dtype=torch.int64)
@@ -77,7 +77,7 @@ def not_fused(model: nn.Module, sampler: Sampler) -> str | None:
 
 
 def _refusal(
-    model: nn.Module, sampler: Sampler, batch: Batch, what: str, *, cached: bool = False
+    model: nn.Module, sampler: Sampler, batch: MicroBatch, what: str, *, cached: bool = False
 ) -> str | None:
     """Return in which words `model` refuses `what` of `batch`, and where; None if it does not.
 
@@ -101,7 +101,7 @@ def _refusal(
     return None
 
 
-def _has_no_effect(model: nn.Module, sampler: Sampler, batch: Batch, name: str) -> bool:
+def _has_no_effect(model: nn.Module, sampler: Sampler, batch: MicroBatch, name: str) -> bool:
     """Whether the logits of `batch` are the same to the last bit without the keyword `name`."""
     given = _moved(model, sampler.tokens(batch, 0))
     without = {key: value for key, value in given.items() if key != name}

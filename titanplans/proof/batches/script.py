@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from titanplans.proof.conditions import Batch, Scenario
-from titanplans.proof.sample import Sample, Sampler, moved
+from titanplans.proof.batches.conditions import MicroBatch, Scenario
+from titanplans.proof.batches.sample import Sample, Sampler, moved
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def write_script(
         # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
         wanted = "left" if any(batch.padding for batch in first) else ""
         padding = wanted if wanted in sampler.caches else sampler.caches[0]
-        filled = sampler.tokens(Batch(first[0].size, first[0].length, padding), number + 2, cached=True)
+        filled = sampler.tokens(MicroBatch(first[0].size, first[0].length, padding), number + 2, cached=True)
         cached = moved(filled, device, dtype), moved(one_more(filled, sampler), device, dtype)
     thaws = bool(scenario.frozen) and len(scenario.steps) > 1
     return Script(tuple(map(tuple, steps)), evaluated, cached, thaws)

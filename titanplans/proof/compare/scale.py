@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof.assemble import candidates
-from titanplans.proof.record import Recorder, module_name
+from titanplans.proof.compare.assemble import candidates
+from titanplans.proof.compare.record import Recorder, module_name
 
 K = TypeVar("K")
 
@@ -30,7 +30,7 @@ SCALE = "scale"
 """The kind of these quantities."""
 
 
-class Fit(NamedTuple):
+class Regression(NamedTuple):
     """A tensor beside the one that is expected."""
 
     slope: float
@@ -49,7 +49,7 @@ def recorded(record: Recorder, names: Collection[str]) -> dict[tuple[str, str], 
     return {(SCALE, key): record.tensors[key] for key in sorted(record.tensors) if module_name(key) in names}
 
 
-def fit(value: torch.Tensor, expected: torch.Tensor) -> Fit | None:
+def fit(value: torch.Tensor, expected: torch.Tensor) -> Regression | None:
     """Return how `value` fits; None if one is all zeros, or the shapes differ."""
     if value.shape != expected.shape:
         return None
@@ -57,17 +57,17 @@ def fit(value: torch.Tensor, expected: torch.Tensor) -> Fit | None:
     apart, size = value.double() - whole, whole.square().sum()
     if not size:
         return None
-    return Fit(((apart * whole).sum() / size).item(), (apart.square().sum() / size).sqrt().item())
+    return Regression(((apart * whole).sum() / size).item(), (apart.square().sum() / size).sqrt().item())
 
 
-def fit_of(held: list[torch.Tensor], expected: torch.Tensor) -> Fit | None:
+def fit_of(held: list[torch.Tensor], expected: torch.Tensor) -> Regression | None:
     """Return the fit of what the ranks hold, replicas or shards of one dimension; the worst of differing replicas."""
     _, values = next(candidates(held, expected.shape), ("", []))
     fits = [found for found in (fit(value, expected) for value in values) if found is not None]
     return max(fits, key=lambda one: abs(one.slope), default=None)
 
 
-def units(fits: Mapping[K, Iterable[Fit]], least: Mapping[K, float], hidden: float) -> dict[K, float]:
+def units(fits: Mapping[K, Iterable[Regression]], least: Mapping[K, float], hidden: float) -> dict[K, float]:
     """Return the unit of each slope.
 
     Args:

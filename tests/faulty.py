@@ -1,0 +1,53 @@
+"""Faults of a style: another installation of it in the cut by weights, all else as before."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from titanplans.plan.styles.base import Style
+from titanplans.split.stream import Border
+from titanplans.split.tensors.cut import RULES, rule_of
+
+Install = Callable[[nn.Module, Border], None]
+"""Puts a style's hooks on a module."""
+
+
+def subclassed(style: Style, name: str, **methods: Any) -> Style:
+    """Return a copy of `style` with other methods, whose first argument is the copy."""
+    fault = copy.copy(style)
+    fault.__class__ = type(name, (type(style),), methods)
+    return fault
+
+
+def installed(style: Any, install: Callable[[Install, nn.Module, Border], None], name: str = "Faulty") -> Any:
+    """Return a copy of `style` that is installed by `install(right, module, border)`; `right` installs as the cut does."""
+    rule = rule_of(style)
+
+    def right(module: nn.Module, border: Border) -> None:
+        if rule.install is not None:
+            rule.install(style, module, border)
+
+    fault = subclassed(style, name)
+    RULES[type(fault)] = rule._replace(install=lambda _, module, border: install(right, module, border))
+    return fault
+
+
+def leaving(style: Any, leave: Callable[[Border, nn.Module, Any], Any]) -> Any:
+    """Return a copy of `style` of which the output is `leave(border, module, output)`, and which has no other hook."""
+
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        module.register_forward_hook(lambda module, args, output: leave(border, module, output))
+
+    return installed(style, install)
+
+
+def hooked(style: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of `style` whose module's output is changed at last, behind the style's own hooks."""
+
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        right(module, border)
+        module.register_forward_hook(lambda module, args, output: change(output))
+
+    return installed(style, install)

@@ -1,0 +1,81 @@
+"""`Widen`: a model's own code computes in float64 where it asks for float32.
+
+A norm or a softmax in float32 would hide every error below 1e-7.
+"""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.eye)
+"""Without a dtype they make float32, the default."""
+
+_ASKING = frozenset((torch.Tensor.float, torch._grouped_mm, *_FACTORIES))
+"""Functions that `Widen` handles even where no argument is float32."""
+
+_FLOAT32 = torch.float32
+
+
+class Widen(TorchFunctionMode):
+    """Compute in `dtype` wherever torch is asked for float32, by name or as the default.
+
+    Only in the forward: a function mode is inactive in the backward of an autograd.Function.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Every torch function passes here, and few of them name a dtype.
+        if not kwargs and func not in _ASKING:
+            for arg in args:
+                if arg is _FLOAT32:
+                    return self._asked(func, args, {})
+            result = func(*args)
+            if isinstance(result, torch.Tensor) and result.dtype is _FLOAT32 is not self.dtype:
+                return self._of_integers(func, args, {}, result)
+            return result
+        return self._asked(func, args, kwargs or {})
+
+    def _asked(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].to(self.dtype)
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return _grouped_mm(*args, **kwargs)
+        if func in _FACTORIES and kwargs.get("dtype") is None:
+            kwargs = kwargs | {"dtype": torch.get_default_dtype()}
+        args = tuple(self.dtype if arg is _FLOAT32 else arg for arg in args)
+        kwargs = {k: self.dtype if v is _FLOAT32 else v for k, v in kwargs.items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.dtype is _FLOAT32 is not self.dtype:
+            return self._of_integers(func, args, kwargs, result)
+        return result
+
+    def _of_integers(self, func: Any, args: tuple, kwargs: dict, result: torch.Tensor) -> torch.Tensor:
+        """Return `result` in `dtype` if it became float32 by promotion of integers and Python numbers."""
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if not tensors or any(x.is_floating_point() for x in tensors):
+            return result
+        wide = (
+            x.to(self.dtype) if isinstance(x, torch.Tensor) and x.dtype is not torch.bool else x for x in args
+        )
+        return func(*wide, **kwargs).to(self.dtype)
+
+
+def _grouped_mm(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    offs: torch.Tensor,
+    bias: None = None,
+    out_dtype: None = None,
+) -> torch.Tensor:
+    """Multiply each expert's rows [rows, in] by its weight [experts, in, out]; `offs` [experts] are the ends of its rows.
+
+    torch has no float64 kernel for it.
+    """
+    *parts, rest = rows.tensor_split(offs.tolist())
+    products = [part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[-1])])

@@ -1,0 +1,1 @@
+"""The conditions of a proof, and the batches that bring a model into them."""

@@ -1,0 +1,73 @@
+"""`exact_float8`: float8 products in float64. torchao emulates them in float32, which would hide errors below 1e-7."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.errors import PlanError
+from titanplans.plan.converted import float8_linears
+from titanplans.torch_private.dispatch import without_torch_function
+from titanplans.torch_private.torchao import cast_to_float8, float8_data, float8_scale
+
+
+@contextmanager
+def exact_float8(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Multiply float8 numbers in `dtype`, if `model` was converted to float8; change nothing else.
+
+    A cast to float8 is a staircase. Two models that differ by the rounding of float64 put a number on different stairs
+    once in 10^14 casts; two that differ by the rounding of float32, in every run.
+
+    Raises:
+        PlanError: `dtype` is not float64, or the products are not emulated, so they can't be computed in it.
+    """
+    linears = float8_linears(model)
+    if not linears:
+        yield
+        return
+    from torchao.float8 import float8_ops, float8_utils
+
+    name, linear = next(iter(linears.items()))
+    if dtype != torch.float64:
+        raise PlanError(
+            f"{name} is float8, and dtype = {dtype}: the rounding of {dtype} moves numbers across float8's steps, each "
+            "one by a sixteenth of itself, and whole and split can't be compared: use torch.float64"
+        )
+    if not linear.config.emulate:
+        raise PlanError(
+            f"{name} multiplies float8 numbers in a kernel, which rounds to bfloat16 or float32: convert the model with "
+            "emulate=True to prove it"
+        )
+    table, operator, scale = (
+        float8_ops.FLOAT8_OPS_TABLE,
+        torch.ops.aten.mm.default,
+        float8_utils.amax_to_scale,
+    )
+    casting = cast_to_float8()
+    cast = casting.forward
+
+    def multiply(func: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
+        a, b = args
+        return torch.mm(
+            float8_data(a).to(dtype) / float8_scale(a).to(dtype),
+            float8_data(b).to(dtype) / float8_scale(b).to(dtype),
+        )
+
+    def amax_to_scale(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with without_torch_function():  # scales are float32, also under `Widen`
+            return scale(*args, **kwargs)
+
+    def cast_by_float32(*args: Any) -> torch.Tensor:
+        with without_torch_function():  # in a forward as in a backward, where `Widen` does not reach
+            return cast(*args)
+
+    product = table[operator]
+    table[operator], float8_utils.amax_to_scale = multiply, amax_to_scale
+    casting.forward = staticmethod(cast_by_float32)
+    try:
+        yield
+    finally:
+        table[operator], float8_utils.amax_to_scale = product, scale
+        casting.forward = staticmethod(cast)

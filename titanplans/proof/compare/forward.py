@@ -1,0 +1,90 @@
+"""One forward of a model, whole or split, its logits and its loss."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.kernels.widen import Widen
+from titanplans.loss import cross_entropy
+
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""Errors of a model that does not run here, or is split wrongly: no driver, shapes that don't match, a missing
+parameter, ranks that differ."""
+
+Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Of logits [..., vocabulary], a DTensor if they are sharded, and labels [...]: the sum over tokens, divided by
+their number; a plain scalar."""
+
+
+def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Return what the forward of `model` returns, without a cache but where `inputs` ask for one.
+
+    Where the code of a float64 model asks for float32, it is given float64.
+    """
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs = {"use_cache": False, **inputs}
+    with widened(next(model.parameters()).dtype):
+        return model(**inputs)
+
+
+def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Return what `model`, in training, returns in evaluation mode, without a gradient.
+
+    Routers are balanced in training alone: transformers computes their loss by the attention mask of this forward's tokens,
+    which with a cache has those before, too.
+    """
+    if "output_router_logits" in inspect.signature(model.forward).parameters:
+        inputs = {"output_router_logits": False, **inputs}
+    model.eval()
+    with torch.no_grad():
+        output = call(model, inputs)
+    model.train()
+    return output
+
+
+def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Return the context in which a float64 model computes in float64 where its code asks for float32."""
+    return Widen(dtype) if dtype == torch.float64 else nullcontext()
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits [..., vocabulary] of a model's output; a DTensor, `Shard(-1)`, under loss parallelism."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if hasattr(output, "logits"):
+        return output.logits
+    return output["logits"] if isinstance(output, Mapping) else output[0]
+
+
+def loss_of(
+    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
+) -> torch.Tensor:
+    """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar.
+
+    Where the loss of float64 logits asks for float32, it is given float64.
+    """
+    with widened(logits.dtype):
+        return loss(logits, labels, tokens)
+
+
+def backward(
+    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss = cross_entropy
+) -> torch.Tensor:
+    """Return the loss as `loss_of` does, after its backward."""
+    value = loss_of(logits, labels, tokens, loss)
+    value.backward()
+    return value.detach()
+
+
+def at_logits(
+    logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of `logits` and its gradient with respect to them, laid out as they are."""
+    leaf = logits.detach().requires_grad_()
+    value = backward(leaf, labels, tokens, loss)
+    assert leaf.grad is not None
+    return value, leaf.grad

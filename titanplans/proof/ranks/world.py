@@ -1,0 +1,174 @@
+"""The ranks of a proof, behind one interface.
+
+threads          titanplans/proof/ranks/threads.py: each rank is a thread of this process, on a CPU
+process_group    here: one rank in each process of the default process group, over gloo or NCCL
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titanplans.adapters.low_rank import draws
+from titanplans.errors import PlanError, either
+from titanplans.proof.ranks import threads
+
+T = TypeVar("T")
+
+RANKS = ("threads", "process_group")
+SMALL = 2**27
+"""Bytes of a model whose arithmetic does not fill two cores."""
+
+
+class World(Protocol):
+    """The ranks over which a case is split, as one of them sees them."""
+
+    name: str
+    """threads or process_group."""
+
+    mesh: DeviceMesh
+    """1-D, "tp"."""
+
+    first: bool
+    """Whether this is the first rank, which compares for all."""
+
+    exact: bool
+    """Equal work gives equal bits on every rank."""
+
+    asked: Collection[str]
+    """Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh."""
+
+    def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Yield for each of `tensors` every rank's local tensor, in rank order, plain and read-only."""
+        ...
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the `value` of every rank, in rank order."""
+        ...
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return the result of `work` on this rank; an error on one rank is raised on all.
+
+        Over a process group an error stays on its rank, and the others wait until their timeout.
+        """
+        ...
+
+
+class ProcessWorld:
+    """One rank in each process of the default process group, over gloo or NCCL."""
+
+    name = "process_group"
+    exact = False  # kernels that sum by atomic operations give each rank different bits
+    asked: Collection[str] = ()
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self.first = dist.get_rank() == 0
+
+    def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        for tensor in tensors:  # one by one: together they may not fit into memory
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).contiguous()
+            shapes = self.gather_objects(local.shape)
+            # Shards may differ in size; the collective takes one.
+            flat = local.new_zeros(max(shape.numel() for shape in shapes))
+            flat[: local.numel()] = local.flatten()
+            gathered = [torch.empty_like(flat) for _ in shapes]
+            dist.all_gather(gathered, flat)
+            yield [one[: shape.numel()].view(shape) for one, shape in zip(gathered, shapes, strict=True)]
+
+    def gather_objects(self, value: T) -> list[T]:
+        values = [value] * self.mesh.size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+class Worlds:
+    """The ranks of a proof at every degree, until the context ends.
+
+    Args:
+        ranks: threads or process_group.
+        model: the whole one.
+
+    Raises:
+        PlanError: `ranks` is neither, or threads can't run on the device of `model`.
+    """
+
+    def __init__(self, ranks: str, model: nn.Module):
+        self.ranks, self.model = ranks, model
+        self.device = next(model.parameters()).device
+        self._pool: threads.Pool | None = None
+        if ranks not in RANKS:
+            raise PlanError(f"ranks = {ranks!r}: {either(list(RANKS))}")
+        if ranks == "threads" and self.device.type != "cpu":
+            raise PlanError(f"ranks = 'threads' on {self.device}: threads run on a CPU; use a process group")
+
+    def __enter__(self) -> "Worlds":
+        # Threads take turns on small tensors: further cores cost more than they bring, and most on a busy machine.
+        self._intra_op, self._drawn = torch.get_num_threads(), torch.get_rng_state()
+        if self.ranks == "threads":
+            if is_small(self.model, next(self.model.parameters()).dtype):
+                torch.set_num_threads(1)
+            self._pool = threads.Pool(self.device, drawing=draws(self.model)).__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.__exit__()
+        torch.set_num_threads(self._intra_op)
+        torch.set_rng_state(self._drawn)  # each forward of a model that draws numbers begins with a seed
+
+    def run(self, degree: int, work: Callable[[Any], T], replica: int = 1) -> T:
+        """Run `work` on every rank, and return its result on the first. `replica`: as for `threads.Pool`."""
+        if self._pool is not None:
+            return self._pool.run(degree, work, replica)
+        world = ProcessWorld(init_device_mesh(self.device.type, (degree,), mesh_dim_names=("tp",)))
+        return from_first(world, work(world))
+
+
+def from_first(world: World, value: T) -> T:
+    """Return the first rank's `value` on every rank."""
+    return world.gather_objects(value)[0]
+
+
+def wholes(tensors: Sequence[torch.Tensor], world: World) -> Iterator[list[torch.Tensor]]:
+    """Yield each of `tensors` whole, plain and read-only: every rank's replica, or one tensor made of all shards.
+
+    Every rank has to call this; only the first one's results are meant to be read.
+    """
+    summed = [
+        t.full_tensor() if isinstance(t, DTensor) and t.placements[0].is_partial() else t for t in tensors
+    ]
+    for tensor, held in zip(tensors, world.gather(summed), strict=True):
+        placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+        yield [torch.cat(held, placement.dim)] if isinstance(placement, Shard) and world.first else held
+
+
+def is_small(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether the arithmetic of `model` in `dtype` keeps no more than one core busy."""
+    return sum(p.numel() for p in model.parameters()) * dtype.itemsize <= SMALL
+
+
+def group_degree(degrees: Sequence[int] | None) -> int:
+    """Return the only degree that the default process group can prove: its size.
+
+    Raises:
+        PlanError: there is no process group, or another degree was named.
+    """
+    if not dist.is_initialized():
+        raise PlanError(
+            "ranks = 'process_group', but there is no process group: start under torchrun, or leave ranks out"
+        )
+    size = dist.get_world_size()
+    if degrees is not None and tuple(degrees) != (size,):
+        raise PlanError(
+            f"degrees = {', '.join(map(str, degrees))}, but the process group has {size} ranks and proves degree "
+            f"{size} only: start as many processes as the degree, or leave ranks out"
+        )
+    return size
