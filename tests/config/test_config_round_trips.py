@@ -105,10 +105,7 @@ def test_a_value_that_toml_can_leave_out_is_the_default(cls):
     assert cls.from_toml("") == cls()
 
 
-@given(
-    data=st.data(),
-    chosen=st.lists(st.sampled_from(sorted(keys())), unique=True, min_size=1, max_size=6),
-)
+@given(data=st.data(), chosen=st.lists(st.sampled_from(sorted(keys())), unique=True, min_size=1, max_size=6))
 def test_any_job_reads_back_from_its_own_toml_or_is_refused_by_option(data, chosen):
     values = {name: data.draw(values_of(in_toml(keys()[name].hint)), label=name) for name in chosen}
     try:
