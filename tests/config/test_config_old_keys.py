@@ -216,7 +216,7 @@ def test_the_keys_that_do_nothing_are_one_note(load):
 
 
 def test_another_converter_leaves_mx_without_effect(load):
-    job = load({"model.converters": ["quantize.linear.float8"], "quantize.linear.mx.filter_fqns": ["output"]})
+    job = load({"model.converters": ["quantize.linear.float8"], "quantize.linear.mx.filter_fqns": ["x"]})
     assert job.quantize.linear.float8.recipe_name == "tensorwise"
     assert any(note.endswith("without model.converters quantize.linear.mx.filter_fqns") for note in job.notes)
 
