@@ -79,4 +79,4 @@ def test_restarts_are_torchruns_where_it_has_started_the_ranks(monkeypatch, caps
         in capsys.readouterr().err
     )
     assert main([job, "--max-restarts", "-1"]) == 2
-    assert "--max-restarts -1: expected a number of restarts, 0 or more" in capsys.readouterr().err
+    assert "--max-restarts -1: expected an integer, at least 0" in capsys.readouterr().err

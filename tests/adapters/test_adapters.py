@@ -151,7 +151,7 @@ def test_what_takes_no_adapter_is_refused():
 
 @pytest.mark.parametrize("values", [dict(alpha=4.0), dict(dropout=0.1), dict(target_modules=["q_proj"])])
 def test_options_without_a_rank_are_refused(values):
-    with pytest.raises(OptionError, match=r"does nothing without lora\.rank"):
+    with pytest.raises(OptionError, match=r"has no effect unless lora\.rank"):
         LoRA(**values)
 
 
@@ -193,8 +193,8 @@ def test_verify_takes_adapters_on_the_command_line(capsys):
     )
     for wrong, said in {
         "rank": "--lora rank: write KEY=VALUE",
-        "rank=0": "--lora rank 0: expected an integer, at least 1",
-        "alpha=2": "does nothing without lora.rank",
+        "rank=0": "--lora rank 0: expected an integer, from 1 to 2^31 - 1",
+        "alpha=2": "has no effect unless lora.rank",
     }.items():
         assert main([*words, f"--lora={wrong}"]) == 2
         assert said in capsys.readouterr().err

@@ -190,7 +190,7 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         ("[grid]\ntraining.steps = 3", "[grid] training.steps = 3: expected a list of values"),
         ("[grid]\ntraining.stepz = [3]", "[grid] training.stepz: no such key; did you mean training.steps?"),
         ("[grid]\ntrainig.steps = [3]", "[grid]: no section [trainig]; did you mean [training]?"),
-        ("[grid]\nsteps = [3]", "[grid] steps: stands in no section; did you mean training.steps?"),
+        ("[grid]\nsteps = [3]", "[grid] steps: is in no section; did you mean training.steps?"),
         ('[grid]\ntraining.steps = [3, "4"]', '[grid] training.steps = "4": expected an integer, at least 1'),
         ("[grid]\ntraining.steps = [3, 0]", "[grid] training.steps = 0: expected an integer, at least 1"),
         (
@@ -214,7 +214,7 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         (ONE + "[[axis]]\ntraining.steps = [3]", "training.steps varies, and another axis gives it, too"),
         (
             ONE + "[set]\ntraining.batch_size = 1\ntraining.local_batch_size = 1",
-            "training.batch_size is the same key, given too; keep training.local_batch_size",
+            "training.batch_size is the same key; keep training.local_batch_size",
         ),
         (ONE + "[set]\njob.dump_folder = 'x'", "[set] job.dump_folder: each cell has a folder of its own"),
         (ONE + "[set]\nmetrics.enable_jsonl = false", "so the sweep switches them on; leave it out"),
@@ -265,7 +265,7 @@ def test_a_base_job_that_is_not_there_or_is_wrong(write, tmp_path):
     with pytest.raises(ConfigError, match=r"^bse.toml: no such job file; there are base.toml, sweep.toml$"):
         cells_of(write(ONE, '[sweep]\nbase = "bse.toml"\n'))
     (tmp_path / "base.toml").write_text("[training]\nstepz = 3\n")
-    with pytest.raises(ConfigError, match=r"^base.toml: training.stepz: no such key"):
+    with pytest.raises(ConfigError, match=r"^base.toml, line 2: training.stepz: no such key"):
         cells_of(write(ONE))
     with pytest.raises(
         ConfigError, match=r"^missing.toml: no such sweep file; there are base.toml, sweep.toml$"
@@ -276,8 +276,8 @@ def test_a_base_job_that_is_not_there_or_is_wrong(write, tmp_path):
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("", "expected a path, not nothing"),
-        ("$NOT_SET", "$NOT_SET is no variable of the environment"),
+        ("", "expected a path, found an empty string"),
+        ("$NOT_SET", "$NOT_SET is not an environment variable"),
         ("file/x", "can't be made (Not a directory)"),
         ("x" * 300, "can't be made (File name too long)"),
         ("/proc/x", "can't be made (No such file or directory)"),

@@ -182,7 +182,8 @@ def test_a_key_without_its_switch_is_accepted_with_a_note(load, key):
     """With any value, and nothing of it is in the job."""
     values = {key: asking(key) if key in REFUSED else ["output"]}
     job = load(values)
-    assert job.notes == (f"these keys do nothing in this job: without {REQUIRES_SWITCH[key]} {key}",)
+    (note,) = job.notes
+    assert note.endswith(f"without {REQUIRES_SWITCH[key]} {key}")
     if key in REFUSED:
         assert job == load({})
     switch = REQUIRES_SWITCH[key]
@@ -205,30 +206,25 @@ def test_the_keys_that_do_nothing_are_one_note(load):
             "quantize.grouped_mm.mx.fqns": ["experts"],
         }
     )
-    assert job.notes == (
-        "these keys do nothing in this job: without parallelism.pipeline_parallel_degree "
-        "parallelism.pipeline_parallel_schedule; without parallelism.expert_parallel_degree "
-        "parallelism.expert_tensor_parallel_degree; without model.converters quantize.linear.mx.filter_fqns, "
-        "quantize.grouped_mm.float8.fqns, quantize.grouped_mm.mx.fqns; without quantize.linear.float8.recipe_name "
-        "quantize.linear.float8.filter_fqns",
+    (note,) = job.notes
+    assert note.endswith(
+        "without parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule; "
+        "without parallelism.expert_parallel_degree parallelism.expert_tensor_parallel_degree; "
+        "without model.converters quantize.linear.mx.filter_fqns, quantize.grouped_mm.float8.fqns, "
+        "quantize.grouped_mm.mx.fqns; without quantize.linear.float8.recipe_name quantize.linear.float8.filter_fqns"
     )
 
 
 def test_another_converter_leaves_mx_without_effect(load):
-    job = load(
-        {"model.converters": ["quantize.linear.float8"], "quantize.linear.mx.filter_fqns": ["output", "x"]}
-    )
+    job = load({"model.converters": ["quantize.linear.float8"], "quantize.linear.mx.filter_fqns": ["x"]})
     assert job.quantize.linear.float8.recipe_name == "tensorwise"
-    assert (
-        "these keys do nothing in this job: without model.converters quantize.linear.mx.filter_fqns"
-        in job.notes
-    )
+    assert any(note.endswith("without model.converters quantize.linear.mx.filter_fqns") for note in job.notes)
 
 
 def test_the_command_line_takes_back_what_a_file_asks_for(load):
     """A degree of 4 in the file is refused unless the command line sets it to 1; the schedule beside it then waits."""
     values = {"parallelism.pipeline_parallel_degree": 4, "parallelism.pipeline_parallel_schedule": "GPipe"}
-    with pytest.raises(ConfigError, match=r"parallelism.pipeline_parallel_degree = 4 is not supported"):
+    with pytest.raises(ConfigError, match=r"parallelism.pipeline_parallel_degree = 4"):
         load(values)
     (note,) = load(values, "--parallelism.pipeline_parallel_degree", "1").notes
     assert note.endswith(
@@ -237,36 +233,37 @@ def test_the_command_line_takes_back_what_a_file_asks_for(load):
     assert load({"training.varlen": True}, "--training.no-varlen").notes == ()
 
 
-def test_a_module_that_adds_keys_is_refused_before_them(load):
-    with pytest.raises(
-        ConfigError, match=r"job.custom_config_module = \"a.b\" is not supported: sections can't be"
-    ):
-        load({"job.custom_config_module": "a.b", "data.max_patches_per_image": 1024})
+@pytest.mark.parametrize(
+    ("values", "words", "key"),
+    [
+        # Before the keys that the module adds.
+        (
+            {"job.custom_config_module": "a.b", "data.max_patches_per_image": 1},
+            [],
+            "job.custom_config_module",
+        ),
+        ({}, ["--training.varlen"], "training.varlen"),
+        # Without it, flame packs documents into seq_len tokens, too.
+        ({"training.context_len": 64}, ["--training.varlen"], "training.varlen"),
+        ({"training.local_batch_size": 4, "training.batch_size": 4}, [], "training.batch_size"),
+        ({"training.dataset_name": "sample"}, [], "training.dataset_name"),
+    ],
+)
+def test_a_foreign_key_is_refused(load, values, words, key):
+    with pytest.raises(ConfigError, match=key):
+        load(values, *words)
 
 
-def test_a_refused_key_on_the_command_line(load):
+def test_a_refused_key_may_ask_for_nothing_on_the_command_line(load):
     assert load({}, "--parallelism.pipeline_parallel_degree", "1", "--training.no-varlen").notes == ()
-    with pytest.raises(ConfigError, match=r"^--training.varlen = \"true\" is not supported: document"):
-        load({}, "--training.varlen")
-
-
-def test_the_command_line_wins_under_either_name(load):
-    assert load({"training.batch_size": 4}, "--training.local_batch_size", "2").training.local_batch_size == 2
-    assert load({"training.local_batch_size": 4}, "--training.batch_size", "2").training.local_batch_size == 2
-
-
-def test_both_names_of_a_key_contradict(load):
-    with pytest.raises(
-        ConfigError, match=r"training.local_batch_size is the same key, given too; keep training.local"
-    ):
-        load({"training.local_batch_size": 4, "training.batch_size": 4})
-
-
-def test_flames_context_len_cuts_documents_under_varlen_alone(load):
-    """Without it flame packs documents into seq_len tokens, too."""
     assert load({"training.context_len": 64, "training.seq_len": 128}).training.seq_len == 128
-    with pytest.raises(ConfigError, match=r"^--training.varlen = \"true\" is not supported"):
-        load({"training.context_len": 64}, "--training.varlen")
+
+
+@pytest.mark.parametrize(
+    ("file", "typed"), [("batch_size", "local_batch_size"), ("local_batch_size", "batch_size")]
+)
+def test_the_command_line_wins_under_either_name(load, file, typed):
+    assert load({f"training.{file}": 4}, f"--training.{typed}", "2").training.local_batch_size == 2
 
 
 def test_flames_dataset_name_selects_a_configuration(load):
@@ -274,8 +271,6 @@ def test_flames_dataset_name_selects_a_configuration(load):
     assert job.training.dataset == "owner/data:sample"
     assert len(job.notes) == 1
     assert load({"training.dataset": "o/d", "training.dataset_name": "default"}).training.dataset == "o/d"
-    with pytest.raises(ConfigError, match=r'write training.dataset = "owner/name:sample"'):
-        load({"training.dataset_name": "sample"})
 
 
 def test_flames_model_name_gives_way_to_the_config(load):

@@ -1,4 +1,4 @@
-"""Types of configuration values: what TOML and the command line may say for each, and what is said of the rest."""
+"""Types of options: which values of TOML and which words of the command line fit each, and which are refused."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,6 @@ Settings = dict[str, bool | int | float | str] | None
         (1, float, 1.0),
         (True, bool, True),
         ("a", Choice, "a"),
-        (4, Even, 4),
         (4, Even | None, 4),
         (["x"], tuple[str, ...], ("x",)),
         ({"a.*": "colwise"}, Plan, {"a.*": "colwise"}),
@@ -36,30 +35,25 @@ def test_toml_values_that_fit(value, hint, expected):
 
 
 @pytest.mark.parametrize(
-    ("value", "hint", "message"),
+    ("value", "hint"),
     [
-        (True, int, "key = true: expected an integer"),
-        (1, bool, "key = 1: expected true or false"),
-        (1.5, int, "key = 1.5: expected an integer"),
-        ("1", int, 'key = "1": expected an integer'),
-        (1, str, "key = 1: expected a string"),
-        ("c", Choice, 'key = "c": expected one of "a", "b"'),
-        (3, Even, "key = 3: expected an integer, even"),
-        ("x", tuple[str, ...], 'key = "x": expected a list of strings'),
-        (["x"], tuple[Choice, ...], 'key = ["x"]: expected a list of "a", "b"'),
-        ({"a": 1}, Plan, 'key = {"a" = 1}: expected a table of strings or a string'),
-        (
-            {"a": [1]},
-            Settings,
-            'key = {"a" = [1]}: expected a table, each value true or false or an integer or a number or a string',
-        ),
-        (3, Choice | Even, 'key = 3: expected one of "a", "b" or an integer, even'),
+        *((value, int) for value in (True, 1.5, "1", 2**63, [1])),
+        *((value, float) for value in (True, "1", float("nan"), float("inf"), 2**63)),
+        *((value, str) for value in (1, "\0", "\ud800")),
+        (1, bool),
+        ("c", Choice),
+        (3, Even),
+        ("x", tuple[str, ...]),
+        (["x"], tuple[Choice, ...]),
+        ({"a": 1}, Plan),
+        ({"a": [1]}, Settings),
+        ({"a": 2**63}, Settings),
+        (3, Choice | Even),
     ],
 )
-def test_toml_values_that_do_not(value, hint, message):
-    with pytest.raises(ConfigError) as caught:
+def test_toml_values_that_do_not(value, hint):
+    with pytest.raises(ConfigError, match=r"^key = .*: expected "):
         from_toml(value, hint, "key")
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -68,19 +62,21 @@ def test_toml_values_that_do_not(value, hint, message):
         ("1", int, 1),
         ("-1", int, -1),
         ("3e-4", float, 3e-4),
+        (".5", float, 0.5),
         ("2", float, 2.0),
         ("TRUE", bool, True),
         ("2", str, "2"),
+        ('"2"', str, '"2"'),
         ("none", int | None, None),
-        ("4", Even | None, 4),
+        ("none", str, "none"),
         ("a, b", tuple[str, ...], ("a", "b")),
         ("", tuple[str, ...], ()),
+        ("2", tuple[str, ...], ("2",)),
         ('["a"]', tuple[str, ...], ("a",)),
-        ("model,loss", tuple[Literal["model", "loss"], ...], ("model", "loss")),
+        ("a,b", tuple[Choice, ...], ("a", "b")),
         ('{"a.*" = "colwise"}', Plan, {"a.*": "colwise"}),
         ("module:Plan", Plan, "module:Plan"),
         ("{a = true, b = 2}", Settings, {"a": True, "b": 2}),
-        ("true", bool | None, True),
         ("4", Choice | Even, 4),
     ],
 )
@@ -89,19 +85,20 @@ def test_words_that_fit(text, hint, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "hint", "message"),
+    ("text", "hint"),
     [
-        ("1.5", int, "--key 1.5: expected an integer"),
-        ("yes", bool, "--key yes: expected true or false"),
-        ("c", Choice, '--key c: expected one of "a", "b"'),
-        ("3", Even | None, "--key 3: expected an integer, even"),
-        ('["a"', tuple[str, ...], '--key ["a": expected a list of strings'),
+        *((text, int) for text in ("1.5", "", "x", "none", "9223372036854775808", "1\nb = 2")),
+        *((text, float) for text in ("nan", "inf", "1e400")),
+        ("yes", bool),
+        ("c", Choice),
+        ("3", Even | None),
+        ('["a"', tuple[str, ...]),
+        ("x", Settings),
     ],
 )
-def test_words_that_do_not(text, hint, message):
-    with pytest.raises(ConfigError) as caught:
+def test_words_that_do_not(text, hint):
+    with pytest.raises(ConfigError, match=r"(?s)^--key .*: expected "):
         from_text(text, hint, "--key")
-    assert str(caught.value) == message
 
 
 def test_a_type_says_what_it_takes():

@@ -275,7 +275,7 @@ REFUSED = {
     '"aten::relu.loud": no operator': lambda: applied(per_op(keep_operators=("aten::relu.loud",))),
     "draws random numbers": lambda: applied(per_op(keep_operators=("aten::native_dropout",))),
     "which per_op_sac_matmuls decides": lambda: applied(per_op(keep_operators=("aten::mm",))),
-    "makes exceptions from what per_op_sac_matmuls keeps": lambda: per_op(
+    "exceptions from per_op_sac_matmuls": lambda: per_op(
         matmuls="none", force_recompute_mm_shapes_by_fqns=("o_proj",)
     ),
     "in no name of a Linear": lambda: applied(per_op(force_recompute_mm_shapes_by_fqns=("router",))),

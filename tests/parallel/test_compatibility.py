@@ -53,12 +53,12 @@ FULL, EVERY_2ND, MLP, KEEP_MIXER, BUDGET = (
 )
 PER_OP = ActivationCheckpoint(mode="selective", selective_ac_option="op")
 ATTENTION_TOO = replace(PER_OP, per_op_sac_keep_attention=False)
-AGAIN = "that computes attention again"
+AGAIN = "recomputing attention fails"
 CASES = {
     "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
     "pipeline_parallel_degree = 2": (FSDP2Config(), Degrees(pp=2)),
     "tensor_parallel_degree = 1 splits nothing": (FSDP2Config(plan=TinyPlan), None),
-    "data_parallel_replicate_degree above 1": (FSDP2Config(fsdp_defer_grad_sync="replicas"), None),
+    "raise data_parallel_replicate_degree": (FSDP2Config(fsdp_defer_grad_sync="replicas"), None),
     "the model has 5 units": (FSDP2Config(fsdp_forward_prefetch=9), None),
     "sharded over 1 rank": (FSDP2Config(fsdp_forward_prefetch=1), Degrees(tp=4)),
     "enable_fsdp_symm_mem = true: it needs CUDA": (FSDP2Config(enable_fsdp_symm_mem=True), None),
@@ -109,7 +109,7 @@ def test_recomputed_attention_of_a_split_block_that_is_one_graph(policy):
 
 def test_policies_that_compile_excludes_or_needs():
     assert "no block is compiled" in refused(FSDP2Config(), policy=BUDGET)
-    assert "can't be in a compiled block" in refused(FSDP2Config(compile=COMPILED), policy=KEEP_MIXER)
+    assert "a compiled block can't keep" in refused(FSDP2Config(compile=COMPILED), policy=KEEP_MIXER)
 
 
 @pytest.mark.parametrize("policy", [PER_OP, SimpleNamespace(build=None)], ids=["ours", "torchtitan's"])
@@ -137,7 +137,7 @@ def test_what_the_compiler_does_not_know(options, words):
 
 
 def test_fullgraph_and_kernels_outside_of_graphs():
-    assert "take themselves out of every graph" in refused(
+    assert "whose kernels break every graph" in refused(
         FSDP2Config(compile=COMPILED | {"fullgraph": True}), model=gla
     )
 
@@ -198,7 +198,7 @@ def entry(model=Tiny, **changed):
         ),
         ("needs compile.enable = true", dict(async_tp=True, tp=2)),
         ('needs compile.backend = "inductor"', dict(async_tp=True, tp=2, compile=True)),
-        ("splits nothing: raise it, or leave the plan out", dict(plan=TinyPlan)),
+        ("splits nothing; raise it or remove the plan", dict(plan=TinyPlan)),
         ("reshard_after_forward = 3", dict(reshard=3)),
     ],
 )

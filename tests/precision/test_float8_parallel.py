@@ -202,14 +202,14 @@ def test_a_part_that_does_not_run_is_not_missed():
 # Options of a strategy.
 
 OPTIONS = {
-    "no recipe": ({"emulate": True}, r"float8.emulate = true: it does nothing with recipe_name = unset"),
+    "no recipe": ({"emulate": True}, r"float8.emulate = true: has no effect unless quantize.linear.float8.recipe_name"),
     "rows": (
         {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True},
-        'has one scale, and recipe_name = "rowwise" has one a row',
+        'has one scale, but recipe_name = "rowwise" has one per row',
     ),
     "no gather": (
         {"recipe_name": "tensorwise", "precompute_float8_dynamic_scale_for_fsdp": True},
-        "it does nothing with enable_fsdp_float8_all_gather = false",
+        "has no effect unless quantize.linear.float8.enable_fsdp_float8_all_gather",
     ),
 }
 
@@ -277,7 +277,7 @@ REFUSED_WAYS = {
     "scale of a share": (
         Degrees(tp=2),
         {"enable_fsdp_float8_all_gather": True},
-        "set precompute_float8_dynamic_scale_for_fsdp to true",
+        "set precompute_float8_dynamic_scale_for_fsdp = true",
     ),
     "smaller groups": (
         Degrees(),

@@ -95,7 +95,7 @@ def test_a_block_that_would_be_cut_is_refused():
     model = modeling.build(zoo.config("gpt2"))
     with pytest.raises(OptionError, match=r"is a Conv1D, and weights in NF4 are of plain Linear"):
         add_adapters(model, QLORA)
-    with pytest.raises(OptionError, match=r"does nothing without lora\.rank"):
+    with pytest.raises(OptionError, match=r"has no effect unless lora\.rank"):
         LoRA(quantize_base="nf4")
 
 

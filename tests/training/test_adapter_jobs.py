@@ -215,15 +215,15 @@ def _exported(folder: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--checkpoint.save_adapters_only"], "it is for adapters, and there are none: set lora.rank"),
+        (["--checkpoint.save_adapters_only"], "has no effect unless lora.rank is set"),
         (
             ["--lora.rank=2", "--checkpoint.save_adapters_only"],
-            "the weights beside the adapters would be nowhere",
+            "the base weights would be lost",
         ),
-        (["--lora.alpha=2"], "does nothing without lora.rank"),
+        (["--lora.alpha=2"], "has no effect unless lora.rank is set"),
         (
             ["--lora.rank=2", "--lora.dropout=0.1", "--activation_checkpoint.no-preserve_rng_state"],
-            "would draw other numbers for lora.dropout = 0.1",
+            "would draw another mask for lora.dropout = 0.1",
         ),
     ],
 )

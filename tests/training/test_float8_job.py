@@ -75,17 +75,17 @@ REFUSED = {
     "no recipe": (
         "emulate = true",
         "",
-        f"{SECTION}.emulate = true: it does nothing with recipe_name = unset",
+        f"{SECTION}.emulate = true: has no effect unless quantize.linear.float8.recipe_name = ",
     ),
     "rows gathered": (
         "recipe_name = 'rowwise'\nenable_fsdp_float8_all_gather = true",
         "",
-        f"{SECTION}.enable_fsdp_float8_all_gather = true: a weight that is gathered in float8 has one scale, and",
+        f"{SECTION}.enable_fsdp_float8_all_gather = true: a weight gathered in float8 has one scale, but",
     ),
     "scales of no gather": (
         "recipe_name = 'tensorwise'\nprecompute_float8_dynamic_scale_for_fsdp = true",
         "",
-        "it does nothing with enable_fsdp_float8_all_gather = false: set that to true",
+        "has no effect unless quantize.linear.float8.enable_fsdp_float8_all_gather = true",
     ),
     "filter": (
         "recipe_name = 'rowwise'\nfilter_fqns = ['output']",
@@ -111,7 +111,7 @@ def test_refused_in_the_jobs_words(load, case):
 
 def test_sizes_and_degrees(load):
     with pytest.raises(
-        UserError, match=r"tokens, and float8 multiplies over multiples of 16: 112 or 128 would work"
+        UserError, match=r"tokens, but float8 needs a multiple of 16; 112 or 128 would work"
     ):
         load("recipe_name = 'rowwise'", "--training.seq_len=15", "--training.local_batch_size=8")
     job = load("recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=16", model=MODEL)

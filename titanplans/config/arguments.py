@@ -1,13 +1,15 @@
 """The command line `titanplans train JOB.toml [--section.key value ...] [--print-config] [--help]`, read by key."""
 
+import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
+from titanplans.config.values import Natural32, from_text
 from titanplans.errors import ConfigError
 
 
 class Arguments(NamedTuple):
-    """What was asked for, unread: options are `(key, word)` in their order, the word None where it is missing."""
+    """A command line, split but not read: options are `(key, word)` in their order, the word None if it is missing."""
 
     path: str | None
     options: list[tuple[str, str | None]]
@@ -39,7 +41,7 @@ def parse_arguments(argv: list[str], takes_no_value: Callable[[str], bool]) -> A
             name, equals, value = word[2:].partition("=")
             key, negated = _key(name, takes_no_value)
             if negated and equals:
-                raise ConfigError(f"{word}: takes no value; write --{key}={value}")
+                raise ConfigError(f"{word}: takes no value; write --{key}={value} instead")
             if negated:
                 value = "false"
             elif not equals and takes_no_value(key):
@@ -54,23 +56,15 @@ def parse_arguments(argv: list[str], takes_no_value: Callable[[str], bool]) -> A
 
 
 def take_max_restarts(argv: list[str]) -> tuple[int, list[str]]:
-    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 where it is not.
+    """Take `--max-restarts N`, an option of the launcher and none of the job's, out of a command line; 0 without it.
 
     Raises:
-        ConfigError: it has no number, or another option's value is meant to be it.
+        ConfigError: it has no number.
     """
-    restarts, rest, words = 0, [], list(argv)
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        if name not in ("--max-restarts", "--max_restarts"):
-            rest.append(name + equals + value)
-            continue
-        if not equals:
-            value = words.pop(0) if words else ""
-        if not (value.isascii() and value.isdecimal() and len(value) <= 9):
-            raise ConfigError(f"--max-restarts {value}: expected a number of restarts, 0 or more")
-        restarts = int(value)
-    return restarts, rest
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--max-restarts", "--max_restarts", nargs="?", default="0", const="")
+    found, rest = parser.parse_known_args(argv)
+    return from_text(found.max_restarts, Natural32, "--max-restarts"), rest
 
 
 def _key(name: str, takes_no_value: Callable[[str], bool]) -> tuple[str, bool]:
@@ -86,6 +80,6 @@ def _key(name: str, takes_no_value: Callable[[str], bool]) -> tuple[str, bool]:
 def _only(path: str | None, another: str) -> str:
     if path is not None:
         raise ConfigError(
-            f"{another}: a job has one file, and {path} is given already; options begin with --"
+            f"{another}: a job has one file, and {path} is already given; options begin with --"
         )
     return another

@@ -1,4 +1,4 @@
-"""Where a key stands in a job file: looked for when an error or a note names the key, since tomli keeps no positions."""
+"""The line of a key in a job file, searched for when an error or a note names the key, since tomli keeps no positions."""
 
 from dataclasses import dataclass
 from pathlib import Path

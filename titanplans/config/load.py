@@ -93,8 +93,8 @@ def _select_configuration(values: dict[str, Any], name: str) -> str:
     dataset = values.get("training.dataset")
     if dataset is None or ":" in dataset:
         raise ConfigError(
-            f'training.dataset_name = "{name}" (flame) needs a Hugging Face data set without a configuration in '
-            f'training.dataset; write training.dataset = "owner/name:{name}"'
+            f'training.dataset_name = "{name}" (flame) needs a Hugging Face data set without a configuration; '
+            f'write training.dataset = "owner/name:{name}"'
         )
     values["training.dataset"] = f"{dataset}:{name}"
     return f'training.dataset_name (flame): read as training.dataset = "{dataset}:{name}"'

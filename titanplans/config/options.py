@@ -61,14 +61,14 @@ class Options:
     def __init__(self, /, **values: Any) -> None:
         values = self._by_todays_names(values)
         fields = {field.name: field for field in options_of(type(self))}
-        for name in values.keys() - fields.keys():
-            raise OptionError(self._named(name), values[name], f"no such option; {self._instead(name)}")
+        for name in [name for name in values if name not in fields]:
+            raise OptionError(self.full_name(name), values[name], f"no such option; {self._instead(name)}")
         for name, field in fields.items():
             value = values.get(name, field.default)
             try:
                 value = fit(value, field.hint)
             except Mismatch as mismatch:
-                raise OptionError(self._named(name), value, str(mismatch)) from None
+                raise OptionError(self.full_name(name), value, str(mismatch)) from None
             object.__setattr__(self, name, value)
             if keyword.iskeyword(name):  # the attribute that can be read
                 object.__setattr__(self, f"{name}_", value)
@@ -85,7 +85,7 @@ class Options:
             today, value, words = AUTOMODEL[name], found.pop(name), AUTOMODEL_WORDS.get(name)
             if today in found:
                 raise OptionError(
-                    self._named(today), found[today], f"{name} is the same option: keep {today}"
+                    self.full_name(today), found[today], f"{name} is the same option: keep {today}"
                 )
             found[today] = words[value] if words and type(value) is bool else value
         return found
@@ -99,7 +99,8 @@ class Options:
         return f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
 
     @classmethod
-    def _named(cls, option: str) -> str:
+    def full_name(cls, option: str) -> str:
+        """Return the name of an option with the group's: "compile.mode"."""
         return f"{cls.section}.{option}".lstrip(".")
 
     def error(self, option: str, why: str) -> OptionError:
@@ -107,7 +108,7 @@ class Options:
         value: Any = self
         for part in option.split("."):
             value = getattr(value, part)
-        return OptionError(self._named(option), value, why)
+        return OptionError(self.full_name(option), value, why)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -215,7 +216,7 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     """Parse a TOML file, which is called `what` in messages.
 
     Raises:
-        ConfigError: no such file (with those beside it), not text, or not TOML (with line and column).
+        ConfigError: no such file (with the others of its directory), not text, or not TOML (with line and column).
     """
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else None
@@ -226,13 +227,13 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
     if text is None:
         reason = f"is a directory, not a {what}" if path.is_dir() else f"no such {what}"
         folder = path if path.is_dir() else path.parent
-        beside = sorted(str(other) for other in folder.glob("*.toml"))
-        raise ConfigError(f"{path}: {reason}" + (f"; there are {', '.join(beside)}" if beside else ""))
+        others = sorted(str(other) for other in folder.glob("*.toml"))
+        raise ConfigError(f"{path}: {reason}" + (f"; there are {', '.join(others)}" if others else ""))
     return parse_toml(text, str(path))
 
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested tables without what is None, tables last, as TOML wants them."""
+    """Return nested tables without values that are None, tables last, as TOML wants them."""
     plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, dict)}
     for key, value in plain.items():
         if isinstance(value, list):

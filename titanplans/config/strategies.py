@@ -7,9 +7,10 @@ read_strategy('strategy = "ddp"')
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import tomli_w
+from annotated_types import Ge, Le
 
 from titanplans.config.compatibility import strategy
 from titanplans.config.options import Options, parse_toml, without_none
@@ -76,7 +77,7 @@ class MegatronFSDPConfig(Options):
     fsdp_unit_modules: Annotated[tuple[str, ...], Constraint("at least one", bool)] | None = None
     """Names of classes whose modules are gathered at once; unset: the class of the decoder's blocks."""
 
-    zero_dp_strategy: Literal[0, 1, 2, 3] = 3
+    zero_dp_strategy: Annotated[int, Ge(0), Le(3)] = 3
     """What is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
 
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
@@ -98,7 +99,9 @@ def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
         OptionError: no such option, or a value that it can't have.
     """
     if not isinstance(source, str | Mapping):
-        raise ConfigError(f"a strategy of type {type(source).__name__}: give TOML as a string, or a dict")
+        raise ConfigError(
+            f"a strategy of type {type(source).__name__} can't be read; give TOML as a string, or a dict"
+        )
     values = dict(parse_toml(source, "strategy") if isinstance(source, str) else source)
     name = values.pop("strategy", None)
     if name is None:

@@ -17,7 +17,7 @@ from titanplans.text import show
 _NOWHERE = Source("")
 
 PENDING = {"training.dataset_name": str}
-"""flame's keys, and their types, that mean something only beside others: see `load`."""
+"""flame's keys, and their types, that mean something only together with others: see `load`."""
 
 CONVERTERS = "model.converters"
 _FLOAT8_CONVERTERS = ("quantize.linear.float8", "float8")
@@ -25,12 +25,12 @@ _FLOAT8_CONVERTERS = ("quantize.linear.float8", "float8")
 
 
 class Unread(NamedTuple):
-    """A key of REFUSED that was given. Whether it matters is seen beside the job's other keys: see `refuse_or_note`."""
+    """A key of REFUSED that was given. Whether it is refused depends on the job's other keys: see `refuse_or_note`."""
 
     where: object
     raw: Any
     asks: bool
-    """Whether it has another value than those that ask for nothing."""
+    """Whether its value asks for something."""
 
     def refused(self, key: str) -> ConfigError:
         """Return the error that refuses it."""
@@ -83,7 +83,7 @@ class Layer:
             raise ConfigError(f"{where}: {unknown(key)}")
         value = read(raw, keys()[today].hint, where)
         if self._written.setdefault(today, key) != key:
-            raise ConfigError(f"{where}: {self._written[today]} is the same key, given too; keep {today}")
+            raise ConfigError(f"{where}: {self._written[today]} is the same key; keep {today}")
         if old:
             self.notes.append(f"{where} ({old.of}): read as {today} = {show(value)}")
         self.values[today], self.places[today] = value, where
@@ -104,7 +104,7 @@ def _is_off(raw: Any, off: Any, read: Callable[[Any, Any, object], Any], where: 
 
 
 def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[str]:
-    """Refuse the keys of other projects that ask for what is not there; return one note of those that do nothing.
+    """Refuse the keys of other projects that ask for a missing feature; return one note of those without effect.
 
     Args:
         unread: such keys, of all layers.
@@ -128,7 +128,7 @@ def refuse_or_note(unread: dict[str, Unread], values: dict[str, Any]) -> list[st
     for key in inert:
         by_switch.setdefault(REQUIRES_SWITCH[key], []).append(key)
     said = [f"without {switch} {', '.join(names)}" for switch, names in by_switch.items()]
-    return [f"these keys do nothing in this job: {'; '.join(said)}"] if said else []
+    return [f"keys without effect in this job: {'; '.join(said)}"] if said else []
 
 
 def _waits_for_switch(key: str, unread: dict[str, Unread], values: dict[str, Any]) -> bool:
@@ -156,7 +156,7 @@ def read_options(options: Iterable[tuple[str, str | None]]) -> Layer:
     for key, word in dict(options).items():
         if word is None:
             known = key in {*keys(), *RENAMED, *REFUSED, *PENDING}
-            missing = f"its value is missing; write --{key} VALUE or --{key}=VALUE"
+            missing = f"the value is missing; write --{key} VALUE or --{key}=VALUE"
             raise ConfigError(f"--{key}: {missing if known else unknown(key)}")
         layer.add(key, word, from_text, f"--{key}")
     return layer
@@ -178,7 +178,7 @@ def unknown(key: str) -> str:
     if not section:
         elsewhere = {key.name: dotted for dotted, key in reversed(keys().items())}
         meant = nearest(name, list(elsewhere))
-        return "stands in no section" + (f"; did you mean {elsewhere[meant]}?" if meant else "")
+        return "is in no section" + (f"; did you mean {elsewhere[meant]}?" if meant else "")
     if section not in _sections():
         return unknown_section(section)
     own = {key.name: dotted for dotted, key in keys().items() if key.section == section}

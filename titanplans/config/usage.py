@@ -21,7 +21,7 @@ Train the job in JOB.toml; options override it. Under torchrun, every process is
   --section.flag          true; --section.no-flag is false
   --max-restarts N        start all ranks again, N times at most, where one fails or is killed
   --print-config          print the job as it would run, as TOML, and start nothing
-  --help SECTION          what is below of one section, or of one key
+  --help SECTION          the keys of one section, or one key
 """
 
 

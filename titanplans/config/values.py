@@ -1,8 +1,8 @@
 """The types of options: a value of TOML, of the command line or of Python, checked by pydantic against the declared type.
 
-An option is annotated with `bool`, `int`, `float`, `str`, a `Literal`, `tuple[T, ...]`, `dict[str, T]`, other `Options`,
-a union of these with or without None, or `Annotated[T, ...]` with a bound of annotated_types or a `Constraint`. A class or
-another object that TOML can't write is `Annotated[Any, PythonObject("a TPPlan class")]`. No option is known by name here.
+An option is annotated with `bool`, `int`, `float`, `str`, a `Literal` of strings, `tuple[T, ...]`, `dict[str, T]`, other
+`Options`, a union of these with or without None, or `Annotated[T, ...]` with a bound of annotated_types or a `Constraint`. A
+class, which TOML can't write, is `Annotated[Any, PythonObject("a TPPlan class")]`. No option is known by name here.
 """
 
 import contextlib

@@ -57,7 +57,7 @@ def run(border):
 
 
 def test_options_that_wait_for_nothing_are_refused():
-    with pytest.raises(ParallelError, match='async_tensor_parallel_unfused = "warn": it does nothing'):
+    with pytest.raises(ParallelError, match='async_tensor_parallel_unfused = "warn": has no effect'):
         FSDP2Config(async_tensor_parallel_unfused="warn")
     with pytest.raises(ParallelError, match="needs enable_sequence_parallel = true"):
         FSDP2Config(

@@ -249,10 +249,10 @@ def step_of(**options):
 REFUSED = {
     'compile.mode = "fast"': lambda: Compile(enable=True, mode="fast"),
     "exclude each other": lambda: Compile(enable=True, mode="default", options={}),
-    'compile.mode = "max-autotune": it does nothing with compile.backend': lambda: FSDP2Config(
+    'compile.mode = "max-autotune": has no effect unless compile.backend': lambda: FSDP2Config(
         compile=Compile(enable=True, backend="eager", mode="max-autotune")
     ),
-    "it does nothing with compile.backend": lambda: FSDP2Config(
+    "has no effect unless compile.backend": lambda: FSDP2Config(
         compile=Compile(enable=True, backend="eager", options={"a": 1})
     ),
     "compile.fullgraph = true, but model.layers.0": lambda: apply_compile(

@@ -82,7 +82,7 @@ def placement(options, device):
 
 def test_refused_before_any_weight_moves():
     strategy = FSDP2Config(compile=Compile(enable=True, mode="max-autotune", components=("loss",)))
-    with fake_ranks(2), pytest.raises(ParallelError, match='"max-autotune": it changes nothing on a CPU'):
+    with fake_ranks(2), pytest.raises(ParallelError, match='"max-autotune": has no effect on a CPU'):
         parallelize(Tiny(), parallel_dims=Mesh(Degrees(), "cpu"), config=strategy)
 
 

@@ -144,7 +144,7 @@ def test_a_group_that_can_t_be_honoured_is_refused(message):
 CONTRADICTIONS = {
     "optimizer.groups.pattern = \"(\": expected a string, a regular expression": dict(groups=[{"pattern": "(", "lr": 1.0}]),
     "optimizer.groups.pattern = \"\": expected a string": dict(groups=[{"lr": 1.0}]),
-    "it changes nothing: give it another, such as lr": dict(groups=[{"pattern": "a"}]),
+    "so it has no effect; add a key such as lr": dict(groups=[{"pattern": "a"}]),
     "optimizer.groups.lrr = 1.0: no such option; did you mean lr?": dict(groups=[{"pattern": "a", "lrr": 1.0}]),
     'optimizer.groups.eps = 1.0: name = "Muon" does not read it': dict(
         groups=[{"pattern": "a", "name": "Muon", "eps": 1.0}]
@@ -152,7 +152,7 @@ CONTRADICTIONS = {
     'optimizer.groups.ns_steps = 3: name = "AdamW" does not read it': dict(
         groups=[{"pattern": "a", "name": "AdamW", "ns_steps": 3}]
     ),
-    'optimizer.momentum = 0.5: it does nothing with name = "AdamW"': dict(momentum=0.5),
+    'optimizer.momentum = 0.5: has no effect unless optimizer.name = "Muon"': dict(momentum=0.5),
     "Muon keeps its momentum in the type of the parameters": dict(name="Muon", implementation="fused_opt_states_bf16"),
 }  # fmt: skip
 

@@ -142,10 +142,10 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint.no-enable"], "it does nothing with"),
+        (["--checkpoint.no-enable"], "has no effect unless checkpoint.enable"),
         (
             ["--checkpoint.no-initial_load_model_only"],
-            "a Hugging Face folder holds weights alone: leave it out",
+            "a Hugging Face folder holds only weights; remove this key",
         ),
         (["--checkpoint.initial_load_in_hf_quantized"], "quantised weights are not read"),
     ],

@@ -422,7 +422,7 @@ def test_options_that_would_do_nothing():
     for options, reason in (
         (
             {"chat": {"train_on": "last"}},
-            'training.chat.train_on = "last": it does nothing with training.chat.enable',
+            'training.chat.train_on = "last": has no effect unless training.chat.enable',
         ),
         (
             {"chat": True, "text_column": "body"},

@@ -4,6 +4,7 @@ from typing import Any
 
 from titanplans.config.compatibility.words import default, fields, get, needs
 from titanplans.config.options import Refusals
+from titanplans.errors import near_multiples
 
 _RECOMPUTING = ("full", "selective", "mlp", "keep_mixer")
 WITH_ATTENTION = ("full", "selective", "keep_mixer")
@@ -24,26 +25,29 @@ def activation_checkpoint(c: Any) -> Refusals:
     if get(c, shapes) and c.per_op_sac_matmuls == "none":
         yield (
             shapes,
-            'it makes exceptions from what per_op_sac_matmuls keeps, which is "none": leave one of the two out',
+            "these are exceptions from per_op_sac_matmuls, which keeps none; remove one of the two",
         )
     kept = (c.per_op_sac_keep_attention, c.per_op_sac_keep_collectives, c.per_op_sac_keep_operators)
     if c.per_op_sac_matmuls == "none" and not any(kept):
-        yield "per_op_sac_matmuls", "nothing else is kept, either: take mode full, or say what to keep"
+        yield (
+            "per_op_sac_matmuls",
+            'nothing else is kept either; set mode = "full", or name operations to keep',
+        )
 
 
 def compiled(c: Any) -> Refusals:
     """Yield what [compile] contradicts in itself."""
     if c.enable and not c.components:
-        yield "components", 'nothing is compiled so: name "model", "loss" or "optimizer"'
+        yield "components", 'no component is listed; list "model", "loss" or "optimizer"'
     if len(set(c.components)) < len(c.components):
-        yield "components", "one is named twice: once is enough"
+        yield "components", "duplicate entry; keep one of them"
     if c.enable and c.fullgraph and "optimizer" in c.components:
         yield (
             "fullgraph",
-            'an optimizer\'s step is several graphs: leave fullgraph out, or "optimizer" out of components',
+            'an optimizer\'s step is several graphs; remove fullgraph, or "optimizer" from components',
         )
     if c.enable and c.mode is not None and c.options is not None:
-        yield "options", "compile.mode and compile.options exclude each other: leave one of the two out"
+        yield "options", "compile.mode and compile.options exclude each other; keep one of them"
 
 
 def loss(c: Any) -> Refusals:
@@ -56,17 +60,88 @@ OF_ADAM = ("beta1", "beta2", "eps")
 """Keys of [optimizer] and of its groups that one kind of optimizer reads."""
 
 
+def model(m: Any) -> Refusals:
+    """Yield what [model] contradicts in itself."""
+    for option, others in (("class", ("name", "flavor", "config")), ("config", ("name", "flavor"))):
+        given = [f"model.{other}" for other in others if getattr(m, other)]
+        if get(m, option) is not None and given:
+            yield option, f"it already names the model; remove {' and '.join(given)}"
+    if m.class_ is None and m.arguments is not None:
+        yield "arguments", "has no effect unless model.class is set; set it or remove this key"
+
+
+def training(t: Any) -> Refusals:
+    """Yield what [training] contradicts in itself."""
+    size = t.global_batch_size
+    if size != -1 and t.gradient_accumulation_steps != 1:
+        why = f"training.global_batch_size = {size} already fixes the accumulation; keep one of them"
+        yield "gradient_accumulation_steps", why
+    if size != -1 and size % t.local_batch_size:
+        works = near_multiples(size, t.local_batch_size)
+        why = f"it is not a multiple of training.local_batch_size = {t.local_batch_size}; {works} would work"
+        yield "global_batch_size", why
+    if t.chat.enable and t.text_column != "text":
+        yield "text_column", "training.chat reads conversations; set training.chat.messages_column instead"
+    yield from needs(t, "skip_nan_inf", (True,), "skip_nan_inf_limit")
+
+
+def chat(c: Any) -> Refusals:
+    """Yield what [training.chat] contradicts in itself."""
+    yield from needs(c, "enable", (True,), *fields(type(c)))
+
+
+def checkpoint(c: Any) -> Refusals:
+    """Yield what [checkpoint] contradicts in itself."""
+    saving = ("create_seed_checkpoint", "save_on_signal", "last_save_in_hf")
+    loading = ("initial_load_path", "initial_load_in_hf", "initial_adapter_path", "load_step", "load_only")
+    yield from needs(c, "enable", (True,), *loading, *saving, "save_adapters_only")
+    for key in (*saving, "enable_first_step_checkpoint"):
+        if c.load_only and getattr(c, key):
+            yield key, "checkpoint.load_only = true forbids saving; keep one of them"
+    if c.save_adapters_only and c.initial_load_path is None and not c.initial_load_in_hf:
+        yield (
+            "save_adapters_only",
+            "the base weights would be lost; set checkpoint.initial_load_path to their source",
+        )
+    if not c.initial_load_model_only and c.initial_load_path is None:
+        yield "initial_load_model_only", "it needs checkpoint.initial_load_path; set it or remove this key"
+    if c.create_seed_checkpoint and (c.initial_load_path is not None or c.initial_load_in_hf):
+        yield (
+            "create_seed_checkpoint",
+            "a seed is newly drawn, and nothing is loaded; remove this key or initial_load_path",
+        )
+    if c.last_save_in_hf and not c.last_save_model_only:
+        yield "last_save_in_hf", "a Hugging Face folder holds only weights; set last_save_model_only = true"
+    if c.last_save_in_hf and c.create_seed_checkpoint:
+        yield "last_save_in_hf", "a seed is a distributed checkpoint; convert it by titanplans export"
+    if c.initial_load_in_hf and not c.initial_load_model_only:
+        yield "initial_load_model_only", "a Hugging Face folder holds only weights; remove this key"
+
+
+def profiling(p: Any) -> Refusals:
+    """Yield what [profiling] contradicts in itself."""
+    parts = f"profiler_warmup + profiler_active = {p.profiler_warmup} + {p.profiler_active}"
+    shortest = p.profiler_warmup + p.profiler_active
+    if p.enable_profiling and p.profile_freq < shortest:
+        yield "profile_freq", f"it is shorter than {parts}; {shortest} or more would work"
+
+
+def debug(d: Any) -> Refusals:
+    """Yield what [debug] contradicts in itself."""
+    yield from needs(d, "deterministic", (True,), "deterministic_warn_only")
+
+
 def optimizer_group(g: Any) -> Refusals:
     """Yield what a group of [optimizer] contradicts in itself, or does not do."""
     given = [name for name in fields(type(g)) if name != "pattern" and getattr(g, name) is not None]
     if not given:
         yield (
             "pattern",
-            "the group has no other key, so it changes nothing: give it another, such as lr, or leave it out",
+            "the group sets nothing else, so it has no effect; add a key such as lr, or remove the group",
         )
     for name in OF_ADAM if g.name == "Muon" else OF_MUON if g.name is not None else ():
         if name in given:
-            yield name, f'name = "{g.name}" does not read it: leave one of the two out'
+            yield name, f'name = "{g.name}" does not read it; remove one of the two'
 
 
 def optimizer(o: Any) -> Refusals:
@@ -75,7 +150,7 @@ def optimizer(o: Any) -> Refusals:
     if not muon:
         yield from needs(o, "name", ("Muon",), *OF_MUON)
     if muon and o.implementation == "fused_opt_states_bf16":
-        yield "implementation", 'Muon keeps its momentum in the type of the parameters: take "fused"'
+        yield "implementation", 'Muon keeps its momentum in the type of the parameters; use "fused"'
 
 
 def float8(c: Any) -> Refusals:
@@ -86,8 +161,8 @@ def float8(c: Any) -> Refusals:
     if c.enable_fsdp_float8_all_gather and c.recipe_name != "tensorwise":
         yield (
             gather,
-            f'a weight that is gathered in float8 has one scale, and recipe_name = "{c.recipe_name}" has one a row: '
-            "take tensorwise, or gather in high precision",
+            f'a weight gathered in float8 has one scale, but recipe_name = "{c.recipe_name}" has one per row; '
+            "use tensorwise, or gather in high precision",
         )
     yield from needs(c, gather, (True,), scales)
 
@@ -95,10 +170,6 @@ def float8(c: Any) -> Refusals:
 def lora(c: Any) -> Refusals:
     """Yield what [lora] contradicts in itself."""
     names = ("alpha", "dropout", "quantize_base", "target_modules", "exclude_modules", "modules_to_save")
-    if c.rank is None:
-        for name in names:
-            if get(c, name) != default(c, name):
-                yield (
-                    name,
-                    "it does nothing without lora.rank, which switches adapters on: set that, or leave this out",
-                )
+    for name in names:
+        if c.rank is None and get(c, name) != default(c, name):
+            yield name, "has no effect unless lora.rank is set; set it or remove this key"

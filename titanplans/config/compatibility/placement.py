@@ -46,38 +46,35 @@ def _fsdp2(p: Placement) -> Refusals:
     if c.fsdp_defer_grad_sync == "replicas" and p.dp_replicate == 1:
         yield (
             "fsdp_defer_grad_sync",
-            "there is one copy of the model (data_parallel_replicate_degree = 1), and no sum over copies to wait with: set "
-            "it to all or nothing, or data_parallel_replicate_degree above 1",
+            "with one copy of the model (data_parallel_replicate_degree = 1) no sum over copies can be deferred; set it to "
+            "all or nothing, or raise data_parallel_replicate_degree",
         )
     if c.enable_fsdp_symm_mem and p.device_type != "cuda":
-        yield "enable_fsdp_symm_mem", f"it needs CUDA, and this mesh is on {p.device_type}: leave it out"
+        yield "enable_fsdp_symm_mem", f"it needs CUDA, but this mesh is on {p.device_type}; remove this key"
     if c.enable_async_tensor_parallel and (p.tp == 1 or not p.nccl):
         missing = "tensor_parallel_degree above 1" if p.tp == 1 else "CUDA with NCCL"
-        yield "enable_async_tensor_parallel", f"it needs {missing}: add what is missing, or leave it out"
+        yield "enable_async_tensor_parallel", f"it needs {missing}; add that or remove this key"
 
 
 def _float8(p: Placement) -> Refusals:
     gather = "float8.enable_fsdp_float8_all_gather"
     if get(p.config, gather):  # which DDP has not
         if p.dp_shard == 1:
-            yield gather, "data_parallel_shard_degree = 1 gathers nothing: raise it, or leave this out"
+            yield gather, "data_parallel_shard_degree = 1 gathers nothing; raise it or remove this key"
         if p.config.fsdp_reshard_after_forward not in ("default", "always", "never", 1):
             yield (
                 "fsdp_reshard_after_forward",
-                "FSDP2 can't gather float8 from the ranks of a smaller group (enable_fsdp_float8_all_gather): take "
+                "FSDP2 can't gather float8 from the ranks of a smaller group (enable_fsdp_float8_all_gather); use "
                 "default, always or never, or gather in high precision",
             )
         if p.tp > 1 and not p.config.float8.precompute_float8_dynamic_scale_for_fsdp:
             yield (
                 gather,
-                "with tensor parallelism each gather would seek the scale of one rank's share, not of the weight: set "
-                "precompute_float8_dynamic_scale_for_fsdp to true, or leave this out",
+                "with tensor parallelism each gather would compute the scale of a rank's shard, not of the weight; set "
+                "precompute_float8_dynamic_scale_for_fsdp = true, or remove this key",
             )
     if p.config.autocast_dtype == "float32" and p.device_type == "cpu":
-        yield (
-            "autocast_dtype",
-            "on a CPU torch's autocast takes bfloat16 alone, and does nothing otherwise: leave it out",
-        )
+        yield ("autocast_dtype", "on a CPU torch.autocast supports only bfloat16; remove this key")
 
 
 def _compile(p: Placement) -> Refusals:
@@ -86,37 +83,37 @@ def _compile(p: Placement) -> Refusals:
     if compiled.enable and on_cpu and compiled.mode not in (None, "default"):
         yield (
             "compile.mode",
-            "it changes nothing on a CPU, where inductor captures no CUDA graphs and tunes no product of a model in "
-            "training: leave it out, or run on a GPU",
+            "has no effect on a CPU, where inductor captures no CUDA graphs and tunes no matrix product of a model in "
+            "training; remove this key, or run on a GPU",
         )
     if compiled.enable and on_cpu and compiled.backend == "cudagraphs":
-        yield "compile.backend", "it needs a GPU: take inductor on a CPU"
+        yield "compile.backend", "it needs a GPU; use inductor on a CPU"
     others = ("triton.", "cuda.", "cutlass.", "rocm.") if on_cpu else ("cpp.",)
     foreign = next((key for key in compiled.options or () if key.startswith(others)), None)
     if compiled.enable and foreign:
         yield (
             "compile.options",
-            f"inductor does not read {foreign!r} on device type {p.device_type!r}: leave it out",
+            f"inductor does not read {foreign!r} on device type {p.device_type!r}; remove it",
         )
     if compiled.blocks and compiled.fullgraph and not p.one_graph:
         yield (
             "compile.fullgraph",
-            "blocks hold modules of flash-linear-attention, whose kernels take themselves out of every graph: leave it out",
+            "blocks contain modules of flash-linear-attention, whose kernels break every graph; remove this key",
         )
     keeps_operators = ac.mode == "selective" and ac.selective_ac_option == "op"
     if compiled.blocks and not p.one_graph and keeps_operators:
         yield (
             "activation_checkpoint.mode",
-            "compiled blocks that hold modules of flash-linear-attention are several graphs, in which no operator can be "
-            'kept: take full, selective with selective_ac_option = "2", mlp or memory_budget, or set compile.enable to '
+            "compiled blocks with modules of flash-linear-attention are several graphs, in which no operator can be "
+            'kept; use full, selective with selective_ac_option = "2", mlp or memory_budget, or set compile.enable = '
             "false",
         )
-    # Attention, which the compiler takes for a random operator, lies in what is recomputed.
+    # The compiler takes attention for a random operator, and recomputes it.
     keeps_attention = ac.per_op_sac_keep_attention if keeps_operators else ac.mode not in WITH_ATTENTION
     if compiled.blocks and p.one_graph and p.tp > 1 and not keeps_attention:
         yield (
             "activation_checkpoint.mode",
-            f"that computes attention again fails with compile and tensor_parallel_degree = {p.tp} in torch 2.13 where a "
-            "block is one graph: its partitioner counts the random state of attention behind the device mesh; keep "
-            'attention\'s output (selective_ac_option = "op", mlp or memory_budget), or set compile.enable to false',
+            f"recomputing attention fails in torch 2.13 with compile and tensor_parallel_degree = {p.tp} if a block is one "
+            "graph, since the partitioner miscounts the random state of attention; keep attention's output "
+            '(selective_ac_option = "op", mlp or memory_budget), or set compile.enable = false',
         )

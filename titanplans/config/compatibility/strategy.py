@@ -6,8 +6,8 @@ from titanplans.config.compatibility.groups import RECIPES
 from titanplans.config.compatibility.words import needs
 from titanplans.config.options import Refusals
 
-NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing: raise it, or leave the plan out"
-_NOT_COMPILED = 'no block is compiled: set compile.enable to true with "model" in compile.components'
+NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing; raise it or remove the plan"
+_NOT_COMPILED = 'no block is compiled; set compile.enable = true with "model" in compile.components'
 
 
 def _shared(c: Any) -> Refusals:
@@ -17,23 +17,20 @@ def _shared(c: Any) -> Refusals:
     yield from needs(c, "compile.backend", ("inductor",), "compile.mode", "compile.options")
     yield from needs(c, "float8.recipe_name", RECIPES, "float8.filter_fqns")
     if c.lora.quantize_base is not None and c.float8.recipe_name is not None:
-        yield (
-            "lora.quantize_base",
-            "float8 quantises the same weights (float8.recipe_name): leave one of the two out",
-        )
+        yield ("lora.quantize_base", "float8.recipe_name quantises the same weights; keep one of them")
     mode = c.activation_checkpoint.mode
     if c.lora.dropout > 0 and mode != "none" and not c.activation_checkpoint.preserve_rng_state:
         yield (
             "activation_checkpoint.preserve_rng_state",
-            f"what is computed again would draw other numbers for lora.dropout = {c.lora.dropout}: set it to true, or the "
-            "dropout to 0",
+            f"recomputation would draw another mask for lora.dropout = {c.lora.dropout}; set preserve_rng_state = true, or "
+            "the dropout to 0",
         )
     if mode == "memory_budget" and not c.compile.blocks:
-        yield "activation_checkpoint.mode", f"the compiler chooses, and {_NOT_COMPILED}"
+        yield "activation_checkpoint.mode", f"the compiler decides, but {_NOT_COMPILED}"
     if mode == "keep_mixer" and c.compile.blocks:
         yield (
             "activation_checkpoint.mode",
-            "a kept mixer can't be in a compiled block: set compile.enable to false, or take mlp",
+            "a compiled block can't keep its mixer's output; set compile.enable = false, or use mlp",
         )
 
 
@@ -46,24 +43,24 @@ def fsdp2(c: Any) -> Refusals:
     if c.fsdp_backward_prefetch and c.fsdp_reshard_after_forward in ("never", 1):
         yield (
             "fsdp_backward_prefetch",
-            f"with fsdp_reshard_after_forward = {c.fsdp_reshard_after_forward!r} the backward gathers nothing: set one "
+            f"with fsdp_reshard_after_forward = {c.fsdp_reshard_after_forward!r} the backward gathers nothing; reset one "
             "of them to its default",
         )
     if c.autocast_dtype and c.mixed_precision_param not in (None, "float32", c.autocast_dtype):
         yield (
             "autocast_dtype",
-            f'mixed_precision_param = "{c.mixed_precision_param}" already casts what it computes: leave one of the two out',
+            f'mixed_precision_param = "{c.mixed_precision_param}" already casts the computation; keep one of them',
         )
     if c.enable_fsdp_symm_mem and c.float8.enable_fsdp_float8_all_gather:
         yield (
             "enable_fsdp_symm_mem",
-            "it has an all-gather of its own, and so has enable_fsdp_float8_all_gather: leave one of them out",
+            "it replaces the all-gather, as enable_fsdp_float8_all_gather does; keep one of them",
         )
     yield from async_tensor_parallel("enable_async_tensor_parallel", c, c.compile)
 
 
 def async_tensor_parallel(option: str, config: Any, compiled: Any, **more: bool) -> Refusals:
-    """Yield `option` where async tensor parallelism is on and lacks what it needs; `more` are needs that hold or not."""
+    """Yield `option` if async tensor parallelism is on and lacks a requirement; `more` are requirements of the caller."""
     wanted = {
         "enable_sequence_parallel = true": config.enable_sequence_parallel,
         'compile.enable = true with "model" in compile.components': compiled.blocks,
@@ -77,24 +74,21 @@ def async_tensor_parallel(option: str, config: Any, compiled: Any, **more: bool)
 def ddp(c: Any) -> Refusals:
     """Yield what contradicts itself in the options of DDP and the groups that they hold."""
     if c.bucket_cap_mb is not None and c.bucket_cap_mb * 2**20 < 1:
-        yield "bucket_cap_mb", "MiB of gradients in one all-reduce, a byte at least; torch's default is 25"
+        yield "bucket_cap_mb", "a bucket holds less than one byte; raise it (torch's default is 25)"
     if c.static_graph and c.find_unused_parameters:
         yield (
             "static_graph",
-            "the first step shows which parameters are unused: set find_unused_parameters to false",
+            "the first step already shows unused parameters; set find_unused_parameters = false",
         )
     if c.static_graph and c.defer_grad_sync:
         yield (
             "static_graph",
-            "torch then can't defer sums of gradients (pytorch #143580): set defer_grad_sync to false",
+            "a static graph can't defer gradient sums (pytorch #143580); set defer_grad_sync = false",
         )
     if c.split_compiled_blocks and c.bucket_cap_mb is not None and c.bucket_cap_mb < 1:
-        yield "bucket_cap_mb", "split_compiled_blocks needs at least 1, which is torch's first bucket"
+        yield "bucket_cap_mb", "split_compiled_blocks needs at least 1, the size of torch's first bucket"
     yield from _shared(c)
     if c.split_compiled_blocks and not c.compile.blocks:
         yield "split_compiled_blocks", _NOT_COMPILED
     if c.float8.enable_fsdp_float8_all_gather:
-        yield (
-            "float8.enable_fsdp_float8_all_gather",
-            "DDP gathers no weights: take fsdp2, or leave it out",
-        )
+        yield ("float8.enable_fsdp_float8_all_gather", "DDP gathers no weights; use fsdp2 or remove this key")

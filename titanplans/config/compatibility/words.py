@@ -1,6 +1,5 @@
-"""What every refusal is written with: an option and a reason, and the rule of an option that does nothing."""
+"""What every refusal is written with: the options of a group, their defaults, and the rule of an option without effect."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from titanplans.config.options import Refusals, options_of
@@ -8,13 +7,15 @@ from titanplans.errors import either
 from titanplans.text import show
 
 
-def needs(options: Any, switch: str, values: Iterable[Any], *names: str) -> Refusals:
-    """Refuse another value than their default of options that do nothing unless `switch` has one of `values`."""
+def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Refusals:
+    """Refuse options that differ from their default and have no effect unless `switch` has one of `values`."""
     value, choices = get(options, switch), either([show(choice) for choice in values])
     for name in names:
         if value not in values and get(options, name) != default(options, name):
             now = "unset" if value is None else show(value)
-            yield name, f"has no effect with {switch} = {now}: set it to {choices}, or remove this key"
+            key = type(options).full_name(switch)
+            remedy = "enable it" if values == (True,) else f"it is {now}: change it"
+            yield name, f"has no effect unless {key} = {choices}; {remedy} or remove this key"
 
 
 def get(options: Any, name: str) -> Any:

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
 from titanplans.config.values import Constraint, PositiveInt
@@ -15,7 +16,7 @@ KeepLatest = Annotated[
 LoadStep = Annotated[int, Ge(-1)]
 
 
-class Checkpoint(Options):
+class Checkpoint(Options, refuses=groups.checkpoint):
     """Distributed checkpoints, in step-N folders. A run whose folder holds any resumes from the newest."""
 
     section: ClassVar[str] = "checkpoint"

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
 from titanplans.config.sections.lora import Freezing
@@ -28,7 +29,7 @@ class PlanOption(Options):
     """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""
 
 
-class Model(PlanOption):
+class Model(PlanOption, refuses=groups.model):
     """The model: a name and a flavor, a config.json, or a class of your own."""
 
     section: ClassVar[str] = "model"
@@ -70,7 +71,7 @@ class DataLoader(Options):
     """Batches that each worker prepares in advance; needs num_workers above 0; unset: torch's choice."""
 
 
-class Chat(Options):
+class Chat(Options, refuses=groups.chat):
     """Conversations instead of text: written out by a chat template, and only what the assistant says counts in the loss.
 
     Holds for validation, too.
@@ -165,7 +166,7 @@ class Batches(Options):
     """Optimizer steps, in all, a resumed run's earlier ones included."""
 
 
-class Training(Freezing, MixedPrecision, Autocast, Offload, Batches):
+class Training(Freezing, MixedPrecision, Autocast, Offload, Batches, refuses=groups.training):
     """[training]: data, batch, steps and precision."""
 
     section: ClassVar[str] = "training"

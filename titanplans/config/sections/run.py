@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
 
+from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
 from titanplans.config.values import Constraint, Natural32, NaturalInt, PositiveInt, Seed
@@ -63,7 +64,7 @@ class Metrics(Options):
     """Record what the run's first step communicates and compiles, for dump_folder/parallelism.json."""
 
 
-class Profiling(Options):
+class Profiling(Options, refuses=groups.profiling):
     """Traces of where time and memory go."""
 
     section: ClassVar[str] = "profiling"
@@ -123,7 +124,7 @@ class Comm(Options):
     """How the names of the flight recorder's files begin."""
 
 
-class Debug(Options):
+class Debug(Options, refuses=groups.debug):
     """Reproducibility and checks."""
 
     section: ClassVar[str] = "debug"

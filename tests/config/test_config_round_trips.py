@@ -1,0 +1,183 @@
+"""Options read back from their own dict and TOML, and any job loads and reads back, or is refused in one line."""
+
+import tomllib
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from titanplans.config import (
+    ActivationCheckpoint,
+    Compile,
+    ConfigError,
+    DDPConfig,
+    Float8,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    OptionError,
+    load_job,
+    read_strategy,
+    write_strategy,
+)
+from titanplans.config.lines import Source
+from titanplans.config.options import options_of
+from titanplans.config.other_names import REFUSED
+from titanplans.config.schema import build_job, keys
+from titanplans.config.translate import read_tables
+from titanplans.config.values import Mismatch, fit, in_toml, is_options, without_none_type
+
+STRATEGIES = [FSDP2Config, DDPConfig, MegatronFSDPConfig]
+GROUPS = [*STRATEGIES, ActivationCheckpoint, Compile, Float8]
+# Refused but for one value: only that can be written.
+FIXED = {name: REFUSED[name].off[0] for name in keys() if name in REFUSED}
+
+WORDS = st.sampled_from(
+    ["", "none", "default", "never", "auto", "gla", "true", "-1", "1e3", "a,b", "[1]", "{}", "\n", "é"]
+)
+PLAIN = st.one_of(
+    st.booleans(), st.sampled_from([-1, 0, 1, 2, 3, 8, 10**18]), st.floats(), WORDS, st.text(max_size=5)
+)
+ANY = st.one_of(PLAIN, st.lists(PLAIN, max_size=2), st.dictionaries(st.text(max_size=5), PLAIN, max_size=2))
+
+
+def fits(value, hint):
+    try:
+        fit(value, hint)
+    except (Mismatch, OptionError):
+        return False
+    return True
+
+
+def values_of(hint):
+    """Return values of a type that have a form in TOML."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        base = st.sampled_from(["op", "1", "12"]) if arguments[0] is str else values_of(arguments[0])
+        return base.filter(lambda value: fits(value, hint))
+    if origin in (Union, UnionType):
+        return st.one_of([values_of(option) for option in arguments])
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(st.text(), values_of(arguments[1]), max_size=3)
+    if is_options(hint):
+        fields = {field.name: values_of(without_none_type(in_toml(field.hint))) for field in options_of(hint)}
+        return st.fixed_dictionaries({}, optional=fields)
+    return {
+        NoneType: st.none(),
+        bool: st.booleans(),
+        int: st.integers(-1, 9) | st.integers(0),
+        float: st.floats(0, 1) | st.floats(0),
+        str: st.text().filter(lambda text: text != "fla"),  # flame's word, read as no name at all
+    }[hint]
+
+
+@pytest.mark.parametrize("cls", GROUPS)
+def test_options_read_back_from_a_dict_and_from_toml(cls):
+    switches = {Compile: {"enable": True}, Float8: {"recipe_name": "tensorwise"}}.get(cls, {})
+
+    @given(values_of(cls))
+    def check(drawn):
+        try:
+            made = cls(**switches | drawn)
+        except OptionError:
+            assume(False)
+        assert cls.from_dict(made.to_dict()) == made
+        assert cls.from_toml(made.to_toml()) == made
+        if cls in STRATEGIES:
+            assert read_strategy(write_strategy(made)) == made
+            assert read_strategy({"strategy": cls.title, **made.to_dict()}) == made
+
+    settings(suppress_health_check=[HealthCheck.filter_too_much])(check)()
+
+
+@pytest.mark.parametrize("cls", GROUPS)
+def test_a_value_that_toml_can_leave_out_is_the_default(cls):
+    """None has no word in TOML, so it may be no more than a default."""
+    for field in options_of(cls):
+        assert field.doc
+        assert NoneType not in get_args(field.hint) or field.default is None, field.name
+    assert cls.from_toml("") == cls()
+
+
+@given(data=st.data(), chosen=st.lists(st.sampled_from(sorted(keys())), unique=True, min_size=1, max_size=6))
+def test_any_job_reads_back_from_its_own_toml_or_is_refused_by_option(data, chosen):
+    values = {name: data.draw(values_of(in_toml(keys()[name].hint)), label=name) for name in chosen}
+    try:
+        job = build_job(values | FIXED)
+    except OptionError as error:
+        known = {error.option, error.option.rpartition(".")[0]}  # a key, or one of a list of tables
+        assert known & set(keys())
+        return
+    layer = read_tables(tomllib.loads(job.to_toml()), Source("job.toml"))
+    assert build_job(layer.values) == job
+    assert layer.notes == []
+
+
+def choices(hint):
+    """Return the words that a type, or a part of it, names."""
+    inside = [value for argument in get_args(hint) for value in choices(argument)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else inside
+
+
+def value_of(key):
+    """Any value, more often one that may be right."""
+    words = [value for value in choices(key.hint) if value is not None]
+    likely = [st.just(key.default)] if key.default is not None else []
+    likely += [st.sampled_from(words)] if words else []
+    return st.one_of(*likely, ANY)
+
+
+@st.composite
+def tables(draw):
+    """Return nested tables with values of a few keys, of which none may have the name."""
+    drawn = draw(st.lists(st.sampled_from(sorted(keys())), max_size=6, unique=True))
+    values = {name: draw(value_of(keys()[name])) for name in drawn}
+    if draw(st.integers(0, 9)) == 0:
+        values[draw(st.sampled_from(sorted(keys())))[:-1]] = draw(ANY)
+    tree = {}
+    for dotted, value in values.items():
+        *path, name = dotted.split(".")
+        table = tree
+        for part in path:
+            table = table.setdefault(part, {})
+        table.setdefault(name, list(value) if isinstance(value, tuple) else value)
+    return tree
+
+
+def loaded(argv):
+    """Return the job, or None if it is refused, in one line."""
+    try:
+        return load_job(argv)
+    except ConfigError as error:
+        said = str(error)
+    assert said
+    assert "\n" not in said
+    return None
+
+
+# A word is echoed as it was typed: one with a line break in it has more than a line.
+TYPED = (WORDS | st.text(max_size=5)).filter(lambda word: not word or word.isprintable())
+ONE_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+
+
+@ONE_FOLDER
+@given(tables())
+def test_a_job_file_loads_and_reads_back_or_is_one_line(tmp_path, values):
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(values))
+    job = loaded([str(tmp_path / "job.toml")])
+    if job is not None:
+        (tmp_path / "again.toml").write_text(job.to_toml())
+        assert load_job([str(tmp_path / "again.toml")]) == job
+
+
+@ONE_FOLDER
+@given(st.lists(st.tuples(st.sampled_from(sorted(keys())), TYPED), max_size=4))
+def test_a_command_line_loads_or_is_one_line(tmp_path, options):
+    (tmp_path / "job.toml").write_text("")
+    loaded([str(tmp_path / "job.toml"), *(word for key, text in options for word in (f"--{key}", text))])
