@@ -71,7 +71,7 @@ def test_right_plan_is_accepted_and_complete():
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert list(model.state_dict()) == names
         assert model.layers[0].attn.q_proj.weight.shape == (8, 16), "reading gives the local tensor"
-        assert type(model.layers[0].attn).__name__ == "Attention"
+        assert type(model.layers[0].attn).__name__ == "SplitAttention"
         assert isinstance(model.layers[0].attn.q_proj, nn.Linear)
     assert set(styles) >= {"embed", "layers.1.attn.q_norm", "layers.0.mlp", "norm", "lm_head"}
 
