@@ -1,40 +1,57 @@
-"""Imports run one way: cli -> training -> {parallel, modeling} -> tensor_parallel -> config.
+"""Imports run one way: cli -> training -> {parallel, modeling, weights} -> {loss, precision, adapters} -> split -> plan.
 
-`proof` and `observe` stand on `tensor_parallel` and are used from above; `plans/` and `models/` import `titanplans` alone.
+`proof` and `observe` stand on `split` and are used by `cli`, so that no job imports the proof; `kernels` imports the model
+libraries alone, and `plans/` and `models/` import `titanplans` alone.
 """
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ENGINE = ROOT / "titanplans"
 LIBRARIES = {"torchtitan", "transformers", "fla", "torchao"}
-ABOVE = {
-    "config": {
-        "tensor_parallel",
-        "proof",
+STRATEGIES = {"config", "plan", "split", "precision", "adapters"}
+ALLOWED = {
+    "config": set(),
+    "plan": set(),
+    "split": {"plan"},
+    "loss": {"plan", "split"},
+    "precision": {"config", "plan", "split", "torchao"},
+    "adapters": {"config", "plan", "split", "precision"},
+    "apply": {"plan", "split", "loss", "precision", "adapters"},
+    "kernels": {"transformers", "fla"},
+    "observe": {"plan", "split", "apply"},
+    "modeling": {*STRATEGIES, "transformers", "fla"},
+    "weights": {*STRATEGIES, "modeling", "transformers"},
+    "parallel": {*STRATEGIES, "loss", "apply", "observe", "torchao"},
+    "proof": {"plan", "split", "loss", "adapters", "apply", "kernels"},
+    "training": {
+        *STRATEGIES,
+        "loss",
+        "apply",
         "observe",
-        "parallel",
         "modeling",
-        "training",
-        "cli",
-        "torch",
+        "weights",
+        "parallel",
+        "kernels",
         *LIBRARIES,
     },
-    "tensor_parallel": {"proof", "parallel", "modeling", "training", "cli", *LIBRARIES},
-    "proof": {"parallel", "modeling", "training", "cli", *LIBRARIES},
-    "observe": {"proof", "parallel", "modeling", "training", "cli", *LIBRARIES},
-    "parallel": {"modeling", "training", "cli", *LIBRARIES - {"torchao"}},
-    "modeling": {"parallel", "training", "cli", "torchtitan", "torchao"},
-    "training": {"cli"},
-    "cli": set(),
 }
-"""What a package of the engine does not import, packages of the engine and libraries alike."""
-FLOAT8 = ("float8.py", "float8_linear.py", "float8_border.py", "modes.py")
-"""Float8's arithmetic, of a model that holds torchao's modules: imported when a plan is applied to one."""
+"""The packages and libraries that a package of the engine may import; `cli` may import all."""
+FLOAT8 = ("plan/converted.py", "proof/compare/float8.py")
+"""They read torchao's modules, which they import only for a model that holds some."""
+ROOMS = {
+    "ranks": {"ranks"},
+    "batches": {"batches"},
+    "compare": {"batches", "ranks", "compare"},
+    "explain": {"batches", "ranks", "compare", "explain"},
+}
+"""The rooms of the proof, and those that each may import."""
 
 
 def imported(file: Path) -> set[str]:
@@ -52,22 +69,51 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("package", ABOVE)
+@pytest.mark.parametrize("package", ALLOWED)
 def test_imports_run_one_way(package):
-    for file in (ROOT / "titanplans" / package).rglob("*.py"):
-        allowed = {"torchao"} if file.name in FLOAT8 else set()
-        assert not imported(file) & (ABOVE[package] - allowed), file
+    forbidden = {*ALLOWED, "cli", *LIBRARIES} - ALLOWED[package] - {package}
+    for file in (ENGINE / package).rglob("*.py"):
+        torchao = {"torchao"} if str(file.relative_to(ENGINE)) in FLOAT8 else set()
+        torch = {"torch"} if package == "config" else set()
+        assert not imported(file) & (forbidden - torchao | torch), file
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_of_the_proof_run_one_way(room):
+    for file in (ENGINE / "proof" / room).rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        rooms = {parts[2] for name in names if len(parts := name.split(".")) > 2 and parts[1] == "proof"}
+        assert rooms & ROOMS.keys() <= ROOMS[room], file
+
+
+def test_no_folder_has_more_than_fifteen_files():
+    files = Counter(file.parent for file in ENGINE.rglob("*.py"))
+    assert not {folder: number for folder, number in files.items() if number > 15}
+
+
+def test_no_class_of_the_proof_has_the_name_of_another():
+    places = {}
+    for file in (ENGINE / "proof").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert places.setdefault(node.name, file) == file
+    for file in {*ENGINE.rglob("*.py")} - {*(ENGINE / "proof").rglob("*.py")}:
+        names = {
+            node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
+        }
+        assert not names & places.keys(), file
 
 
 @pytest.mark.parametrize("folder", ["plans", "models"])
 def test_what_people_add_imports_titanplans_alone(folder):
     for file in (ROOT / folder).rglob("*.py"):
-        engine = {path.name for path in (ROOT / "titanplans").iterdir() if path.is_dir()}
+        engine = {path.name for path in ENGINE.iterdir() if path.is_dir()}
         assert not imported(file) & (engine | LIBRARIES), file
 
 
 def test_the_engine_names_no_plan():
-    for file in (ROOT / "titanplans").rglob("*.py"):
+    for file in ENGINE.rglob("*.py"):
         assert "plans" not in imported(file), file
 
 

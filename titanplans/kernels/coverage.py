@@ -11,17 +11,19 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from titanplans.errors import KernelError
 from titanplans.kernels.install import MARK
 from titanplans.torch_private.compile import enabled_function
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def check_cpu(model: PreTrainedModel) -> None:
+
+def check_cpu(model: "PreTrainedModel") -> None:
     """Refuse a model that needs GPU kernels. It may be on the meta device: `check_cpu(titanplans.modeling.build(config))`.
 
     Raises:

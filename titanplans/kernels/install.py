@@ -12,15 +12,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
 
 from titanplans.errors import KernelError
 from titanplans.kernels.naive import Naive, by_naive
 from titanplans.kernels.recurrent.recurrence import Recurrence, by_formula
 from titanplans.kernels.table import REFERENCES, Reference
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MARK = "cpu_function"
 """Attribute of what is installed, the reference: a second `install`, and `coverage`, know it by that."""
@@ -42,7 +44,7 @@ def install(device_type: str) -> None:
         _replace(owner, name, reference, names)
 
 
-def calls_fla(config: PretrainedConfig) -> bool:
+def calls_fla(config: "PretrainedConfig") -> bool:
     """Whether the code of a model of transformers may call FLA's kernels: its file names the package.
 
     Such a file takes them when it is imported, so `install` has to come before.

@@ -1,4 +1,4 @@
-"""What a proof returns: plain frozen data. How it is printed is titanplans/proof/table.py."""
+"""The result of a proof: plain frozen data, which titanplans/proof/table.py prints."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -10,26 +10,26 @@ from titanplans.proof.batches.conditions import Scenario
 
 @dataclass(frozen=True)
 class Check:
-    """One quantity of the split model against the same one of the whole model."""
+    """One kind of quantity of the split model, compared with the whole model's."""
 
     what: str
     """runs, loss, logits, gradients, replicas, scale, norm, AdamW or tied."""
 
     error: float
-    """The worst difference, in epsilons: units of what one rounding of every weight changes."""
+    """The worst difference, in epsilons: units of the change by one rounding of every weight."""
 
     tolerance: float
-    """The most that sums in another order may differ by, in epsilons."""
+    """The largest difference of sums in another order, in epsilons."""
 
     where: str = ""
-    """The parameter with the worst difference; empty for what is one for the whole model."""
+    """The parameter with the worst difference; "" for a quantity of the whole model."""
 
     point: str = ""
     """When in the training: "step 2, batch 1"."""
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is one of rounding. A difference that is not a number is not."""
+        """Whether the difference is rounding; NaN is not."""
         return self.error <= self.tolerance
 
     @property
@@ -39,7 +39,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        """The quantity, and the parameter where it is one of many."""
+        """The quantity, and the parameter if there are several."""
         return f"{self.what} {self.where}".strip()
 
 
@@ -52,7 +52,7 @@ class Location:
     """In epsilons."""
 
     note: str = ""
-    """How the ranks' tensors were put together, where that says something."""
+    """How the ranks' tensors were assembled, if that tells something."""
 
     def __str__(self) -> str:
         return f"{self.name}{f' ({self.note})' if self.note else ''} {epsilons(self.error)}"
@@ -60,51 +60,51 @@ class Location:
 
 @dataclass(frozen=True)
 class Finding:
-    """Where an error first appears in one direction."""
+    """The first place of an error in one direction."""
 
     direction: str
     """forward or backward."""
 
     first: Location
     healthy: tuple[Location, ...]
-    """The nearest that were right before it in this direction, the nearest first."""
+    """Right places near it, the nearest first."""
 
     reason: str = ""
-    """What the error is, where that is certain: "exactly 2 times too large"."""
+    """The fault, if it is certain: "exactly 2 times too large"."""
 
     remedy: str = ""
-    """The style that would sum a gradient that is not summed, where the parameter's place says it."""
+    """The style that would sum a gradient that is not summed, if the parameter's place tells."""
 
     def __str__(self) -> str:
         reason = f", {self.reason}" if self.reason else ""
         reason += f"; {self.remedy} sums it" if self.remedy else ""
-        beside = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
+        healthy = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
         error = epsilons(self.first.error)
-        return f"{self.direction}: first off at {self.first.name}: {error} epsilons{reason}{beside}"
+        return f"{self.direction}: first off at {self.first.name}: {error} epsilons{reason}{healthy}"
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One training at one degree with one choice of options."""
+    """The result of one training at one degree with one choice of options."""
 
     options: TPOptions
     scenario: Scenario
     checks: tuple[Check, ...]
     missing: tuple[str, ...] = ()
-    """Parameters with a gradient in the whole model and none in the split one."""
+    """Parameters with a gradient in the whole model only."""
 
     unexpected: tuple[str, ...] = ()
-    """Parameters with a gradient in the split model and none in the whole one."""
+    """Parameters with a gradient in the split model only."""
 
     finding: Finding | None = None
     """Where a failing case goes wrong first."""
 
     notes: tuple[str, ...] = ()
-    """What of a failing case is not a matter of place: an exception, a missing gradient, weights no longer tied; and of any
-    case, who asked for a rank's number in the world."""
+    """Faults without a place: an exception, a missing gradient, weights no longer tied; and modules that asked for a
+    rank's number in the world."""
 
     conditions: tuple[str, ...] = ()
-    """What a failing case needs to be wrong: without any one of these it is right. Empty: it is wrong plainly."""
+    """The conditions that a failing case needs: without any one of them it is right. Empty: it fails plainly."""
 
     seconds: float = 0.0
 
@@ -115,14 +115,14 @@ class CaseResult:
 
     @property
     def beyond_tolerance(self) -> bool:
-        """Whether it fails for differences alone that a larger unit might be the measure of."""
+        """Whether it fails only by differences that a larger unit might allow."""
         failed = [check for check in self.checks if not check.passed]
         measured = all(check.what not in ("runs", "replicas", "tied") for check in failed)
         return bool(failed) and measured and not self.missing and not self.unexpected
 
     @property
     def worst(self) -> str:
-        """The first check that failed, and where; if all passed, the one nearest to its tolerance."""
+        """The first failing check and its place; if all passed, the one nearest to its tolerance."""
         failed = [check for check in self.checks if not check.passed]
         nearest = failed[0] if failed else max(self.checks, key=lambda c: c.error / max(c.tolerance, 1.0))
         if (absent := self.missing or self.unexpected) and nearest.what not in ("loss", "logits"):
@@ -137,7 +137,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Choices of options at one degree that strict application does not accept, all for one reason."""
+    """Choices of options at one degree that strict application refuses for one reason."""
 
     options: tuple[TPOptions, ...]
     reason: str
@@ -157,17 +157,17 @@ class Report:
     cases: tuple[CaseResult, ...]
     refused: tuple[Refusal, ...] = ()
     trainings: tuple[Scenario, ...] = ()
-    """The trainings of the cases, before some of it is frozen, recomputed, …; the table calls them A, B, C."""
+    """The trainings of the cases, without frozen, recomputed, …; the table calls them A, B, C."""
 
     unreached: tuple[str, ...] = ()
-    """What the cases don't show, in words: conditions of this model, quantities that rounding hides."""
+    """Conditions of this model that no case has, and quantities that rounding hides, in words."""
 
     ranks: str = "threads"
     """threads or process_group."""
 
     @property
     def passed(self) -> bool:
-        """Whether every case passed. What was refused was not proved, and says so in the table."""
+        """Whether every case passed. The table lists refused choices as not proved."""
         return bool(self.cases) and all(case.passed for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _plain(value: Any) -> Any:
 
 
 def case_name(*cases: TPOptions) -> str:
-    """Return in words what cases of one degree have in common: "tp 2, loss sharded, sequence whole"."""
+    """Return the common options of cases of one degree, in words: "tp 2, loss sharded, sequence whole"."""
     words = [f"tp {cases[0].degree}"]
     losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
     for what, sharded in (("loss", losses), ("sequence", sequences)):
@@ -208,7 +208,7 @@ def case_name(*cases: TPOptions) -> str:
 
 
 def options_as_json(options: TPOptions) -> dict[str, Any]:
-    """Return what tells a case from the others of a report."""
+    """Return the options that tell a case from the others of a report."""
     return {name: getattr(options, name) for name in ("degree", "loss_parallel", "sequence_parallel")}
 
 

@@ -1,4 +1,4 @@
-"""A report as text: one row a case, and beneath what is wrong with the failing ones."""
+"""A report as text: one row a case, and the faults of the failing ones below."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def table(report: Report) -> str:
 
 
 def training(case: CaseResult, report: Report) -> str:
-    """Return the letter of a case's training, and what is true throughout it."""
+    """Return the letter of a case's training, and the settings that hold throughout it."""
     letters = {one: chr(ord("A") + at) for at, one in enumerate(report.trainings)}
     scenario = case.scenario
     plain = replace(scenario, dtype=PLAIN.dtype, frozen="", recomputed=False, differing=False, fused=False)
@@ -53,7 +53,7 @@ def _row(case: CaseResult, checks: Sequence[str], trained: str) -> tuple[str, ..
 
 
 def _failures(report: Report) -> Iterator[str]:
-    """Yield what is wrong, once for all cases in which the same is wrong at the same place."""
+    """Yield the faults, once for all cases with the same fault at the same place."""
     alike: dict[object, list[CaseResult]] = {}
     for case in report.cases:
         if not case.passed:

@@ -1,5 +1,4 @@
-"""`titanplans verify`: reads what to prove, builds the models, runs the proof, prints the result.
+"""`titanplans verify`: a name, a job or a config.json becomes a model, is proved (`titanplans.proof`), and the result printed.
 
-The proof itself is in `titanplans.proof`, which imports no model library. How a name, a job or a config.json becomes a
-model is here. Importing the package imports nothing.
+Importing the package imports nothing.
 """

@@ -1,4 +1,4 @@
-"""Which blocks of a model are alike, so that one stands for others: in classes, shapes and settings, and in their plan."""
+"""Blocks of one kind, of which one stands for all: with equal classes, shapes, settings and plan."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,9 @@ from titanplans.errors import PlanError
 from titanplans.plan.decoder import find_decoder
 from titanplans.proof.verify import DEGREES, accepted_cases
 
-_PLACE = (
-    "layer_idx",
-    "layer_id",
-    "layer_number",
-    "num_hidden_layers",
-)  # so a block knows which it is, and of how many
+_PLACE = ("layer_idx", "layer_id", "layer_number", "num_hidden_layers")
+"""Attributes by which a block knows its number, and the number of blocks."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
@@ -30,7 +27,7 @@ def kinds(model: nn.Module) -> list[Any]:
 
 
 def kind(block: nn.Module) -> Any:
-    """Return the classes, shapes and settings of a block, without its number: equal for blocks of one kind."""
+    """Return the classes, shapes and settings of a block, without its number; equal for blocks of one kind."""
     return tuple(
         (
             name,
@@ -47,10 +44,10 @@ def kind(block: nn.Module) -> Any:
 
 
 def plans(model: nn.Module, subject: Subject) -> list[Any]:
-    """Return what the plan of `subject` does with each block, in every case that it accepts: equal where it does the same.
+    """Return a description of each block's styles, in every case that the plan of `subject` accepts.
 
-    Two styles do the same if they are of one class and hold equal values. A style that asks a module for its number as
-    the model runs can't be told from others.
+    Styles of one class with equal values have equal descriptions; one that asks a module for its number as the model runs
+    can't be told from others.
     """
     blocks = find_decoder(model, required=False).blocks
     found: list[list[Any]] = [[] for _ in blocks]
@@ -64,7 +61,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
             named=False,
         )
     except PlanError:
-        return found  # which the proof says better
+        return found  # the proof explains the refusal better
     for options in cases:
         styles = check_plan(
             model,
@@ -86,7 +83,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
 
 
 def description(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Return what `value` is made of, down to plain values: equal for objects that were made in the same way."""
+    """Return the plain values that make up `value`: equal for objects that were made in the same way."""
     if isinstance(value, _PLAIN):
         return value
     if id(value) in within:
@@ -104,12 +101,12 @@ def description(value: Any, within: tuple[int, ...] = ()) -> Any:
     if isinstance(value, partial):
         return inner([value.func, value.args, value.keywords])
     if isinstance(value, nn.Module | torch.Tensor) or not hasattr(value, "__dict__"):
-        return id(value)  # as good as its own: no two blocks share it
+        return id(value)  # no two blocks share it
     return type(value), inner(vars(value))
 
 
 def first_that_hold_all(*properties: Sequence[Any]) -> int:
-    """Return how many of the first blocks hold every combination of their properties; at least two, if there are two."""
+    """Return how many first blocks hold every combination of the properties; at least two, if there are two."""
     rows = list(zip(*properties, strict=True))
     every = next(
         n for n in range(len(rows) + 1) if all(row in rows[:n] for row in itertools.islice(rows, n, None))

@@ -1,7 +1,4 @@
-"""The command lines of `verify`, `list` and `async-tp`. Needs no torch.
-
-`titanplans.cli.verify.subject` finds what a SUBJECT stands for.
-"""
+"""The command lines of `verify`, `list` and `async-tp`. Needs no torch. subject.py resolves a SUBJECT."""
 
 import argparse
 import shlex
@@ -30,14 +27,14 @@ _ASYNC_TP_EXAMPLES = """\
 exit status: 0 all that torch's pass can fuse is fused, 1 not all, 2 not possible as asked (one line says why)"""
 
 
-class _Parser(argparse.ArgumentParser):
+class _VerifyParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise VerifyError(f"{message}; see {self.prog} --help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the three; what it refuses is a VerifyError."""
-    parser = _Parser(
+    """Return the parser of the three commands; it refuses by a VerifyError."""
+    parser = _VerifyParser(
         prog="titanplans",
         description="Prove that a plan splits a model right, list the plans, or say what async tensor parallelism fuses.",
         allow_abbrev=False,
@@ -74,7 +71,7 @@ def add_commands(commands: Any) -> None:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Return the options of a command line, None for what is not given; `words` are the line itself.
+    """Return the options of a command line, None if not given; `words` is the line itself.
 
     `--help` prints, and ends the process with status 0.
 
@@ -82,7 +79,7 @@ def parse(argv: list[str]) -> Namespace:
         argv: without the program's name.
 
     Raises:
-        VerifyError: an option that is not there, or a value that can't be read.
+        VerifyError: an unknown option, or an invalid value.
     """
     request = parser().parse_args(argv)
     request.words = shlex.join(argv)
@@ -113,7 +110,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add(
         "--output",
         metavar="FILE",
-        help="a file that has the table so far after each case, and in the end what is printed",
+        help="a file for the table so far, after each case, and in the end for the printed result",
     )
     add("--quick", action="store_true", help="each condition once at the smallest degree, and no collectives")
     add(
@@ -127,7 +124,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_subject(parser: argparse.ArgumentParser, *, tokens: str, degrees: str) -> None:
-    """Add the options that say what to build, and in which sizes."""
+    """Add the options of the model and its sizes."""
     add = parser.add_argument
     size = {"type": _positive, "metavar": "N"}
     recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")

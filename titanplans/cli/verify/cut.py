@@ -1,4 +1,4 @@
-"""A smaller config of the same architecture, with fewer blocks and tokens, which a plan splits in the same way."""
+"""A smaller config of the same architecture, with fewer blocks and tokens, that a plan splits in the same way."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,17 +16,17 @@ from titanplans.modeling.own import is_own
 def cut(
     source: Subject, layers: int | None, vocab_size: int | None
 ) -> tuple[PretrainedConfig, nn.Module, list[str]]:
-    """Return the smaller config, its model on meta with the first `layers` blocks, and what is smaller, in words.
+    """Return the smaller config, its model on meta with the first `layers` blocks, and the cuts in words.
 
     Args:
-        source: the whole model, which has a config.
-        layers: None takes as few as hold every kind of block (by classes, shapes, settings and plan), but two, since the
-            stream begins at the first. A tower of another modality is cut to the same number if it has more.
-        vocab_size: tokens in the vocabulary; None takes as few as are split like the whole one.
+        source: the whole model, with a config.
+        layers: None for as few as hold every kind of block (by classes, shapes, settings and plan), and at least two,
+            since the stream begins at the first. A tower of another modality is cut to the same number if it has more.
+        vocab_size: tokens in the vocabulary; None for the smallest that is split like the whole one.
 
     Raises:
         ModelError: the model can't be built.
-        VerifyError: it has fewer blocks or tokens, or its first blocks would not be the same in a smaller model.
+        VerifyError: it has fewer blocks or tokens, or a smaller model would have other first blocks.
     """
     assert source.config is not None
     config, model, notes = source.config, modeling.build(source.config), []
@@ -34,14 +34,14 @@ def cut(
         for option, value in (("layers", layers), ("vocab-size", vocab_size)):
             if value is not None:
                 raise VerifyError(
-                    f"--{option} {value}: which keyword of {source.words} that is, is not known: give a flavor, or "
-                    "arguments, of that size"
+                    f"--{option} {value}: the keyword for it in {source.words} is not known: give a flavor or arguments "
+                    "of that size"
                 )
         return config, model, notes
     blocks = kinds(model)
     if layers is not None and layers > len(blocks):
         raise VerifyError(
-            f"--layers {layers}: {source.words} has {len(blocks)} blocks; take fewer, or leave it out"
+            f"--layers {layers}: {source.words} has {len(blocks)} blocks; name fewer, or leave it out"
         )
     number = layers or first_that_hold_all(blocks, plans(model, source))
     if number < len(blocks):
@@ -51,7 +51,7 @@ def cut(
     tokens = config.get_text_config().vocab_size
     if vocab_size is not None and vocab_size > tokens:
         raise VerifyError(
-            f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens; take fewer, or leave it out"
+            f"--vocab-size {vocab_size}: {source.words} has {tokens:,} tokens; name fewer, or leave it out"
         )
     if vocab_size is None:
         vocab_size = _smaller(config)
@@ -71,7 +71,7 @@ def cut(
 def _parts(
     config: PretrainedConfig, values: dict[str, Any]
 ) -> Iterator[tuple[PretrainedConfig, dict[str, Any]]]:
-    """Yield a config and those that it holds, such as a vision tower's, each with its part of `values`."""
+    """Yield a config and its inner ones, such as a vision tower's, each with its part of `values`."""
     yield config, values
     for name in config.sub_configs:
         if isinstance(inner := values.get(name), dict):
@@ -99,7 +99,7 @@ def _cut_values(values: dict[str, Any], key: str, layers: int) -> None:
 
 
 def _smaller(config: PretrainedConfig) -> int:
-    """Return a vocabulary that every degree up to 4, 6, 8, 12 and 16 divides as it does the whole, also in blocks of 16."""
+    """Return a vocabulary that degrees up to 4, 6, 8, 12 and 16 divide as they do the whole one, also in blocks of 16."""
     tokens = config.get_text_config().vocab_size
     sizes = range(384 + tokens % 384, tokens, 384) if tokens >= 768 else ()
     return next((size for size in sizes if _holds(config, size)), tokens)
@@ -114,12 +114,12 @@ def _special(values: dict[str, Any]) -> dict[str, int]:
 
 
 def _moved(token: int, before: int, tokens: int) -> int:
-    """Return the number of a special token once the vocabulary is cut: its distance from the end stays if its row goes."""
+    """Return a special token's number in the cut vocabulary: if its row goes, its distance from the end stays."""
     return token if token < tokens else max(token - before + tokens, 0)
 
 
 def _holds(config: PretrainedConfig, tokens: int) -> bool:
-    """Whether special tokens that differ still do in a vocabulary cut to `tokens`."""
+    """Whether different special tokens stay different in a vocabulary cut to `tokens`."""
     before = config.get_text_config().vocab_size
     inner = [values for _, values in _parts(config, config.to_dict())]
     special = {token for values in inner for token in _special(values).values() if 0 <= token < before}
@@ -127,7 +127,7 @@ def _holds(config: PretrainedConfig, tokens: int) -> bool:
 
 
 def _with_vocabulary(config: PretrainedConfig, tokens: int) -> PretrainedConfig:
-    """Cut the vocabulary; special tokens whose rows are gone, an image's, keep their distance from its end."""
+    """Cut the vocabulary; special tokens whose rows go, such as an image's, keep their distance from the end."""
     values, before = config.to_dict(), config.get_text_config().vocab_size
     for _, inner in _parts(config, values):
         if inner.get("vocab_size") == before:

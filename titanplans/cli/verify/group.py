@@ -1,4 +1,4 @@
-"""The processes of a proof: this one, or those that torchrun started, in a process group."""
+"""The processes of a proof: this one, or a process group that torchrun started."""
 
 import os
 from argparse import Namespace
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from titanplans.errors import VerifyError
 from titanplans.parallel.mesh.process_group import default_device_type
 
-# A wrong plan may leave ranks waiting for one another: then it fails after this time, not after torch's half hour.
+# Ranks of a wrong plan may wait for each other: they fail after this time instead of torch's half hour.
 _PATIENCE = timedelta(minutes=5)
 
 
@@ -48,7 +48,7 @@ def check_launch(request: Namespace) -> None:
 
 @contextmanager
 def started_ranks(request: Namespace) -> Iterator[torch.device]:
-    """Give the device of this process's ranks; a process group that is asked for is set up, and taken down.
+    """Give the device of this process's ranks; set up the process group if one was asked for, and take it down.
 
     Raises:
         VerifyError: fewer GPUs than processes.
@@ -67,7 +67,7 @@ def started_ranks(request: Namespace) -> Iterator[torch.device]:
             )
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
-        # Let matrix products take float32 as it is: TF32 keeps 10 bits of 23. Triton's is set in titanplans/cli/main.py.
+        # Matrix products in full float32: TF32 keeps 10 bits of 23. titanplans/cli/main.py sets Triton's.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     backend = dist.get_default_backend_for_device(kind)

@@ -1,8 +1,8 @@
 """From the command line to an exit status.
 
-0          proved, all fused that can be, or printed what was asked for
-1          wrong, or not all fused
-2          it can't be asked as written: one line says why
+0          proved; all fused that can be; or printed
+1          wrong; or not all fused
+2          not possible as written: one line says why
 128 + N    stopped by signal N
 """
 
@@ -23,7 +23,7 @@ from titanplans.training.launch.signals import Stopped, stop_on_signals
 
 
 def main(argv: list[str], *, alone: bool = False) -> int:
-    """Do what `argv` says (see `titanplans.cli.verify.arguments`); return the exit status.
+    """Run the command line `argv` (see `titanplans.cli.verify.arguments`); return the exit status.
 
     Args:
         argv: without the program's name.
@@ -48,20 +48,20 @@ def main(argv: list[str], *, alone: bool = False) -> int:
         return refuse(error, rank)
     except Stopped as stopped:
         return stopped.exit_status
-    except BrokenPipeError:  # who reads has enough, as `head` does: what is still to be flushed goes nowhere
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does: drop the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     finally:
         gc.set_threshold(*threshold)
-        gc.enable()  # which a listing, or a subject that is refused, leaves off
+        gc.enable()  # a listing, or a refused subject, leaves it off
 
 
 def _verify(request: Namespace, rank: int, alone: bool) -> int:
-    # Whatever libraries log belongs on stderr: stdout is the result's.
+    # Libraries' logs go to stderr: stdout is the result's.
     with redirect_stdout(sys.stderr):
         init_logging(rank)
-    gc.disable()  # Nothing that is imported is garbage; looking for it takes a fifth of the time.
-    # Not at the top: a mistake in the command line is reported before the model libraries are imported.
+    gc.disable()  # imports leave no garbage, and looking for it takes a fifth of the time
+    # Not at the top: mistakes in the command line are reported before the model libraries are imported.
     from titanplans.cli.verify.group import check_launch, started_ranks
 
     check_launch(request)
@@ -87,14 +87,14 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
             for at in turns:
 
                 def watch(outcome: Outcome, at: int = at) -> None:
-                    if rank == 0:  # which has all of it
+                    if rank == 0:
                         tell(news(at, outcome))
 
                 shown = rank == 0 and processes == 1
                 with redirect_stdout(sys.stderr), progress(names[at], shown=shown) as show:
                     subject = find_subject(names[at], request)
                     own = subject.config is None or kernels.calls_fla(subject.config)
-                    if own or "fla" in sys.modules:  # which takes a second to import
+                    if own or "fla" in sys.modules:  # FLA takes a second to import
                         kernels.install(device.type)
                     _collect_what_is_new()
                     outcome = prove(subject, request, device, show, watch, fork=forks and not request.all)
@@ -104,7 +104,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
 
         with progress("verify", shown=rank == 0) as show:
             so_far = SoFar(request, names, rank, show)
-            # Of one model the cases are proved side by side, of several the models.
+            # One model's cases are proved side by side, or else several models.
             try:
                 parts = side_by_side(proved, len(names), processes, so_far.heard)
             except Stopped:
@@ -115,7 +115,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
 
 
 def _collect_what_is_new() -> None:
-    """Let garbage be collected again, not among what was imported, and seldom: a training leaves little."""
+    """Collect garbage again, but not among imports, and seldom: a training leaves little."""
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()

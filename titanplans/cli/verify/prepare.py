@@ -1,4 +1,4 @@
-"""What a proof runs on: the model, its dtype and its inputs; and whether the proof fits into memory."""
+"""The model of a proof, its dtype and its inputs; and whether the proof fits into memory."""
 
 import os
 from argparse import Namespace
@@ -25,16 +25,16 @@ from titanplans.proof.batches.sample import Sampler
 from titanplans.user_code import as_user_error
 
 _TOKENS = 16
-"""In a sequence, where no image needs more: two to a rank at degree 8."""
+"""Tokens in a sequence, unless an image needs more: two for each rank at degree 8."""
 
 _COPIES = 12
-"""Of the weights, which the whole model's training holds at once: values before and after it, gradients of three steps,
-AdamW's moments, and of the run that measures units values, gradients and moments again."""
+"""Copies of the weights that the whole model's training holds at once: values before and after it, gradients of three
+steps, AdamW's moments; and values, gradients and moments of the run that measures units."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a proof runs on."""
+    """The model and the inputs of a proof."""
 
     model: nn.Module
     """On meta, unless `make` is None."""
@@ -47,10 +47,10 @@ class Prepared:
     batch_size: int
     seq_len: int
     notes: tuple[str, ...]
-    """What was chosen, and what the proof does not see."""
+    """Choices, and limits of the proof, in words."""
 
     def inputs(self, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
-        """Return keyword arguments of the forward: tokens, and images for a model that takes them, where they fit."""
+        """Return keyword arguments of the forward: tokens, and images if the model takes them and they fit."""
         if _has_images(self.config) and seq_len >= _image_tokens(self.config) + 2:
             assert self.config is not None
             return modeling.sample_inputs(self.config, batch_size=batch_size, seq_len=seq_len, seed=seed)
@@ -60,13 +60,13 @@ class Prepared:
 def prepare(
     subject: Subject, request: Namespace, device: torch.device, dtype: torch.dtype | None = None
 ) -> Prepared:
-    """Decide model, dtype and sizes before anything large is built.
+    """Choose model, dtype and sizes before anything large is built.
 
     Args:
-        subject: which model, and which of its Linear modules are converted to float8.
+        subject: the model, with its float8 modules and its adapters.
         request: the command line.
-        device: where it runs.
-        dtype: of its weights; None: float64, or float32 where its kernels compute no other.
+        device: of the model.
+        dtype: of its weights; None: float64, or float32 if its kernels compute no other.
 
     Raises:
         UserError: the model can't be built as asked.
@@ -90,7 +90,7 @@ def prepare(
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, subject: Subject) -> nn.Module:
-    # The proof draws new parameters: no noise is added here.
+    # Without noise: the proof draws new parameters.
     model: nn.Module = modeling.build_real(config, dtype=dtype, noise=0.0)
     model.to(device)
     if subject.float8.recipe_name is not None:
@@ -101,7 +101,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, s
 
 
 def _adapted(model: nn.Module, subject: Subject) -> list[str]:
-    """Add the adapters of `subject` to `model` and freeze what it freezes, and say so."""
+    """Add the adapters of `subject` to `model`, freeze what it freezes, and return both in words."""
     notes = []
     try:
         if subject.lora.rank is not None:
@@ -123,7 +123,7 @@ def _adapted(model: nn.Module, subject: Subject) -> list[str]:
 
 
 def _converted(model: nn.Module, float8: Float8, device: torch.device) -> str:
-    """Convert `model`, and say so."""
+    """Convert `model`, and return the conversion in words."""
     try:
         done = convert_to_float8(model, float8, device.type)
         check_calls(model)

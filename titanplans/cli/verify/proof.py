@@ -1,4 +1,4 @@
-"""One subject, proved: its model built, its plan verified, its communication counted."""
+"""The proof of one subject: its model is built, its plan verified, its communication counted."""
 
 import copy
 import time
@@ -35,7 +35,7 @@ from titanplans.training.trainer.device import no_trainer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of one proof."""
+    """The outcome of one proof."""
 
     subject: str
     sizes: dict[str, Any]
@@ -43,11 +43,11 @@ class Outcome:
     notes: tuple[str, ...]
     report: Report
     counts: tuple[tuple[TPOptions, Communication], ...]
-    """What the blocks send, once for each choice of options: they send alike at any degree."""
+    """The blocks' communication for each choice of options, which is the same at any degree."""
 
     seconds: float
     of: int = 0
-    """How many cases there are, while not all are proved; 0 in the end."""
+    """The number of cases while some are left; 0 in the end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON has it."""
@@ -74,14 +74,19 @@ def prove(
     *,
     fork: bool = False,
 ) -> Outcome:
-    """Prove `subject` as `request` asks, on `device`; `progress` is called with a few words before each step,
-    and `watch` with what is known after each case.
+    """Prove `subject` as `request` asks, on `device`.
 
-    With `fork` the cases of a small model are proved in as many processes as there are cores.
+    Args:
+        subject: the model, its plan and its options.
+        request: the command line.
+        device: of the model.
+        progress: called with a few words before each step.
+        watch: called with the outcome so far after each case.
+        fork: prove the cases of a small model in as many processes as there are cores.
 
     Raises:
-        UserError: it can't be asked: the model can't be built, or needs a GPU; the plan or the degree does not fit it;
-            there is not enough memory.
+        UserError: the model can't be built, or needs a GPU; the plan or the degree does not fit it; there is not
+            enough memory.
     """
     start = time.perf_counter()
     progress("the model")
@@ -92,7 +97,7 @@ def prove(
     prepared = prepare(subject, request, device, dtype)
     model = prepared.model
     degrees = (group_degree(subject.degrees),) if dist.is_initialized() else subject.degrees
-    # `verify` asks again; here it is asked before the model takes any memory.
+    # `verify` checks again; this check comes before the model takes any memory.
     accepted, _ = accepted_cases(
         model,
         subject.plan,
@@ -158,12 +163,12 @@ def prove(
 def _counts(
     model: nn.Module, plan: PlanSource, report: Report, inputs: Mapping[str, Any]
 ) -> list[tuple[TPOptions, Communication]]:
-    """Count what the right cases of `report` send, of each choice of options the one with the smallest degree.
+    """Count the communication of the right cases of `report`, for each choice of options at the smallest degree.
 
-    `model` is the whole one, which has never run, and `inputs` are keyword arguments of its forward.
+    `model` is the whole one, which has never run; `inputs` are keyword arguments of its forward.
     """
     if not find_decoder(model, required=False).blocks:
-        return []  # without blocks there is no bound to hold it against
+        return []  # without blocks there is no bound to compare with
     chosen: dict[tuple[bool, bool], TPOptions] = {}
     for case in report.cases:
         if case.passed:
@@ -199,7 +204,7 @@ def _count(
 
 
 def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the loss of torchtitan's Trainer, which `titanplans train` runs."""
+    """Return the loss of torchtitan's Trainer, as `titanplans train` computes it."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import set_spmd_backend
 
@@ -208,11 +213,11 @@ def torchtitans_loss(logits: torch.Tensor, labels: torch.Tensor, tokens: int) ->
 
 
 def _sizes(model: nn.Module, plan: TPPlan) -> dict[str, Any]:
-    """Return the sizes of a model by name: of its parts as strict application sees them."""
+    """Return the sizes of a model by name, as strict application finds them."""
     sizes: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     decoder = find_decoder(model, required=False)
     if not decoder.blocks:
-        return sizes  # a plan given as a dict needs no parts
+        return sizes  # a plan given as a dict needs no blocks
     sizes["layers"] = len(decoder.blocks)
     seen: dict[str, set[int]] = {}
     for mixer in decoder.mixers.values():

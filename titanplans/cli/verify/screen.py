@@ -1,4 +1,4 @@
-"""The text that `verify` prints: a header, the report's table, the communication, the verdict; and progress."""
+"""The printed text of `verify`: a header, the report's table, the communication, the verdict; and progress."""
 
 import shutil
 import sys
@@ -16,9 +16,9 @@ _CLEAR = "\r\x1b[K"
 
 @contextmanager
 def progress(subject: str, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """Give a function that shows what is being done, on a line of stderr that overwrites itself.
+    """Give a function that shows words on a line of stderr that overwrites itself; nothing if stderr is no terminal.
 
-    With `above` the words are a line that stays; of none nothing stays. It shows nothing where stderr is no terminal.
+    With `above` the words stay as a line; empty words clear the line.
     """
     stream = sys.stderr
     shown = shown and stream.isatty()
@@ -68,7 +68,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def row(outcome: Outcome) -> str:
-    """Return the newest case on one line: how many there are so far, its verdict and its conditions."""
+    """Return the newest case on one line: the number of cases so far, its verdict and its conditions."""
     *_, case = outcome.report.cases
     so_far = f"{len(outcome.report.cases)} of {outcome.of or len(outcome.report.cases)}"
     verdict = "right" if case.passed else "WRONG"
@@ -76,7 +76,7 @@ def row(outcome: Outcome) -> str:
 
 
 def summary(found: Sequence[Mapping[str, Any]], seconds: float, missing: int = 0) -> str:
-    """Return the verdict on several subjects, each as `Outcome.to_dict` has it, on one line; `missing` are left."""
+    """Return the verdict on several subjects, each from `Outcome.to_dict`, on one line; `missing` are left to prove."""
     wrong = [one["subject"] for one in found if one["verdict"] != "proved"]
     cases = sum(len(one["report"]["cases"]) for one in found)
     if missing:
@@ -102,7 +102,7 @@ def _header(outcome: Outcome) -> list[str]:
 
 
 def _communication(outcome: Outcome) -> list[str]:
-    """One table of collectives for each of sequence sharded and whole; of further cases only what is too much."""
+    """One table of collectives each for sequence sharded and whole; of further cases only needless collectives."""
     lines: list[str] = []
     shown: set[bool] = set()
     for options, communication in outcome.counts:
@@ -118,7 +118,7 @@ def _communication(outcome: Outcome) -> list[str]:
 
 
 def _place(case: CaseResult) -> str:
-    """Where a failing case goes wrong first, or else the quantity that is off."""
+    """The place where a failing case goes wrong first, or else its wrong quantity."""
     finding = case.finding
     return case.worst if finding is None else f"{finding.direction}, {finding.first.name}"
 

@@ -1,4 +1,4 @@
-"""What `verify` gives before its end: a row of each case on the terminal; in a file, and when it is stopped, all so far."""
+"""The output of `verify` before its end: a row of each case on the terminal; all so far in a file, or when stopped."""
 
 import json
 import time
@@ -13,31 +13,31 @@ from titanplans.errors import VerifyError
 
 
 class News(NamedTuple):
-    """What is known of a subject: a case more, or all. Plain, since it comes from another process."""
+    """News of a subject: a further case, or the end. Plain data: it comes from another process."""
 
     at: int
     """The subject's number."""
     found: dict[str, Any]
-    """The outcome as JSON has it."""
+    """The outcome as JSON."""
     text: str
     row: str
-    """Of the newest case, one line."""
+    """The newest case, on one line."""
     finished: bool
 
 
 def news(at: int, outcome: Outcome) -> News:
-    """Return what `outcome`, of the subject with the number `at`, says."""
+    """Return the news of `outcome`, of the subject with the number `at`."""
     return News(at, outcome.to_dict(), text(outcome), row(outcome), not outcome.of)
 
 
 class SoFar:
-    """The outcomes of a command so far, of each subject the newest.
+    """The newest outcome of each subject of a command.
 
     Args:
         request: the command line.
         names: of the subjects.
-        rank: which writes and prints, if it is 0.
-        show: shows a few words on the line of a terminal that overwrites itself; with `above` a line that stays.
+        rank: of this process; 0 writes and prints.
+        show: shows a few words (`titanplans.cli.verify.screen.progress`).
 
     Raises:
         VerifyError: the file can't be written.
@@ -50,7 +50,7 @@ class SoFar:
         self.write("")
 
     def heard(self, one: News) -> None:
-        """Take what is new: a finished subject is printed."""
+        """Take the news, and print a finished subject."""
         self.newest[one.at] = one
         if one.finished:
             self._print(one.text, end="\n\n" if self.request.all else "\n")
@@ -62,7 +62,7 @@ class SoFar:
         self.write(self._written())
 
     def end(self, *, stopped: bool = False) -> None:
-        """Print what is printed last. Of a command that is stopped, all that was not finished."""
+        """Print the end; of a stopped command the unfinished subjects, too."""
         unfinished = [one for one in self.newest.values() if not one.finished]
         if self.rank != 0:
             return
@@ -77,7 +77,7 @@ class SoFar:
             self.write(f"{self._written()}{self._summary()}\n")
 
     def write(self, words: str) -> None:
-        """Replace what is in the file, if one was asked for."""
+        """Replace the content of the file, if one was asked for."""
         if self.request.output is not None and self.rank == 0:
             try:
                 Path(self.request.output).write_text(words)

@@ -1,7 +1,4 @@
-"""What is to be proved: which model, plan and options a SUBJECT on the command line stands for.
-
-`titanplans.cli.verify.prepare` builds the model and cuts it to fewer layers.
-"""
+"""The model, plan and options that a SUBJECT on the command line stands for. prepare.py builds the model."""
 
 import difflib
 import os
@@ -30,10 +27,10 @@ _FORMS = "a job.toml, a config.json, or a plan as module:Class"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its plan, and the cases to prove; None stands for all degrees, and for both values of an option."""
+    """A model, its plan, and the cases to prove; None stands for all degrees, or both values of an option."""
 
     words: str
-    """The model, as the header names it."""
+    """The model's name in the header."""
 
     config: PretrainedConfig | None = None
     """None: `make` returns the model."""
@@ -51,25 +48,25 @@ class Subject:
     """Tokens in a job's sequence."""
 
     float8: Float8 = Float8()  # noqa: RUF009  frozen
-    """Which Linear modules are float8 in the whole model and in the split one."""
+    """The float8 modules of the whole model and of the split one."""
 
     lora: LoRA = LoRA()  # noqa: RUF009  frozen
-    """Which have adapters in both."""
+    """The adapters of both."""
 
     freeze: tuple[str, ...] = ()
-    """What does not train in both."""
+    """The frozen parameters of both."""
 
 
 def every_model() -> list[str]:
-    """Return the named models that a plan is registered for."""
+    """Return the named models with a registered plan."""
     return [name for name in modeling.available() if name in registered_plans()]
 
 
 def find_subject(words: str, request: Namespace) -> Subject:
-    """Return the subject that `words` name, with the options of `request`. Imports the user's modules.
+    """Return the subject named `words`, with the options of `request`. Imports the user's modules.
 
     Raises:
-        UserError: there is no such subject, or an option does not belong to it.
+        UserError: there is no such subject, or an option does not go with it.
     """
     is_plan = ":" in words and not words.endswith((".toml", ".json"))
     if request.model is not None and not is_plan:
@@ -186,7 +183,7 @@ def _job(path: str, request: Namespace) -> Subject:
 
 
 def _float8(job: JobConfig) -> Float8:
-    """The job's, emulated; without FSDP's part, which splits no product."""
+    """Return the job's options, emulated, without FSDP's, which split no product."""
     options = strategy_of(job).float8
     return replace(
         options,
@@ -218,10 +215,10 @@ def _own_plan(words: str, request: Namespace) -> Subject:
 
 
 def load_attribute(name: str, option: str) -> Any:
-    """Return what `name`, "module:attribute", stands for.
+    """Return the attribute called `name`, "module:attribute".
 
     Args:
-        name: the module as Python imports it, from the current directory too.
+        name: the module as Python imports it, also from the current directory.
         option: where the name was given, for the message.
 
     Raises:

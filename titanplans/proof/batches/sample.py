@@ -1,4 +1,4 @@
-"""What a proof runs on: weights far from their initial values, and batches that reach every shard in every condition."""
+"""Weights far from their initial values, and batches that reach every shard in every condition."""
 
 import inspect
 import zlib
@@ -15,12 +15,12 @@ from titanplans.plan.decoder import find_decoder, within
 from titanplans.proof.batches.conditions import FROZEN, MicroBatch
 
 Inputs = Mapping[str, Any] | Callable[[int, int, int], Mapping[str, Any]] | None
-"""Keyword arguments of a forward; a function of batch size, sequence length and seed that makes them; or None for
+"""Keyword arguments of a forward; or a function of batch size, sequence length and seed that makes them; or None for
 token ids."""
 
 
-_BESIDE_TEXT = {"pixel_values": "images", "pixel_values_videos": "videos", "input_features": "sound"}
-"""What a model may take beside text, by the keyword in which transformers' forwards take it."""
+_BESIDES_TEXT = {"pixel_values": "images", "pixel_values_videos": "videos", "input_features": "sound"}
+"""Inputs of a model besides text, by the keyword of transformers' forwards."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Sampler:
 
     Args:
         model: whole; read, not run, unless `inputs` are given.
-        inputs: what the forward is given.
+        inputs: of the forward.
         sequence_dim: of token ids, 0 or 1.
         seed: of tokens and labels.
 
     Attributes:
-        unreached: conditions that this model or these inputs can't be brought into, each with the reason, in words.
+        unreached: conditions that this model or these inputs exclude, each with the reason, in words.
         padded: batches in training may be padded.
-        caches: the paddings, "" for none, with which a forward fills a cache.
-        documents: the keyword by which several are in a sequence; None for none.
+        caches: paddings, "" for none, with which a forward may fill a cache.
+        documents: the keyword that packs several documents into a sequence; None for none.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, sequence_dim: int, seed: int):
@@ -60,7 +60,7 @@ class Sampler:
         self.caches = ("", "left")[: 1 + self.padded] if cached else ()
         documents = (name for name in ("cu_seqlens", "position_ids") if batch_first and _takes(model, name))
         self.documents = next(documents, None)
-        self.beside_text = [name for name in _BESIDE_TEXT if name in parameters]
+        self.besides_text = [name for name in _BESIDES_TEXT if name in parameters]
 
     @property
     def unreached(self) -> Iterator[str]:
@@ -76,13 +76,13 @@ class Sampler:
             yield f"a forward with a cache: {name} use_cache and past_key_values"
 
     def text_alone(self, batches: Collection[MicroBatch]) -> Iterator[str]:
-        """Yield in words which of images, videos and sound the model takes, and none of `batches` has."""
-        for name in self.beside_text:
+        """Yield in words the inputs besides text that the model takes and none of `batches` has."""
+        for name in self.besides_text:
             if not any(name in self.tokens(batch, 0) for batch in batches):
-                yield f"{_BESIDE_TEXT[name]}: no batch has {name}, which verify(inputs=...) would give"
+                yield f"{_BESIDES_TEXT[name]}: no batch has {name}, which verify(inputs=...) would give"
 
     def tokens(self, batch: MicroBatch, number: int, *, cached: bool = False) -> dict[str, Any]:
-        """Return the inputs of `batch` as keyword arguments, different for each `number`; `cached`: they fill a cache."""
+        """Return the inputs of `batch` as keyword arguments, different for each `number`; if `cached`, to fill a cache."""
         seed = self.seed + 10 * number
         if isinstance(self.inputs, Mapping):
             return dict(self.inputs)
@@ -110,7 +110,7 @@ class Sampler:
         Args:
             batch: its conditions.
             number: of the batch; each has tokens and labels of its own.
-            logits: their shape [..., vocabulary]; needed only where the inputs were given.
+            logits: their shape [..., vocabulary]; needed only if the inputs were given.
         """
         inputs = self.tokens(batch, number)
         *shape, size = logits or (*inputs[self.ids_name].shape, self.vocabulary)
@@ -128,14 +128,14 @@ class Sampler:
             few = _spread((3,), self.vocabulary, seed)
             return few[torch.arange(ids.numel()) % 3].view(shape)
         if self.padding_id is not None and ids.numel() > 2 and not (ids == self.padding_id).any():
-            # Its row of the embedding gets no gradient, which shows only where it is read; the ends stay.
+            # Its row of the embedding gets no gradient, which shows only if the row is read; the ends stay.
             inner = ((ids != ids.min()) & (ids != ids.max())).flatten().nonzero()
             ids.view(-1)[inner[0]] = self.padding_id
         return ids
 
 
 def _mask(batch: MicroBatch, number: int) -> torch.Tensor:
-    """Return an attention mask [batch, sequence], int64: 0 at the padding, of another length in each sequence and batch."""
+    """Return an attention mask [batch, sequence], int64: 0 at the padding, whose length varies by sequence and batch."""
     tokens = torch.arange(batch.length)
     if batch.padding == "left":
         tokens = tokens.flip(0)
@@ -145,14 +145,14 @@ def _mask(batch: MicroBatch, number: int) -> torch.Tensor:
 
 
 def _cuts(batch: MicroBatch, number: int) -> list[list[int]]:
-    """Return the lengths of two documents in each sequence, cut at another place in each sequence and batch."""
+    """Return the lengths of two documents in each sequence; the cut varies by sequence and batch."""
     places = [batch.length // 3 + row + number for row in range(batch.size)]
     firsts = [1 + place % max(batch.length - 1, 1) for place in places]
     return [[first, batch.length - first] if first < batch.length else [first] for first in firsts]
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    """Whether `model` reads the keyword `name`: its forward names it, or hands all keywords on to one that does."""
+    """Whether `model` reads the keyword `name`: its forward names it, or hands all keywords on to a forward that does."""
     parameters = inspect.signature(model.forward).parameters
     if name in parameters:
         return True
@@ -163,9 +163,9 @@ def _takes(model: nn.Module, name: str) -> bool:
 
 
 def longest_block(model: nn.Module) -> int:
-    """Return how many tokens at most are treated together: an attention window, or a chunk of a linear mixer.
+    """Return the tokens of the largest attention window, or chunk of a linear mixer.
 
-    No less than 128, the largest block of the kernels that PyTorch, FLA and transformers bring.
+    At least 128, the largest block of the kernels of PyTorch, FLA and transformers.
     """
     names = ("sliding_window", "window_size", "chunk_size", "block_size")
     found = [getattr(module, name, None) for module in model.modules() for name in names]
@@ -175,11 +175,10 @@ def longest_block(model: nn.Module) -> int:
 def randomise(model: nn.Module, seed: int) -> None:
     """Give every parameter of `model` new values, in place, the same for the same seed and name.
 
-    An initial model hides mistakes: a bias or a projection of zeros lets nothing through, a norm of
-    ones multiplies nothing, equal heads may be exchanged. So matrices become normal with standard
-    deviation fan_in^-1/2, which keeps activations near 1, and vectors and scalars, whose scale has
-    often a meaning (a norm's 1, a decay's logarithm), are moved by 0.3 randn. Drawn on the CPU, in
-    float64, so that every rank and every device has the same.
+    Initial values hide mistakes: zeros of a bias or a projection pass nothing on, ones of a norm multiply nothing, and
+    equal heads may be exchanged. So matrices become normal with standard deviation fan_in^-1/2, which keeps activations
+    near 1. Vectors and scalars often have a meaningful scale (a norm's 1, a decay's logarithm), and are moved by 0.3
+    randn. Drawn on the CPU, in float64: the same on every rank and every device.
     """
     for name, param in model.named_parameters():
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
@@ -195,12 +194,12 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def freeze(model: nn.Module, what: str) -> None:
-    """Freeze parameters of `model`: those that `what`, of `titanplans.proof.batches.conditions.FROZEN`, stands for.
+    """Freeze the parameters of `model` that `what`, one of `titanplans.proof.batches.conditions.FROZEN`, stands for.
 
-    All mixers, MLPs and the head: a gradient passes modules that train nothing. Or what stands before the blocks, the first
-    block, and every second parameter of the others, so that a block gets no gradient of its input, and trained parameters
-    stand beside frozen ones; also where the former would freeze nothing, or leave nothing to train, as of adapters. One
-    parameter stays.
+    The first: all mixers, MLPs and the head, so that a gradient passes modules that train nothing. The second: all before
+    the blocks, the first block, and every second parameter of the others, so that a block gets no gradient of its input,
+    and modules hold trained and frozen parameters; taken also if the first would freeze nothing, or leave nothing to
+    train, as with adapters. One parameter stays trained.
     """
     decoder = find_decoder(model, required=False)
     named = dict(model.named_parameters())
@@ -221,7 +220,7 @@ def freeze(model: nn.Module, what: str) -> None:
 
 
 def _padding(model: nn.Module, size: int) -> int | None:
-    """Return the token whose row of the embedding, which has `size` of them, gets no gradient; None for no such token."""
+    """Return the token whose row of the embedding [size, hidden] gets no gradient; None for no such token."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings == size:
             return module.padding_idx
@@ -229,9 +228,9 @@ def _padding(model: nn.Module, size: int) -> int | None:
 
 
 def _spread(shape: tuple[int, ...], size: int, seed: int) -> torch.Tensor:
-    """Return numbers below `size`: one at random out of each of equal strata, shuffled, the ends included.
+    """Return numbers below `size`: one at random from each of equal strata, shuffled, the ends included.
 
-    Plain random ones could miss a rank's share of the vocabulary, and its last rows.
+    Plain random numbers could miss a rank's share of the vocabulary, and its last rows.
     """
     count = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(seed)
@@ -242,7 +241,7 @@ def _spread(shape: tuple[int, ...], size: int, seed: int) -> torch.Tensor:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the size of the vocabulary by the model's config, or else by its embedding.
+    """Return the size of the vocabulary, from the model's config or else from its embedding.
 
     Raises:
         PlanError: neither says.
@@ -255,7 +254,7 @@ def vocabulary_size(model: nn.Module) -> int:
     embedding = find_decoder(model).embedding
     if embedding is None:
         raise PlanError(
-            f"{type(model).__name__} has neither config.vocab_size nor an embedding beside its blocks: "
+            f"{type(model).__name__} has neither config.vocab_size nor an embedding next to its blocks: "
             "pass verify(inputs=...)"
         )
     return model.get_submodule(embedding).num_embeddings  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The script of a training: what a scenario's steps, its evaluation and its cache are given, as tensors."""
+"""The script of a training: the input tensors of a scenario's steps, its evaluation and its cache."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,10 @@ class Script:
     """The forwards of an evaluation after the first step."""
 
     cached: tuple[dict[str, Any], dict[str, Any]] | None
-    """After the second, a forward that fills a cache, and one of a further token of each sequence."""
+    """After the second step, a forward that fills a cache, and one of a further token of each sequence."""
 
     thaws: bool
-    """In the last step what was frozen is trained, and what was trained is frozen."""
+    """In the last step frozen parameters train, and trained ones are frozen."""
 
 
 def write_script(
@@ -44,7 +44,7 @@ def write_script(
         for n, batch in enumerate(scenario.evaluated)
     )
     if scenario.cached and sampler.caches:
-        # Prompts of several lengths are filled up on the left. A cache doesn't go with documents.
+        # Prompts of several lengths are padded on the left. A cache doesn't go with documents.
         wanted = "left" if any(batch.padding for batch in first) else ""
         padding = wanted if wanted in sampler.caches else sampler.caches[0]
         filled = sampler.tokens(MicroBatch(first[0].size, first[0].length, padding), number + 2, cached=True)

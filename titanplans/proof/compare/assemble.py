@@ -1,6 +1,6 @@
-"""One tensor put together from the ranks' parts where nothing says how it was split: the way that fits best.
+"""One tensor from the ranks' parts if nothing says how it was split: assembled in the way that fits best.
 
-This only says where an error is, never whether there is one: a wrong tensor could by chance fit one of the ways.
+This tells where an error is, never whether there is one: a wrong tensor could fit one of the ways by chance.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +12,12 @@ import torch
 from titanplans.plan.layout import Rows
 
 Candidate = tuple[str, list[torch.Tensor]]
-"""How the ranks' tensors were put together, and the whole ones that this gives, which should all be equal."""
+"""How the ranks' tensors were assembled, and the whole tensors that result, which should all be equal."""
 
 
 @dataclass
 class Assembly:
-    """A way to put the ranks' tensors together, and how far that is from what is expected."""
+    """A way to assemble the ranks' tensors, and its difference from the expected tensor."""
 
     error: float
     how: str
@@ -32,9 +32,9 @@ def best_fit(
     sums: bool,
     packings: Sequence[Rows] = (),
 ) -> Assembly | None:
-    """Return how `held` by the ranks, in rank order, come nearest to `expected`; None if no way has its shape.
+    """Return the assembly of the ranks' tensors `held`, in rank order, nearest to `expected`; None if none has its shape.
 
-    With `sums` they may also be parts of a sum over the ranks; with `packings` they may hold sections.
+    With `sums` the tensors may also be parts of a sum over the ranks; with `packings` they may hold sections.
     """
     fits = [
         Assembly(max(difference(whole, expected) for whole in wholes), how, wholes)
@@ -45,7 +45,7 @@ def best_fit(
 
 
 def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidate]:
-    """Yield each way in which the tensors `held` by the ranks, in rank order, may make one of `shape`."""
+    """Yield each assembly of the ranks' tensors `held`, in rank order, that has `shape`."""
     if any(tensor.ndim != len(shape) for tensor in held):
         return
     differing = [d for d in range(len(shape)) if any(tensor.shape[d] != shape[d] for tensor in held)]
@@ -62,7 +62,7 @@ def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidat
 def _packed(
     held: list[torch.Tensor], expected: torch.Tensor, packings: Sequence[Rows]
 ) -> Iterator[Candidate]:
-    """Yield what comes of each rank's sections, put where they belong; those that ranks share, as equal or as a sum."""
+    """Yield the assemblies by sections, each put in its place; sections that ranks share, as equal or as a sum."""
     for rows, dim in product(packings, range(expected.ndim)):
         starts = [(rank, run, run.at(rank)) for rank in range(len(held)) for run in rows.runs]
         if any(
@@ -86,7 +86,7 @@ def _packed(
 
 
 def _concatenations(held: list[torch.Tensor], dim: int, size: int, sharing: int) -> Iterator[Candidate]:
-    """Yield shards along `dim`, each held by `sharing` consecutive ranks, the last ones perhaps filled up."""
+    """Yield assemblies of shards along `dim`, each held by `sharing` consecutive ranks, the last ones perhaps padded."""
     total = sum(tensor.shape[dim] for tensor in held[::sharing])
     if not size <= total < size + len(held):
         return

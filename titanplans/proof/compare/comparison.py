@@ -1,4 +1,4 @@
-"""One case: the split model's training beside the whole one's, quantity by quantity."""
+"""One case: the split model's training is compared with the whole one's, quantity by quantity."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class Comparison:
     """Compares a split model's training with the `reference`'s as it goes.
 
     Attributes:
-        worst: of each kind of quantity the check that is nearest to its tolerance, or farthest beyond it.
-        missing: gradients that the whole model has and the split one has not.
-        unexpected: gradients that the split model has and the whole one has not.
+        worst: for each kind of quantity the check nearest to its tolerance, or farthest beyond it.
+        missing: gradients of the whole model that the split one lacks.
+        unexpected: gradients of the split model that the whole one lacks.
     """
 
     reference: ReferenceRun
@@ -33,21 +33,21 @@ class Comparison:
     unexpected: tuple[str, ...] = ()
 
     def run(self, training: TrainingRun) -> None:
-        """Compare at every point of `training`, until the end of the first step that is off."""
+        """Compare at every point of `training`, until the end of the first step with a difference."""
         for point, found in training.points():
             with torch.no_grad():
                 for key, values in zip(found, wholes([*found.values()], self.world), strict=True):
                     self._compare(point, key, values)
             if ("norm", "") in found:
                 self._compare_names(point, found)
-                # What follows would be off for that alone, but for the weights after a step that was the only one.
+                # Later points would differ for that alone, except the weights after an only step.
                 if len(training.script.steps) > 1 and not self.world.gather_objects(self.passed)[0]:
                     break
         self._compare_ties(training)
 
     @property
     def passed(self) -> bool:
-        """Whether all that was compared is right."""
+        """Whether all quantities so far are right."""
         return all(check.passed for check in self.worst.values()) and not self.missing and not self.unexpected
 
     def _note(self, what: str, error: float, tolerance: float, where: str, point: str) -> None:
@@ -63,15 +63,17 @@ class Comparison:
             self._compare_scale(at, values)
             return
         what, where = key
-        bound, (first, *others) = self.reference.tolerance, values
+        tolerance, (first, *others) = self.reference.tolerance, values
         others = [value for value in others if not _same(value, first)]
         if point in self.reference.shown:
-            error = max(bound.difference(value, self.reference.expected[at]) for value in (first, *others))
+            error = max(
+                tolerance.difference(value, self.reference.expected[at]) for value in (first, *others)
+            )
             error /= self.reference.units[at]
             if at not in self.reference.noise or not math.isfinite(error):
-                self._note(what, error, bound.units(self.world.mesh.size()), where, point)
+                self._note(what, error, tolerance.units(self.world.mesh.size()), where, point)
         unit = torch.finfo(first.dtype).eps * largest(first)
-        allowed = 0.0 if self.world.exact else bound.units(self.world.mesh.size())
+        allowed = 0.0 if self.world.exact else tolerance.units(self.world.mesh.size())
         apart = max((difference(value, first) for value in others), default=0.0)
         self._note(
             "replicas", apart / unit if unit else apart and float("inf"), allowed, where or what, point
@@ -105,7 +107,7 @@ class Comparison:
             self._note("tied", float("inf") if apart else 0.0, 0.0, " and ".join(names) if apart else "", "")
 
     def result(self, options: TPOptions, scenario: Scenario) -> CaseResult:
-        """Return what was found, in the order of the training."""
+        """Return the checks, in the order of the training."""
         kinds = [
             what for what in dict.fromkeys(key[1] for key in self.reference.expected) if what != "outputs"
         ]
@@ -116,5 +118,5 @@ class Comparison:
 
 
 def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are equal to the last bit, which costs one operator to ask."""
+    """Whether two tensors are equal to the last bit, by one operator."""
     return value.dtype == other.dtype and torch.equal(value, other)

@@ -21,9 +21,9 @@ their number; a plain scalar."""
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Return what the forward of `model` returns, without a cache but where `inputs` ask for one.
+    """Return the output of `model`, without a cache unless `inputs` ask for one.
 
-    Where the code of a float64 model asks for float32, it is given float64.
+    Where the code of a float64 model asks for float32, it gets float64.
     """
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs = {"use_cache": False, **inputs}
@@ -32,10 +32,10 @@ def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Return what `model`, in training, returns in evaluation mode, without a gradient.
+    """Return the output of `model`, which is in training mode, in evaluation mode, without a gradient.
 
-    Routers are balanced in training alone: transformers computes their loss by the attention mask of this forward's tokens,
-    which with a cache has those before, too.
+    Routers are balanced in training alone: transformers computes their loss by the attention mask of this forward's
+    tokens, and with a cache the mask covers earlier tokens, too.
     """
     if "output_router_logits" in inspect.signature(model.forward).parameters:
         inputs = {"output_router_logits": False, **inputs}
@@ -52,7 +52,7 @@ def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """Return the logits [..., vocabulary] of a model's output; a DTensor, `Shard(-1)`, under loss parallelism."""
+    """Return the logits [..., vocabulary] of a model's output; with loss parallelism a DTensor, `Shard(-1)`."""
     if isinstance(output, torch.Tensor):
         return output
     if hasattr(output, "logits"):
@@ -65,7 +65,7 @@ def loss_of(
 ) -> torch.Tensor:
     """Return the loss of `logits` [..., vocabulary], summed and divided by `tokens`, a plain scalar.
 
-    Where the loss of float64 logits asks for float32, it is given float64.
+    Where the loss of float64 logits asks for float32, it gets float64.
     """
     with widened(logits.dtype):
         return loss(logits, labels, tokens)
@@ -83,7 +83,7 @@ def backward(
 def at_logits(
     logits: torch.Tensor, labels: torch.Tensor, tokens: int, loss: Loss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of `logits` and its gradient with respect to them, laid out as they are."""
+    """Return the loss of `logits` and its gradient with respect to them, in their layout."""
     leaf = logits.detach().requires_grad_()
     value = backward(leaf, labels, tokens, loss)
     assert leaf.grad is not None

@@ -1,4 +1,4 @@
-"""Where an error of a model was raised: in its own code, or in ours."""
+"""Whether the model's own code raised an error, or ours."""
 
 import traceback
 
@@ -10,7 +10,7 @@ from titanplans.errors import ParallelError, PlanError
 def _modules(error: Exception) -> list[tuple[str, int]]:
     """Return the Python modules through which `error` came, the outermost first, each with its line.
 
-    Those of torch and of the proof, which stand around every call, are left out.
+    Torch and the proof, which surround every call, are left out.
     """
     found = [
         (frame.f_globals.get("__name__", ""), line) for frame, line in traceback.walk_tb(error.__traceback__)
@@ -23,12 +23,12 @@ def _modules(error: Exception) -> list[tuple[str, int]]:
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether `error` came through code of this project, such as a kernel's stand-in."""
+    """Whether `error` came through code of this project, such as a CPU kernel."""
     return any(name.startswith("titanplans.") for name, _ in _modules(error))
 
 
 def raised_at(error: Exception) -> str:
-    """Return the Python module and line that raised `error`, or that called torch, which did."""
+    """Return the Python module and line that raised `error`, or that called torch, if torch did."""
     name, line = (_modules(error) or [("torch", 0)])[-1]
     return f"{name}:{line}"
 
@@ -39,9 +39,9 @@ def first_line(error: Exception) -> str:
 
 
 def does_not_run(model: nn.Module, error: Exception, place: str) -> PlanError:
-    """Return the error that says with which one the whole `model` ends, where that was raised, and at which `place`.
+    """Return the error that reports the `error` of the whole `model`, its line, and the `place` in the training.
 
-    What was refused of how it was made, a `ParallelError`, says all of that.
+    A `ParallelError`, a refusal of the model as it was built, says all of that.
     """
     if isinstance(error, ParallelError):
         return PlanError(str(error))

@@ -15,8 +15,8 @@ class Recorder:
     """A context that records the outputs of a model's modules, and their gradients, in a step that runs inside.
 
     `tensors` has "name" for a module's output and "name'" for the gradient of that output, detached;
-    a module that runs again has a number after its name. `order` lists the names as they finished. Of `names` alone, if they
-    are given.
+    a module that runs again has a number after its name. `order` lists the names as they finished. `names` restricts the
+    modules.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str] | None = None):
@@ -54,7 +54,7 @@ class Recorder:
 
     @property
     def place(self) -> str:
-        """Where the newest step is, or broke off, in words."""
+        """The place in the newest step, or where it broke off, in words."""
         if self.running:
             last = self.running[-1]
             inside = bool(self.order) and (not last or self.order[-1].startswith(f"{last}."))
@@ -76,7 +76,7 @@ class Recorder:
             tensor.register_hook(lambda grad: self._came_back(key, grad))
 
     def _came_back(self, key: str, grad: torch.Tensor) -> None:
-        # What comes in float8 was cast on its way; in the whole model that is still to be done.
+        # A float8 gradient was cast on its way; the whole model's is cast later.
         if not is_cast(grad):
             self.tensors[gradient_key(key)] = grad.detach()
 

@@ -1,4 +1,4 @@
-"""The whole model's training, run once: the quantities that a split model is compared by, and the unit of each."""
+"""The whole model's training, run once: every quantity that is compared, and its unit."""
 
 import copy
 import math
@@ -27,31 +27,31 @@ class ReferenceRun:
     """The whole model after a training.
 
     Args:
-        pristine: the model, on its device, randomised, that has never run and never will.
-        scenario: what it goes through.
+        pristine: the model, on its device, randomised; it never runs.
+        scenario: its training.
         sampler: of its batches.
         seed: of perturbations.
-        losses: further ones than ours, by name; compared where they leave the model, at its logits.
-        recording: keep the outputs of its modules and their gradients, too.
-        beside: the dtype is not the proof's own, so what its rounding hides is told and not refused.
+        losses: further losses by name, compared at the logits.
+        recording: keep the outputs of its modules, and their gradients.
+        further: the dtype is not the proof's own: quantities that its rounding hides are listed, not refused.
 
     Attributes:
-        pristine: the model in the scenario's dtype, some of it frozen where the scenario says so.
+        pristine: the model in the scenario's dtype, frozen as the scenario says.
         expected: each quantity at each point.
         units: of each quantity.
-        orders: keys of the modules' outputs as they finished, by point, if recording.
-        bound: how many units a right plan may be off.
+        orders: keys of the modules' outputs in the order in which they finished, by point, if recording.
+        tolerance: how many units a right plan may be off.
         tied: names of parameters that are one, group by group.
-        watched: modules of which a scale is compared.
-        draws: perturbed trainings by which the units are measured.
+        watched: modules whose scale is compared.
+        draws: perturbed trainings that measured the units.
         undecided: gradients of the first step, or its logits, that this dtype's rounding hides.
-        shown: the points before the first step of which rounding hides so many gradients that nothing from there on can
-            be told from it, but replicas from each other.
+        shown: the points before the first step whose gradients are mostly hidden by rounding. From there on only replicas
+            are compared.
         hidden: there is such a step.
-        noise: what rounding hides of the points that are shown. How far it goes astray is not known by three draws.
+        noise: quantities at the shown points that rounding hides. Three draws don't tell how far they stray.
 
     Raises:
-        PlanError: it does not run here, or its own rounding hides what a wrong plan would do.
+        PlanError: the model does not run here, or its own rounding hides the effect of a wrong plan.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class ReferenceRun:
         self._changes = dict.fromkeys((key for key in self.expected if key[1] != SCALE), 0.0)
         self._fits: dict[Point, list[Regression]] = {key: [] for key in self.expected if key[1] == SCALE}
         self.draws = 0
-        # A recorded one explains a case that is wrong already.
+        # A recorded reference explains a case that is wrong already.
         self.draw(tolerance.DRAWS if self.recording else tolerance.FIRST_DRAWS)
 
     def draw(self, number: int) -> None:
         """Measure the units again, by as many perturbed trainings in all.
 
         Raises:
-            PlanError: rounding hides what a wrong plan would do.
+            PlanError: rounding hides the effect of a wrong plan.
         """
         for draw in range(self.draws, number):
             training = self._training(draw)
@@ -135,12 +135,12 @@ class ReferenceRun:
         watched: Collection[str] | None = None,
         fused: bool = False,
     ) -> TrainingRun:
-        """Return the training of `model`, this one or a split one, that has not begun.
+        """Return the training of `model`, not yet begun.
 
         Args:
-            model: as `pristine`, or split.
-            watched: modules of which a scale is compared; None for all of `watched`.
-            fused: its head computes the loss in the last step.
+            model: a copy of `pristine`, whole or split.
+            watched: modules whose scale is compared; None for all of `watched`.
+            fused: the head computes the loss in the last step.
         """
         watched = self.watched if watched is None else watched
         return TrainingRun(
@@ -176,7 +176,7 @@ class ReferenceRun:
             key: max(self.tolerance.rounding(self.expected[key]), change)
             for key, change in self._changes.items()
         }
-        # A gradient that is exactly zero has no scale of its own; its siblings' is taken.
+        # A gradient that is exactly zero has no scale of its own, and takes that of the others.
         sizes = [
             self.tolerance.rounding(tensor) for key, tensor in self.expected.items() if key[1] == "gradients"
         ]
@@ -201,7 +201,7 @@ class ReferenceRun:
         return measured
 
     def _refuse_undecidable(self, units: Mapping[Point, float]) -> tuple[str, ...]:
-        """Refuse a model of which a tolerance would accept a wrong gradient; return the gradients of which it would."""
+        """Refuse a model if a tolerance would accept wrong gradients; in further dtypes return the names of those."""
         name, first = type(self.pristine).__name__, "step 1, batch 1"
         gradients = {
             key: t for key, t in self.expected.items() if key[1] == "gradients" and key[0] == "step 1"
@@ -235,14 +235,14 @@ class ReferenceRun:
         return tuple(f"{what} {where}".strip() for (_, what, where) in filter(self._is_hidden, sizes))
 
     def _is_hidden(self, key: Point) -> bool:
-        """Whether rounding hides the quantity of that name."""
+        """Whether rounding hides this quantity."""
         if self.tolerance.exact:
             return False
         size = 1.0 if key[1] == SCALE else self.tolerance.size(self.expected[key])
         return self.tolerance.units(2) * self.units[key] > tolerance.VISIBLE * size
 
     def _shown(self, points: Sequence[str]) -> frozenset[str]:
-        """Return those of `points`, in order, that come before most gradients are hidden."""
+        """Return the `points` before the first one at which most gradients are hidden."""
         for at, point in enumerate(points):
             hidden = [self._is_hidden(key) for key in self.expected if key[:2] == (point, "gradients")]
             if sum(hidden) > tolerance.CHAOTIC * len(hidden):
@@ -251,7 +251,7 @@ class ReferenceRun:
 
 
 def outputs(training: TrainingRun) -> dict[Point, torch.Tensor]:
-    """Return what the modules gave, at each point that was recorded, under the keys of a `Recorder`."""
+    """Return the modules' outputs at each recorded point, under the keys of a `Recorder`."""
     return {
         (point, "outputs", key): tensor
         for point, record in training.records.items()

@@ -1,8 +1,7 @@
-"""Which conditions of a batch the model's own code refuses: those a proof leaves out, and says so.
+"""The conditions of a batch that the model's own code refuses: a proof leaves them out, and says so.
 
-A model is one step further than its signature: it takes an `attention_mask`, and asserts that there is none in training.
-Only what its own code raises, to say so, counts: an error out of a stand-in of ours, or of torch, is no refusal. It ends
-the proof.
+A signature is not enough: a model may take an `attention_mask`, and assert that there is none in training. Only an error
+of its own code is a refusal; one of our kernels or of torch ends the proof.
 """
 
 import copy
@@ -21,13 +20,13 @@ from titanplans.proof.compare.forward import FAILURES, call, evaluate, logits_of
 from titanplans.proof.compare.raised import does_not_run, first_line, is_ours, raised_at
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
-"""What code raises that does not take something. Anything else is a mistake, of the model's or of ours."""
+"""Errors by which code refuses an argument. Any other is a mistake, the model's or ours."""
 
 
 def leave_out_what_is_refused(model: nn.Module, sampler: Sampler) -> list[str]:
-    """Let `sampler` make no batch that `model` refuses; return what is left out, with the model's own words.
+    """Let `sampler` make no batch that `model` refuses; return the conditions left out, with the model's own words.
 
-    What it takes and does not read is named, too, and stays in the batches.
+    A keyword without effect is named, too, and stays in the batches.
     """
     batch, left_out = MicroBatch(2, 4), []
     padded, packed = replace(batch, padding="left"), replace(batch, documents=True)
@@ -79,7 +78,7 @@ def not_fused(model: nn.Module, sampler: Sampler) -> str | None:
 def _refusal(
     model: nn.Module, sampler: Sampler, batch: MicroBatch, what: str, *, cached: bool = False
 ) -> str | None:
-    """Return in which words `model` refuses `what` of `batch`, and where; None if it does not.
+    """Return the words in which `model` refuses `what` of `batch`, and the line; None if it takes it.
 
     Raises:
         PlanError: it fails otherwise.
@@ -107,7 +106,7 @@ def _has_no_effect(model: nn.Module, sampler: Sampler, batch: MicroBatch, name: 
     without = {key: value for key, value in given.items() if key != name}
     found = []
     for inputs in (given, without):
-        torch.manual_seed(0)  # of what an adapter drops
+        torch.manual_seed(0)  # of adapters' dropout
         with torch.no_grad():
             found.append(logits_of(call(copy.deepcopy(model).train(), inputs)))
     return torch.equal(*found)

@@ -1,17 +1,17 @@
-"""How many times too large what a block, a mixer or an MLP gives is, by a fit over all of its elements; in 16 bits.
+"""The scale of a block's, a mixer's or an MLP's output, by a fit over all of its elements; in 16 bits.
 
-There the difference of two tensors is rounding for a hundredth of them and more, so that a tenth of a unit too much is not
-seen in it. But roundings point in all directions, and a wrong scale in one: that of the tensor. So with d = split - whole
+There rounding alone makes two tensors differ by a hundredth and more, and hides an output that is a tenth too large. But
+roundings point in all directions, and a wrong scale in one: that of the tensor. So with d = split - whole
 
     slope = <d, whole> / <whole, whole>
 
-is what a regression of the split tensor on the whole one gives beside 1. It is compared for the outputs of blocks, mixers
-and MLPs, whose layout is known, and for the gradients of these outputs.
+is the slope, less 1, of a regression of the split tensor on the whole one. It is compared for the outputs of blocks,
+mixers and MLPs, whose layout is known, and for the gradients of these outputs.
 
-Its unit is measured by the whole model's perturbed runs: the root mean square of the slope in them, which does not grow with
-their number. A slope is one number, which by chance is near 0 in a few. So the unit is no less than the tensor's whole
-difference in these runs times how much of a difference lies in a tensor's direction, as root mean squares over all such
-tensors of the training.
+Its unit is the root mean square of the slope in the whole model's perturbed runs, which does not grow with their number. A
+slope is one number, and near 0 in a few runs by chance. So the unit is at least the tensor's whole difference in these
+runs times the share of a difference that lies in the tensor's direction, both as root mean squares, the share over all
+such tensors of the training.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -31,11 +31,11 @@ SCALE = "scale"
 
 
 class Regression(NamedTuple):
-    """A tensor beside the one that is expected."""
+    """A fit of a tensor to the expected one."""
 
     slope: float
     apart: float
-    """The root mean square of their difference, relative to that of the expected one."""
+    """The root mean square of their difference, relative to that of the expected tensor."""
 
 
 def watched(model: nn.Module) -> frozenset[str]:
@@ -45,12 +45,12 @@ def watched(model: nn.Module) -> frozenset[str]:
 
 
 def recorded(record: Recorder, names: Collection[str]) -> dict[tuple[str, str], torch.Tensor]:
-    """Return as quantities what `record` has of the modules `names`: outputs, and after the backward their gradients."""
+    """Return as quantities the recorded outputs of the modules `names`, and after the backward their gradients."""
     return {(SCALE, key): record.tensors[key] for key in sorted(record.tensors) if module_name(key) in names}
 
 
 def fit(value: torch.Tensor, expected: torch.Tensor) -> Regression | None:
-    """Return how `value` fits; None if one is all zeros, or the shapes differ."""
+    """Return the fit of `value`; None if a tensor is all zeros, or the shapes differ."""
     if value.shape != expected.shape:
         return None
     whole = expected.double()
@@ -61,7 +61,7 @@ def fit(value: torch.Tensor, expected: torch.Tensor) -> Regression | None:
 
 
 def fit_of(held: list[torch.Tensor], expected: torch.Tensor) -> Regression | None:
-    """Return the fit of what the ranks hold, replicas or shards of one dimension; the worst of differing replicas."""
+    """Return the fit of the ranks' tensors, replicas or shards of one dimension; of differing replicas the worst."""
     _, values = next(candidates(held, expected.shape), ("", []))
     fits = [found for found in (fit(value, expected) for value in values) if found is not None]
     return max(fits, key=lambda one: abs(one.slope), default=None)
@@ -72,8 +72,8 @@ def units(fits: Mapping[K, Iterable[Regression]], least: Mapping[K, float], hidd
 
     Args:
         fits: of the perturbed runs, by key.
-        least: the slope that a tensor's own rounding makes.
-        hidden: where a tensor differs by this much it says nothing of others.
+        least: the slope of a tensor's own rounding.
+        hidden: the relative difference from which on a tensor says nothing of others.
     """
     drawn = {key: list(found) for key, found in fits.items()}
     sizes = {key: _mean(one.apart for one in found) for key, found in drawn.items()}

@@ -3,7 +3,7 @@
 A point is a moment at which the two are compared: after a micro batch's backward (loss and logits), after all of a
 step (gradients and their norm), after the last step (weights), and after each forward without a backward (logits).
 
-In the last step all forwards run before one backward of all losses, and what was frozen and what was trained change places.
+In the last step all forwards run before one backward of all losses, and frozen and trained parameters change places.
 """
 
 import zlib
@@ -28,23 +28,23 @@ from titanplans.proof.compare.scale import recorded
 from titanplans.split.gradients import align_gradients, total_norm
 
 Key = tuple[str, str]
-"""A quantity's kind ("loss", "gradients", …) and which one of its kind: a parameter, or "" for the only one."""
+"""A quantity's kind ("loss", "gradients", …) and its name within the kind: a parameter, or "" for the only one."""
 
 
 class TrainingRun:
     """One model's way through a script.
 
     Args:
-        model: whole or split; what it is afterwards is of no use.
-        script: what it is given.
-        losses: further ones, compared where they leave the model, at its logits.
-        recording: keep what each module gives.
-        watched: modules of which the outputs of a step, and their gradients, are quantities.
+        model: whole or split; of no use afterwards.
+        script: its inputs.
+        losses: further losses, compared at the logits.
+        recording: keep each module's output.
+        watched: modules whose outputs in a step, and their gradients, are quantities.
         fused: in the last step the head computes the loss.
 
     Attributes:
-        records: of each micro batch and each forward, by the name of its point, if they are recorded.
-        raw: gradients of the newest step by name, as the backward left them: Partial ones are not yet summed.
+        records: of each micro batch and each forward, by the name of its point, if recording.
+        raw: gradients of the newest step by name, as the backward left them, Partial ones not yet summed.
         optimizer: AdamW, fused as torchtitan's; in float64 with torch's defaults.
     """
 
@@ -65,13 +65,13 @@ class TrainingRun:
         self._point = "the first step"
         self.records: dict[str, Recorder] = {}
         self.raw: dict[str, torch.Tensor] = {}
-        # What AdamW does to DTensors, it does to their shards; finding that out takes torch longer than the step.
+        # AdamW acts on the DTensors' shards. Given DTensors, it takes longer to find that out than for the step.
         self._shards = {p: _shard(p.detach()).requires_grad_() for p in model.parameters() if p.requires_grad}
         settings = _settings(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(self._shards.values(), fused=True, **settings)
 
     def points(self) -> Iterator[tuple[str, dict[Key, torch.Tensor]]]:
-        """Yield the name of each point and its quantities, laid out as they are in the model."""
+        """Yield the name of each point and its quantities, laid out as in the model."""
         last = len(self.script.steps)
         for number, step in enumerate(self.script.steps, 1):
             self.model.zero_grad()
@@ -143,14 +143,14 @@ class TrainingRun:
                 continue
             left = logits[name].detach()
             found["logits", ""] = left
-            # In the first step alone: they see nothing of the model.
+            # In the first step alone: these losses see nothing of the model.
             for other, function in self.losses.items() if name.startswith("step 1,") else ():
                 value, gradient = at_logits(left, sample.labels, tokens, function)
                 found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
             yield name, found
 
     def _fusing(self, name: str, labels: torch.Tensor) -> AbstractContextManager[None]:
-        """Return the context in which the head computes the loss, in three chunks, at the point `name` if it is to."""
+        """Return the context of a forward at the point `name`: of the last step the head may compute the loss in chunks."""
         if self._fused is None or not name.startswith(f"step {len(self.script.steps)},"):
             return nullcontext()
         self._fused.chunk_tokens = max(1, -(labels.numel() // -3))
@@ -186,17 +186,17 @@ class TrainingRun:
 
 
 def _shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return this rank's part of `tensor`, laid out as `like` is, in the same memory if it is so already."""
+    """Return this rank's part of `tensor`, laid out as `like`, in the same memory if it lies so already."""
     if isinstance(tensor, DTensor) and isinstance(like, DTensor):
         tensor = tensor.redistribute(placements=like.placements)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _settings(dtype: torch.dtype) -> dict[str, Any]:
-    """Return what differs from AdamW's defaults.
+    """Return AdamW's settings, where they differ from the defaults.
 
-    AdamW divides a gradient by its own size, but for eps = 1e-8, which in float64 is far above rounding. In fewer bits it
-    is not: a gradient that is rounding would be a full step. An eps of 1 makes steps that rounding changes by rounding.
+    AdamW divides a gradient by its own size plus eps = 1e-8. In float64 that is far above rounding. In fewer bits it is
+    below, and a gradient that is mere rounding would make a full step. With eps = 1 rounding changes a step by rounding.
     """
     return {} if dtype == torch.float64 else {"lr": 0.1, "eps": 1.0}
 

@@ -1,7 +1,7 @@
-"""Where a failing case goes wrong first, and how: each module's output is compared, and the gradient of each.
+"""Where a failing case goes wrong first, and how: each module's output and its gradient are compared.
 
-Only a pointer for the reader: the ranks' tensors are put together by what fits best
-(titanplans/proof/compare/assemble.py), and the verdict does not rest on it.
+This is a pointer for the reader; the verdict does not rest on it: the ranks' tensors are assembled in the way that fits
+best (titanplans/proof/compare/assemble.py).
 """
 
 import math
@@ -28,20 +28,20 @@ from titanplans.proof.report import CaseResult, Finding, Location, epsilons
 
 _UNSUMMED = "each rank has its own share: not summed over the ranks"
 
-BESIDE = 2
-"""How many right places are named beside a wrong one."""
+HEALTHY = 2
+"""How many right places are named with a wrong one."""
 
 
 @dataclass
 class _Seen:
-    """A place, and what was compared there."""
+    """A place, and the tensors compared there."""
 
     place: Location
     values: list[torch.Tensor]
-    """Each rank's whole tensor, or the one that all have."""
+    """Each rank's whole tensor, or the one that all share."""
 
     held: list[torch.Tensor] | None
-    """What each rank holds, where that might be a part of a sum."""
+    """Each rank's own tensor, if it may be a part of a sum."""
 
     expected: torch.Tensor
     unit: float
@@ -54,14 +54,14 @@ def localise(
     world: World,
     case: CaseResult,
 ) -> CaseResult:
-    """Return `case` with where the split model differs first: forward or, if it does not there, backward.
+    """Return `case` with the place where the split model differs first: in the forward, or else in the backward.
 
     Args:
-        training: the split model's, recorded and compared, or as far as it came.
+        training: the split model's, recorded, as far as it came.
         styles: of its plan, by fully qualified name.
         reference: the whole model's, recorded.
         world: the ranks.
-        case: the result, which fails.
+        case: the failing result.
     """
     search = _Search(training, styles, reference, world, case.options)
     finding = from_first(world, search.first_off("forward", search.outputs()))
@@ -76,7 +76,7 @@ def localise(
 
 
 def _notes(case: CaseResult) -> Iterator[str]:
-    """Yield what is not a matter of size."""
+    """Yield the faults that are not differences of size."""
     yield from case.notes
     yield from (f"{name}: no gradient, and the whole model has one" for name in case.missing)
     yield from (f"{name}: a gradient, and the whole model has none" for name in case.unexpected)
@@ -88,7 +88,7 @@ def _notes(case: CaseResult) -> Iterator[str]:
 
 
 class _Search:
-    """What the split model's modules gave beside the whole model's. Arguments as those of `localise`."""
+    """The outputs of the split model's modules and of the whole one's. Arguments as in `localise`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Search:
     ):
         self.training, self.styles, self.reference, self.world = training, styles, reference, world
         self.options = options
-        # Where a rank broke off, it has recorded less than the others.
+        # A rank that broke off has recorded less than the others.
         mine = {(point, key) for point, record in training.records.items() for key in record.tensors}
         self.common = set.intersection(*world.gather_objects(mine))
 
@@ -114,7 +114,7 @@ class _Search:
     def gradients(self) -> list[_Seen]:
         """Return, from the loss back, the gradient of each module's output and then of its own parameters.
 
-        Those of the newest step: the first that is off ends a training. Parameters have one for all of its batches.
+        Of the newest step, since the first difference ends a training. A parameter has one gradient for all batches.
         """
         left = dict(self.training.raw)
         parameters = self.training.model.named_parameters()
@@ -147,7 +147,7 @@ class _Search:
         return self.reference.tolerance.difference(value, expected)
 
     def _output(self, point: str, key: str, label: str) -> _Seen | None:
-        """Return the place of a recorded tensor; None if it was not recorded, or can't be put together."""
+        """Return the place of a recorded tensor; None if it was not recorded, or can't be assembled."""
         at = (point, "outputs", key)
         if (point, key) not in self.common or at not in self.reference.expected:
             return None
@@ -157,7 +157,7 @@ class _Search:
         expected, unit = self.reference.expected[at], self.reference.units[at]
         partial = may_be_partial(module_name(key), self.styles)
         if not partial and self.options.sequence_parallel and self._is_one_token(expected):
-            held = held[:1]  # on the stream the others have padding, of the same shape
+            held = held[:1]  # on the stream the other ranks hold padding of the same shape
         packings = _packings(module_name(key), self.styles, self.world.mesh.size())
         fit = best_fit(held, expected, self._apart, sums=partial, packings=packings)
         if fit is None:
@@ -169,7 +169,7 @@ class _Search:
         return expected.ndim > self.options.sequence_dim and expected.shape[self.options.sequence_dim] == 1
 
     def first_off(self, direction: str, seen: list[_Seen]) -> Finding | None:
-        """Return the first place that is off, and right ones beside it: before it, or in the same module after it."""
+        """Return the first wrong place, with right ones near it: before it, or after it in the same module."""
         tolerance = self.reference.tolerance.units(self.world.mesh.size())
         right = [one.place.error <= tolerance for one in seen]
         if all(right):
@@ -182,7 +182,7 @@ class _Search:
             if well and direction == "backward" and _parent(one.place.name) == _parent(first.place.name)
         ]
         before = [one.place for one in reversed(seen[:at])]
-        beside = [*before[: BESIDE - bool(after)], *after][:BESIDE]
+        healthy = [*before[: HEALTHY - bool(after)], *after][:HEALTHY]
         reason = diagnose(
             first.values[0], first.held, first.expected, first.unit * tolerance, self.world.mesh.size()
         )
@@ -191,17 +191,17 @@ class _Search:
             order = next(iter(self.reference.orders.values()))
             decoder = find_decoder(self.training.model, required=False)
             remedy = summing_style(name, self.styles, order, decoder, self.options)
-        return Finding(direction, replace(first.place, note=""), tuple(beside), reason, remedy)
+        return Finding(direction, replace(first.place, note=""), tuple(healthy), reason, remedy)
 
 
 def diagnose(
     value: torch.Tensor, held: list[torch.Tensor] | None, expected: torch.Tensor, allowed: float, ranks: int
 ) -> str:
-    """Return in words what is wrong with `value`, where its values say so for certain; else nothing.
+    """Return the fault of `value` in words, if its numbers leave no doubt; else "".
 
     Args:
-        value: whole, as the next one to read it has it.
-        held: what each rank has before any sum over the ranks, if each has something of that shape.
+        value: whole, as its next reader gets it.
+        held: each rank's tensor before any sum over the ranks, if all have that shape.
         expected: the right one.
         allowed: the largest difference that is rounding.
         ranks: the degree.
@@ -223,9 +223,9 @@ def diagnose(
 
 
 def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
-    """Whether a module's output, and its gradient, may be a part of a sum on each rank: inside a region only.
+    """Whether a module's output, and its gradient, may be a part of a sum on each rank: only inside a region.
 
-    What closes a region, and what works on the stream after that, has the sum itself.
+    A module that closes a region, or works on the stream behind it, has the sum itself.
     """
     style = styles.get(name)
     if isinstance(style, Style) and (style.closes or not style.inside):
@@ -236,7 +236,7 @@ def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
 
 
 def _packings(name: str, styles: Mapping[str, ParallelStyle], degree: int) -> list[Rows]:
-    """Return which rows each rank has of the packed projections in the region around a module, itself included."""
+    """Return each rank's rows of the packed projections in the region around a module, itself included."""
     opened = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
     around = [key for key in opened if name.startswith(f"{key}.")]
     packed = {

@@ -1,4 +1,4 @@
-"""Which style would sum a gradient that is not summed: where the parameter stands says it, or nothing does."""
+"""The style that would sum a gradient that is not summed, by the place of the parameter."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,8 +19,8 @@ def summing_style(
 ) -> str:
     """Return the style that sums the gradient of a replicated parameter over the ranks, as a plan calls it; "" if unclear.
 
-    In a region that is what works there; behind its sum, and outside of regions, what works on the stream, where with a
-    sharded sequence alone each rank has its own share.
+    In a region it is the region's; behind its sum and outside of regions the stream's, where each rank has a share of the
+    gradient only with sequence parallelism.
 
     Args:
         name: of the parameter.
@@ -39,7 +39,7 @@ def summing_style(
     else:
         closing = [key for key, style in own.items() if style.closes and within(key, region)]
         if module == region and closing and options.sequence_parallel:
-            return ""  # its code may read the parameter on either side of the sum
+            return ""  # the module's code may read the parameter on either side of the sum
         finished = {key: at for at, key in enumerate(order)}
         on_stream = any(finished.get(key, len(order)) < finished.get(module, -1) for key in closing)
     if not on_stream:

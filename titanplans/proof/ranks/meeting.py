@@ -1,4 +1,4 @@
-"""Where ranks that are threads wait for each other, take turns, and are found out if they do different things."""
+"""Where ranks that are threads wait for each other and take turns; ranks that do different things are detected."""
 
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -15,16 +15,16 @@ class Apart(RuntimeError):
 
 
 class Left(BaseException):
-    """Ends a rank's work because another rank's has failed. No `Exception`, so that models let it pass."""
+    """Ends a rank's work because another rank's has failed. Not an `Exception`, so that models let it pass."""
 
 
 class Meeting:
     """Where the ranks wait for each other, and hand over to the next.
 
     Args:
-        ranks: how many.
-        replica: which of the world's two they are.
-        drawing: each has a state of the default generator of its own, as it would in a process.
+        ranks: their number.
+        replica: their replica in the world, 0 or 1.
+        drawing: each rank has its own state of the default generator, as it would in a process.
     """
 
     def __init__(self, ranks: int, replica: int, *, drawing: bool = False):
@@ -32,7 +32,7 @@ class Meeting:
         self.in_world = list(range(replica * ranks, (replica + 1) * ranks))
         """The ranks' numbers in the world."""
         self.asked: dict[str, None] = {}
-        """Python modules, but torch's and ours, that asked for a rank's number in the world."""
+        """Python modules, other than torch's and ours, that asked for a rank's number in the world."""
         # An item is a rank's turn. Semaphores would do, but those of threading are written in Python.
         self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(ranks)]
         self._turns[0].put(None)
@@ -46,9 +46,9 @@ class Meeting:
         self._stopped = False
 
     def __call__(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> Any:
-        """Bring `value`, wait for the other ranks, and return what `act` makes of all values, in rank order.
+        """Bring `value`, wait for the other ranks, and return `act` of all values, in rank order.
 
-        Ranks that bring another `what` have lost each other, which is the failure of all.
+        Ranks whose `what` differs have lost each other, and all fail.
         """
         self._arrive(rank, what, value, act)
         if self._failure is not None:
@@ -56,7 +56,7 @@ class Meeting:
         return self._result
 
     def together(self, rank: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns on this rank, or raise on every rank what it raised on the first to fail."""
+        """Return the result of `work` on this rank, or raise on every rank the error of the first to fail."""
         self._depths[rank] += 1
         result = None
         try:
@@ -102,7 +102,7 @@ class Meeting:
         if len(self._brought) == self.ranks:
             self._settle([self._brought[r] for r in range(self.ranks)])
             self._brought.clear()
-        # The default generator is one for the process, and each rank has numbers of its own to draw.
+        # The process has one default generator, and each rank draws its own numbers.
         state = torch.get_rng_state() if self.drawing else None
         self.hand_over(rank)
         self.wait(rank)
@@ -110,7 +110,7 @@ class Meeting:
             torch.set_rng_state(state)
 
     def _settle(self, brought: list[tuple[Any, Any, Callable]]) -> None:
-        """Do what all ranks came for. Called by the last to arrive; what it leaves is read before the next time."""
+        """Do the collective. Called by the last rank to arrive; all read the result before they meet again."""
         whats = [what for what, _, _ in brought]
         ends = [what[1] for what in whats if what[0] == _END]
         alike = all(what == whats[0] for what in whats)

@@ -1,7 +1,4 @@
-"""Independent pieces of a proof side by side, each in a process that is forked for it.
-
-Ranks that are threads run one at a time, so one process keeps one core busy.
-"""
+"""Independent pieces of a proof side by side, in forked processes: threads take turns, so a process keeps one core busy."""
 
 import multiprocessing
 import os
@@ -16,7 +13,7 @@ from titanplans.errors import UserError
 T = TypeVar("T")
 
 Tell = Callable[[Any], None]
-"""Takes what is known before the end, which can be pickled."""
+"""Takes news before the end, which can be pickled."""
 
 
 def side_by_side(
@@ -25,15 +22,14 @@ def side_by_side(
     processes: int,
     heard: Tell = lambda news: None,
 ) -> list[T]:
-    """Return what `work` returns in each of so many processes, which can be pickled.
+    """Return the result of `work`, which can be pickled, in each process.
 
-    It is given an iterator over its share of `range(number)`: each process takes the next number when it is done with one.
-    What it tells on the way, `heard` is called with, here.
-    Several processes need Linux, and a process in which torch has neither run a backward nor used a second thread: what is
-    forked later has no autograd, and waits for threads that it does not have.
+    `work` gets an iterator over its share of `range(number)`: each process takes the next number when it is done with one.
+    `heard` is called here with its news. Several processes need Linux, and a process in which torch has neither run a
+    backward nor used a second thread: a later fork has no autograd, and waits for threads that it does not have.
 
     Raises:
-        UserError: what one of them raised.
+        UserError: from one of them.
         RuntimeError: a process ended without a result.
     """
     if min(number, processes) == 1:
@@ -75,7 +71,7 @@ def _turns(taken: Any, number: int) -> Iterator[int]:
 
 
 def _received(process: Any, receiver: Connection) -> tuple[bool, Any]:
-    """Return whether it is the result that a process has sent, and what it is."""
+    """Return whether a process has sent its result, and the result or the news."""
     try:
         ended, value = receiver.recv()
     except EOFError:
@@ -87,7 +83,7 @@ def _received(process: Any, receiver: Connection) -> tuple[bool, Any]:
 
 
 def _do(one: Callable[[], Any], sender: Connection) -> None:
-    # The parent's signals are its own: it ends this process.
+    # The parent handles signals, and ends this process.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """Process groups of ranks that are threads: torch's, whose collectives are meetings, in a world larger than the mesh.
 
-The world is that of a job with two data-parallel replicas, and the threads are one of them. The ranks of the other have no
-threads, so what would wait for them is refused: a plan that takes the default group for the mesh's is wrong. So is what
-waits for some of the threads only, as the groups of a mesh of two dimensions, since threads meet all together.
+The world is a job with two data-parallel replicas, and the threads are one of them. The other replica's ranks have no
+threads, so a collective that waits for them is refused: its plan takes the default group for the mesh's. A collective of
+some of the threads is refused too, as in a 2-D mesh: threads meet all together.
 """
 
 import inspect
@@ -20,7 +20,7 @@ BACKEND = "titanplans_threads"
 
 
 class ThreadGroup(threaded.ProcessLocalGroup):
-    """torch's process group of threads, whose ranks meet at `meeting`, where those that disagree are found out."""
+    """torch's process group of threads. Its ranks meet at `meeting`, which detects ranks that disagree."""
 
     meeting: Meeting
 
@@ -54,7 +54,7 @@ class ThreadGroup(threaded.ProcessLocalGroup):
         )
 
     def _get_backend(self, device):  # type: ignore[override]
-        """It has no other: it communicates itself."""
+        """Return itself: it communicates without a backend."""
         return self
 
     def barrier(self, opts=None):  # type: ignore[override]
@@ -100,7 +100,7 @@ class ThreadGroup(threaded.ProcessLocalGroup):
 
 
 def _running() -> Iterator[str]:
-    """Yield the names of the Python modules whose code runs on this thread, but the proof's, the innermost first."""
+    """Yield the names of the Python modules whose code runs on this thread, the innermost first, without the proof's."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"] != threading.__name__:
         if not (name := frame.f_globals["__name__"]).startswith("titanplans.proof."):
@@ -109,15 +109,14 @@ def _running() -> Iterator[str]:
 
 
 def _caller() -> str:
-    """Return who called torch: a Python module, or, where none but torch is running, the backward."""
+    """Return who called torch: a Python module, or the backward if only torch is running."""
     return next((name for name in _running() if name.partition(".")[0] != "torch"), "the backward")
 
 
 def _goes_over_all(collective: Any) -> bool:
-    """Whether ranks with no threads may be left out of what is called on the default group.
+    """Whether a collective on the default group may leave out the ranks without threads.
 
-    That is a barrier, and torch's question to all of the world if DTensors are equal, which a right replica answers as the
-    others do.
+    A barrier may, and torch's test of DTensors for equality, which every right replica answers alike.
     """
     if isinstance(collective, _Barrier):
         return True
@@ -127,7 +126,7 @@ def _goes_over_all(collective: Any) -> bool:
 
 class _Barrier:
     def work(self, data: list) -> None:
-        """Nothing: they have met."""
+        """Do nothing: the ranks have met."""
 
 
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.overrides")
@@ -135,7 +134,7 @@ _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_lo
 
 @contextmanager
 def asking_noted() -> Iterator[None]:
-    """Note who asks `dist.get_rank()`: it may do one thing in one replica, and another thing in the other."""
+    """Note who asks `dist.get_rank()`: such code may act differently in another replica."""
     own = dist.get_rank
 
     def get_rank(group: dist.ProcessGroup | None = None) -> int:

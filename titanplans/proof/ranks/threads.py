@@ -1,13 +1,13 @@
 """Ranks that are threads of this process: real local tensors and real collectives, without processes.
 
-One rank runs at a time, from one collective to the next, in the order of the ranks. So what is global in a
-process is never seen half done, runs are reproducible, and a rank that fails ends the others: they leave their
-work at their next collective instead of waiting for it. Each thread has autograd, grad mode and function modes
-of its own, and of a model that drops numbers the default generator's state; what else is one for the process is shared.
+One rank runs at a time, from one collective to the next, in the order of the ranks. So global state of the process is
+never half changed, runs are reproducible, and a rank that fails ends the others at their next collective. Each thread has
+its own autograd, grad mode and function modes, and for a model with dropout its own state of the default generator; all
+other global state is shared.
 
-The world is that of a job with two data-parallel replicas, and the threads are one of them, the second if nothing is said:
-at degree 2 they are ranks 2 and 3 of 4. So `dist.get_rank()` is no rank's number in the mesh, and the default group is not
-the mesh's (titanplans/proof/ranks/thread_groups.py).
+The world is a job with two data-parallel replicas, and the threads are one of them, by default the second: at degree 2
+they are ranks 2 and 3 of 4. So `dist.get_rank()` differs from a rank's number in the mesh, and the default group from the
+mesh's (titanplans/proof/ranks/thread_groups.py).
 """
 
 import threading
@@ -58,9 +58,9 @@ class ThreadWorld:
 
 
 class Pool:
-    """Threads that are ranks, a world of them for each degree that was asked for, until the context ends.
+    """Threads that are ranks, one world of them for each degree, until the context ends.
 
-    A world is kept, since torch remembers by thread and by mesh how DTensors are sharded.
+    A world is kept: torch caches the sharding of DTensors by thread and by mesh.
 
     Args:
         device: of the meshes.
@@ -85,15 +85,15 @@ class Pool:
         self._stack.close()
 
     def run(self, degree: int, work: Callable[[ThreadWorld], T], replica: int = 1) -> T:
-        """Run `work` on each of `degree` threads, and return what it returns on the first.
+        """Run `work` on each of `degree` threads, and return its result on the first.
 
         Args:
             degree: number of ranks.
             work: of each rank.
-            replica: which of the world's two the ranks are, 0 or 1.
+            replica: the ranks' replica in the world, 0 or 1.
 
         Raises:
-            Exception: what `work` raised on the first rank to fail; `Apart` where the ranks lost each other.
+            Exception: from `work` on the first rank to fail; `Apart` if the ranks lost each other.
         """
         if (degree, replica) not in self._worlds:
             self._worlds[degree, replica] = _Ranks(degree, replica, self.device, self.drawing)
@@ -101,7 +101,7 @@ class Pool:
 
 
 class _Ranks:
-    """The threads of one world, each of which waits for work."""
+    """The threads of one world; each waits for work."""
 
     def __init__(self, degree: int, replica: int, device: torch.device, drawing: bool):
         self.degree, self.replica, self.device, self.drawing = degree, replica, device, drawing
@@ -168,7 +168,7 @@ class _Ranks:
 
 
 def run(degree: int, device: torch.device, work: Callable[[ThreadWorld], T]) -> T:
-    """Run `work` on each of `degree` threads, and return what it returns on the first: a `Pool` for one time.
+    """Run `work` on each of `degree` threads, and return its result on the first: a `Pool` for one call.
 
     Raises:
         PlanError: this process is a rank already.
