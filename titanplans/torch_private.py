@@ -7,7 +7,7 @@ qualified names, which graphs and exported programs hold.
 
 torch's compiler takes two seconds to import, so its names are functions that import it when called.
 
-Everything but the Trainer runs on torch 2.11, too (docs/torch-2.11.md). What differs is told here, by what there is where
+Everything but the Trainer runs on torch 2.11, too (docs/parallel.md). What differs is told here, by what there is where
 that can be seen.
 """
 

@@ -35,7 +35,7 @@ from titanplans.split.stream import border_of_model
 from titanplans.torch_private import version
 
 CHUNK = 512
-"""Tokens of a chunk where nobody says: docs/loss.md has what was measured."""
+"""Tokens of a chunk where nobody says: docs/benchmarks.md has what was measured."""
 
 
 class FusedLoss:
