@@ -1,31 +1,27 @@
-"""The page of all architectures, made of their plans, their sizes and the variants that are proved.
+"""The page of all architectures: what `titanplans list --long` prints, and the variants that are proved.
 
-PYTHONPATH=. python tests/architectures.py     # writes docs/architectures.md
+python docs/generate.py architectures.md     # writes it
 """
 
-import inspect
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import zoo
-from torch import nn
 
-from titanplans import PlanError, check_plan, kernels, modeling, registered_plans
-from titanplans.cli.listing import split_by
+from titanplans import registered_plans
+from titanplans.cli.long_listing import architectures
 
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
-LARGEST = 64
-"""The largest degree that is tried."""
+PAGE = Path(__file__).parents[1] / "docs" / "generated" / "architectures.md"
 HEAD = """# Architectures
 
-Made by `tests/architectures.py` of the plans, the sizes and the proofs: what is below is what the code says.
+`titanplans list --long` prints these, but for the last column.
 
-*Lines* are those of the plan's class. *Split by* says what of a mixer each rank has a part of, and names what is not plain:
-packed projections, norms over a split width, sums inside the region, a mixer's own numbers. Of what is not split every rank
-has all; MLPs and vocabularies are split in each. *Largest degree* is that of each named size, among powers of two up to 64.
-*Proved* are the variants of the config in `tests/zoo.py`, each at tp 2 and 4 with sequence and loss sharded and whole: loss,
-gradients, weights after a step, in float64 against the whole model.
+*Lines*: those of the plan's class. *Split by*: the heads by which a mixer is split, and its packed projections, norms over a
+split width, sums inside the region and own numbers. Every rank has all of the rest; MLPs and vocabularies are always split.
+*Largest degree*: of each named size, among powers of two up to 64. *Proved variants*: of the config, in `tests/zoo.py`, each
+at tp 2 and 4 with sequence and loss sharded and whole: loss, gradients and weights after a step, in float64 against the
+whole model.
 
 | architecture | plan | lines | mixer | split by | largest degree | proved variants |
 |---|---|---|---|---|---|---|
@@ -40,47 +36,21 @@ def own_plans() -> dict[str, type]:
 
 def page() -> str:
     """Return the page."""
-    kernels.install("cpu")
     return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows())
 
 
 def rows() -> Iterator[tuple[str, ...]]:
     """Yield a row for each architecture."""
-    for name, plan in own_plans().items():
-        model = modeling.build(modeling.load_config(name, "debug"))
-        styles = check_plan(model, 2)
-        split = split_by(model, plan, styles)
+    for one in architectures(list(own_plans())):
         yield (
-            f"`{name}`",
-            place(plan),
-            str(len(inspect.getsource(plan).splitlines())),
-            ", ".join(f"`{kind}`" for kind in split),
-            "; ".join(dict.fromkeys(split.values())).replace("'", "`"),
-            ", ".join(f"{flavor} {largest(name, flavor)}" for flavor in modeling.available()[name]),
-            variants(name),
+            f"`{one.name}`",
+            f"`{one.plan}`",
+            str(one.lines),
+            ", ".join(f"`{kind}`" for kind in one.split),
+            "; ".join(dict.fromkeys(one.split.values())).replace("'", "`"),
+            ", ".join(f"{flavor} {degree}" for flavor, degree in one.degrees.items()),
+            variants(one.name),
         )
-
-
-def place(plan: type) -> str:
-    """Return the file of a plan."""
-    return f"`{plan.__module__.removeprefix('titanplans.').replace('.', '/')}.py`"
-
-
-def largest(name: str, flavor: str) -> int:
-    """Return the largest degree that the plan takes of a named size."""
-    model = modeling.build(modeling.load_config(name, flavor))
-    degree = 1
-    while degree < LARGEST and fits(model, 2 * degree):
-        degree *= 2
-    return degree
-
-
-def fits(model: nn.Module, degree: int) -> bool:
-    try:
-        check_plan(model, degree)
-    except PlanError:
-        return False
-    return True
 
 
 @cache
@@ -95,7 +65,3 @@ def variants(name: str) -> str:
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
         told = [", ".join(f"{k} = {v}" for k, v in made[0].items() if k not in sizes)]
     return "; ".join(told)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

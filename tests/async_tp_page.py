@@ -1,6 +1,6 @@
-"""The table of docs/async-tp.md: what becomes of the collectives of a block of every registered architecture.
+"""The table of docs/generated/async_tp.md: what becomes of the collectives of a block of every registered architecture.
 
-PYTHONPATH=. python async_tp_page.py --page    in tests/, writes it (five to ten minutes on two quiet cores)
+python docs/generate.py async_tp.md     # writes it; five to ten minutes on two quiet cores
 """
 
 import sys
@@ -13,7 +13,7 @@ from titanplans.cli.verify.arguments import parse
 from titanplans.cli.verify.subject import Subject, every_model
 from titanplans.errors import VerifyError
 
-PAGE = Path(__file__).parents[1] / "docs" / "async-tp.md"
+PAGE = Path(__file__).parents[1] / "docs" / "generated" / "async_tp.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->"
 HEAD = "| architecture | forward | backward | overlapped with | neither |\n|---|---|---|---|---|\n"
 

@@ -1,7 +1,7 @@
 """Every combination of the options that affect each other: what is refused, what runs, and the page that says so.
 
     PYTHONPATH=. python tests/combinations.py            # runs what is not refused; half an hour on 2 cores
-    PYTHONPATH=. python tests/combinations.py --page     # writes docs/combinations.md
+    PYTHONPATH=. python tests/combinations.py --page     # writes docs/generated/combinations.md
 
 A combination runs one step of a tiny model over real process groups, and is compared with one process:
 loss, gradient norm, and every gradient.
@@ -25,7 +25,7 @@ import zoo
 from titanplans.errors import UserError
 from titanplans.proof.ranks.fake import fake_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+PAGE = Path(__file__).parents[1] / "docs" / "generated" / "combinations.md"
 LENGTH = 16
 
 KINDS = {
@@ -232,7 +232,7 @@ def run_in_worlds(combinations, progress=False):
 
 
 def page(verdicts):
-    """Return docs/combinations.md for the verdicts of `ALL`: None, or why it is refused."""
+    """Return docs/generated/combinations.md for the verdicts of `ALL`: None, or why it is refused."""
     reasons = list(dict.fromkeys(filter(None, verdicts.values())))
     blocks = [HEAD.format(
         all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
@@ -300,7 +300,9 @@ def main():
     parser.add_argument("--kind", choices=KINDS, help="only this kind of model")
     parser.add_argument("--eager", action="store_true", help="only what is not compiled")
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), help="only worlds of this size")
-    parser.add_argument("--page", action="store_true", help="write docs/combinations.md, and run nothing")
+    parser.add_argument(
+        "--page", action="store_true", help="write docs/generated/combinations.md, and run nothing"
+    )
     arguments = parser.parse_args()
     verdicts = {c: refusal(c) for c in ALL}
     if arguments.page:

@@ -1,6 +1,6 @@
 """Every registered architecture compiled under tensor parallelism: losses, graphs, graph breaks, and the table of them.
 
-    PYTHONPATH=. python tests/compiled.py --page     # writes the table into docs/compile.md; a few minutes
+    python docs/generate.py graphs.md     # writes the table into docs/generated/graphs.md; a few minutes
 
 Two gloo ranks, sequence and loss parallel, AdamW, the models of zoo.py.
 """
@@ -15,7 +15,7 @@ import torch
 import worlds
 import zoo
 
-PAGE = Path(__file__).parents[1] / "docs" / "compile.md"
+PAGE = Path(__file__).parents[1] / "docs" / "generated" / "graphs.md"
 BEGIN, END = "<!-- table: tests/compiled.py -->\n", "<!-- end of table -->\n"
 BATCH, LENGTH, STEPS = 2, 16, 3
 OTHER_LENGTHS = (24, 30)
@@ -176,7 +176,7 @@ def kinds(first):
 
 
 def table(results):
-    """Return the table of docs/compile.md."""
+    """Return the table of docs/generated/graphs.md."""
     rows = [
         "| architecture | block | graphs | graph breaks: what ends a graph |",
         "|---|---|---:|---|",

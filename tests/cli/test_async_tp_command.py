@@ -1,4 +1,4 @@
-"""`titanplans async-tp`: architectures against the table of docs/async-tp.md, and what else it says."""
+"""`titanplans async-tp`: architectures against the table of docs/generated/async_tp.md, and what else it says."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, every TOML block is a job, a sweep or a family that loads, and paths exist."""
+"""Every Python block of the docs runs, every TOML block is a job, a sweep or a family that loads; links lead somewhere."""
 
 import re
 import shlex
@@ -11,6 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+LINKING = [
+    *PAGES,
+    *(ROOT / "docs" / "generated").glob("*.md"),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/out_of_tree/README.md")),
+]
 ELSEWHERE = ("fla", "legacy", "outputs", "dump_folder", "rank_N")
 """First parts of paths that are not of this repository: of another project's, or of what a job writes."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
@@ -88,16 +93,50 @@ def test_toml_blocks_load(page, tmp_path, monkeypatch):
             load_job([str(job)])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", prose(page)):
+        if "://" in target:
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what GitHub makes of a page's headings: lower case, hyphens for spaces, no punctuation."""
+    return {
+        re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-")
+        for line in re.findall(r"^#+ (.*)", prose(page), re.M)
+    }
+
+
+def test_anchors_are_those_of_github(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# FLA on a CPU\n## On a GPU: `make gpu`\n### [[optimizer.groups]]\n```\n# no heading\n```\n"
+    )
+    assert anchors(page) == {"fla-on-a-cpu", "on-a-gpu-make-gpu", "optimizergroups"}
+
+
+def test_paths_that_the_code_names_exist():
+    """Pages of documentation that errors, docstrings and comments name; `make gpu` writes those of docs/gpu."""
+    code = [
+        f for folder in ("titanplans", "plans", "tests", "benchmarks") for f in (ROOT / folder).rglob("*.py")
+    ]
+    for file in [*code, *(ROOT / "configs").rglob("*.toml"), ROOT / "Makefile"]:
+        for named in re.findall(r"(?<![\w/])docs/[\w/-]+\.(?:md|py|svg)", file.read_text()):
+            assert (ROOT / named).exists(), f"{file.relative_to(ROOT)} names {named}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_exist(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    text = prose(page)
     roots = (ROOT, ROOT / "titanplans") if page.name == "architecture.md" else (ROOT,)
     for path in re.findall(r"`((?:\w+/)+[\w.-]*)`", text):
         if path.split("/")[0] not in ELSEWHERE:

@@ -109,13 +109,13 @@ def _rounded(count, like):
 
 
 def test_every_flavor_has_a_count():
-    """But the debug flavors of families that docs/architectures.md lists alone."""
+    """But the debug flavors of families that docs/generated/architectures.md lists alone."""
     named = {(n, flavor) for n, flavors in modeling.available().items() for flavor in flavors}
     assert named - {(n, "debug") for n in zoo.FAMILIES} == set(PARAMETERS)
 
 
 def test_the_table_of_the_docs_gives_these_counts():
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "generated" / "models.md").read_text()
     rows = [[cell.strip() for cell in row.split("|")] for row in page.splitlines() if row.startswith("| ")]
     counts = {(row[1], row[2]): row[-3] for row in rows if row[1] in modeling.available()}
     assert counts == {key: f"{count:,}" for key, (count, _, _) in PARAMETERS.items()}

@@ -202,7 +202,10 @@ def test_a_part_that_does_not_run_is_not_missed():
 # Options of a strategy.
 
 OPTIONS = {
-    "no recipe": ({"emulate": True}, r"float8.emulate = true: has no effect unless quantize.linear.float8.recipe_name"),
+    "no recipe": (
+        {"emulate": True},
+        r"float8.emulate = true: has no effect unless quantize.linear.float8.recipe_name",
+    ),
     "rows": (
         {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True},
         'has one scale, but recipe_name = "rowwise" has one per row',

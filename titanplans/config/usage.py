@@ -1,4 +1,4 @@
-"""What `--help` prints, and the tables of docs/config.md: both read off the schema and the tables of old keys."""
+"""What `--help` prints, and the tables of docs/generated/options.md: both read off the schema and the tables of old keys."""
 
 import itertools
 import textwrap
@@ -58,7 +58,7 @@ def usage(of: str | None = None) -> str:
 
 
 def tables() -> str:
-    """Return the tables of docs/config.md, as Markdown."""
+    """Return the tables of docs/generated/options.md, as Markdown."""
     return "\n".join(
         [
             "## Every key\n",

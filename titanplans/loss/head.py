@@ -36,7 +36,7 @@ from titanplans.text import class_name
 from titanplans.torch_private.autograd import version
 
 CHUNK = 512
-"""Tokens of a chunk by default; docs/loss.md has the figures."""
+"""Tokens of a chunk by default; docs/benchmarks.md has the figures."""
 
 
 class FusedLoss:

@@ -3,7 +3,7 @@
     report = parallelism_report(...)            # titanplans.parallel.report, once the model is parallel
     with report.measuring(step=1):
         ...                                     # a whole training step
-    report.values                               # plain dicts, lists, numbers: docs/parallelism-report.md
+    report.values                               # plain dicts, lists, numbers: docs/observe.md
 
 What is in it was read off the model, counted as it happened, or given by torch. A field that can't be known is None,
 and `reasons` says why: a failure of the observer never ends the run. When the report is written is the

@@ -6,5 +6,5 @@ tests/test_torch_private.py counts. Methods that a subclass of torch's overrides
 (`torch.ops.…`) are reached by their qualified names, which graphs and exported programs hold.
 
 Import a name from its subject, which imports no more than that subject needs. Everything but the Trainer runs on torch
-2.11, too (docs/torch-2.11.md); these files and the marked functions hold the differences.
+2.11, too (docs/parallel.md); these files and the marked functions hold the differences.
 """

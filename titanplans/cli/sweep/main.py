@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         prog="titanplans sweep",
         description="Run a grid of jobs, one after another, and write a table of their results.",
     )
-    parser.add_argument("sweep", metavar="SWEEP.toml", help="which jobs (docs/sweep.md)")
+    parser.add_argument("sweep", metavar="SWEEP.toml", help="which jobs (docs/training.md)")
     parser.add_argument(
         "--dry-run", action="store_true", help="list the cells, and what would be refused; start nothing"
     )

@@ -48,6 +48,8 @@ def add_commands(commands: Any) -> None:
     listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
     words = "only their plans, and what of their mixers these split"
     listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
+    words = "of each: file and lines of the plan, what a rank has a part of, the largest degree of each size"
+    listed.add_argument("--long", action="store_true", help=words)
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     _add_verify(
         commands.add_parser(

@@ -35,7 +35,10 @@ def main(argv: list[str], *, alone: bool = False) -> int:
             request = parse(argv)
             if request.command == "list":
                 gc.disable()  # as for a proof
-                from titanplans.cli.listing import listing
+                if request.long:
+                    from titanplans.cli.long_listing import long_listing as listing
+                else:
+                    from titanplans.cli.listing import listing
 
                 print(listing(request.model_types))
                 return 0

@@ -4,7 +4,7 @@ The recurrence, for one head with key size K and value size V (Yang et al. 2024,
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
 
-Not FLA's own `naive_recurrent_gla`, a loop over time that is too slow to train with (docs/cpu-kernels.md has the
+Not FLA's own `naive_recurrent_gla`, a loop over time that is too slow to train with (docs/benchmarks.md has the
 ratio). This file checks arguments and lays tokens out in chunks; the mathematics is in `gla_chunks.py`.
 """
 

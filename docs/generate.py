@@ -1,0 +1,94 @@
+"""Writes what a program knows about this project into docs/generated/, and the picture of a block.
+
+python docs/generate.py                    # all but the slow pages; two minutes
+python docs/generate.py options.md         # this one
+python docs/generate.py --slow             # those that compile every architecture, too; a quarter of an hour
+python docs/generate.py --check            # writes nothing; status 1 if a page is not what it would write
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "generated"
+OPTIONS = """# Options
+
+`titanplans train --help` prints these from `titanplans/config/sections/`; `--help SECTION` one section. How a job is
+written: [config.md](../config.md).
+
+"""
+
+
+def page_of(module: str) -> Callable[[], str]:
+    """Return what a module of tests/ or docs/ writes."""
+    return lambda: import_module(module).page()
+
+
+def options() -> str:
+    """Return the page of all options of a job."""
+    from titanplans.config.usage import tables
+
+    return OPTIONS + tables()
+
+
+def combinations() -> str:
+    """Return the page of all combinations of options; none is run."""
+    made = import_module("combinations")
+    return made.page({each: made.refusal(each) for each in made.ALL})
+
+
+def picture() -> str:
+    """Return the picture of a block."""
+    return import_module("draw_block").picture()
+
+
+PAGES = {
+    FOLDER / "options.md": options,
+    FOLDER / "models.md": page_of("flavors"),
+    FOLDER / "architectures.md": page_of("architectures"),
+    FOLDER / "combinations.md": combinations,
+    ROOT / "docs" / "block.svg": picture,
+}
+SLOW = {"graphs.md": "compiled.py", "async_tp.md": "async_tp_page.py"}
+"""Pages whose scripts in tests/ compile every architecture, and whose own tests compare them."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write or check the pages that `argv` names; return the exit status."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "docs")]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [*(page.name for page in PAGES), *SLOW]
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"one of {', '.join(names)}")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is stale")
+    parser.add_argument("--slow", action="store_true", help=f"{' and '.join(SLOW)}, too")
+    asked = parser.parse_args(argv)
+    if unknown := set(asked.pages) - set(names):
+        parser.error(f"no such page: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen = asked.pages or [*(page.name for page in PAGES), *(SLOW if asked.slow else ())]
+    if asked.check and (slow := SLOW.keys() & set(chosen)):
+        parser.error(f"{', '.join(sorted(slow))}: checked by the tests of the scripts that write them")
+    stale = [page for page, make in PAGES.items() if page.name in chosen and differs(page, make, asked.check)]
+    for page in stale:
+        print(f"{page.relative_to(ROOT)} {'is stale: python docs/generate.py' if asked.check else 'written'}")
+    for name, script in SLOW.items():
+        if name in chosen:
+            subprocess.run([sys.executable, script, "--page"], cwd=ROOT / "tests", check=True)
+    return int(asked.check and bool(stale))
+
+
+def differs(page: Path, make: Callable[[], str], check: bool) -> bool:
+    """Whether a page is not what its program says; then write it, unless it is only checked."""
+    text = make()
+    if page.exists() and page.read_text() == text:
+        return False
+    if not check:
+        page.write_text(text)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
