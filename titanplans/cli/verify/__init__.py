@@ -1,4 +1,4 @@
-"""`titanplans verify`: a name, a job or a config.json becomes a model, which `titanplans.proof` proves; the result is printed.
+"""`titanplans verify`: a name, a job or a config.json becomes a model, `titanplans.proof` proves it; the result is printed.
 
 Importing the package imports nothing.
 """
