@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from titanplans.training.checkpoint.card import Card, damage
 from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+from titanplans.training.launch.exit_status import finish
 
 TENSORS = 48
 
@@ -127,3 +128,4 @@ def watch(folder: Path, mode: str, steps: int) -> None:
 
 if __name__ == "__main__":
     main()
+    finish(0)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.gpu_runs import ROOT, Result, Run, carry_out, page
+from titanplans.training.launch.exit_status import finish
 
 DEGREES = (2, 4, 8)
 
@@ -207,4 +208,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main())

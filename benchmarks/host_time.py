@@ -31,6 +31,7 @@ from titanplans import FSDP2Config, apply_plan, modeling
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.fsdp import shard
 from titanplans.torch_private.distributed import fake_store
+from titanplans.training.launch.exit_status import finish
 
 LAYERS, BATCH, TOKENS = 24, 2, 16
 WORLD = 8
@@ -231,3 +232,4 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 if __name__ == "__main__":
     main()
+    finish(0)

@@ -1,6 +1,6 @@
 """The head and the loss of two tensor-parallel ranks over gloo: peak memory and processor time, forward and backward.
 
-    python benchmarks/loss.py [--rounds 1] [--tokens 2048] [--vocabulary 262144] [--hidden 640] [--dtype float32]
+    python -m benchmarks.loss [--rounds 1] [--tokens 2048] [--vocabulary 262144] [--hidden 640] [--dtype float32]
 
 Gemma 3's vocabulary and the width of its 270M. Variants take turns; each turn is two fresh processes that take a step of
 eight tokens, then the one that is timed. Memory is the peak of a rank's resident pages, less what it had before the first
@@ -26,6 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
+
+from titanplans.training.launch.exit_status import finish
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of hidden states and labels: the loss."""
@@ -196,3 +198,4 @@ VARIANTS: dict[str, Callable[[Ends, DeviceMesh], Step]] = {
 
 if __name__ == "__main__":
     main()
+    finish(0)

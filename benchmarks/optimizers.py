@@ -1,6 +1,6 @@
 """The optimizer's step: Muon against AdamW, in one process and on two ranks of FSDP2 or TP over gloo.
 
-    python benchmarks/optimizers.py [--rounds 7] [--hidden 512] [--layers 4]
+    python -m benchmarks.optimizers [--rounds 7] [--hidden 512] [--layers 4]
 
 A Llama in float32, one thread a rank. Variants take turns in one run. The table gives the median of a step in seconds, the
 bytes of optimizer state that a rank keeps, and the most memory that a step takes beside them (tensors that live at one
@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from titanplans.training.launch.exit_status import finish
 
 OURS, THEIRS, ADAMW = "Muon", "torch.optim.Muon", "AdamW"
 
@@ -166,3 +168,4 @@ def memory(step, optimizers: list[torch.optim.Optimizer], *, alone: bool) -> tup
 
 if __name__ == "__main__":
     main()
+    finish(0)

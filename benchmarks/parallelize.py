@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from titanplans import kernels, modeling
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelManager, parallelize
 from titanplans.plan.registry import registered_plans
+from titanplans.training.launch.exit_status import finish
 
 TP = 8
 WORLDS = (8, 512, 4096)
@@ -285,3 +286,4 @@ def in_new_processes(function: Callable[..., Any], arguments: Iterable[tuple[Any
 
 if __name__ == "__main__":
     main()
+    finish(0)

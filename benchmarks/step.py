@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.multiprocessing as mp
 
+from titanplans.training.launch.exit_status import finish
+
 MODELS = {
     "cuda": {"gla": "340M", "transformer": "340M", "qwen3": "0.6B"},
     "cpu": {"gla": "debug", "transformer": "debug", "qwen3": "debug"},
@@ -236,3 +238,4 @@ def peak_memory(device: str) -> int | None:
 
 if __name__ == "__main__":
     main()
+    finish(0)

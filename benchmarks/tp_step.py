@@ -1,6 +1,6 @@
 """A training step with TP=2 over gloo against one process with two threads, the same batch.
 
-    python benchmarks/tp_step.py [--rounds 5]
+    python -m benchmarks.tp_step [--rounds 5]
 
 A transformer of 60 million parameters, 2 sequences of 512 tokens, float32. Three variants take
 turns in one run, so that a slow minute of the machine hits all of them: the unsplit model in one
@@ -22,6 +22,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
+
+from titanplans.training.launch.exit_status import finish
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 BATCH, LENGTH = 2, 512
@@ -175,3 +177,4 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch
 
 if __name__ == "__main__":
     main()
+    finish(0)

@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from titanplans.training.launch.exit_status import finish
+
 HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 5632, 32_000
 
 
@@ -333,3 +335,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    finish(0)

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from titanplans.disk import is_refusal, reason
 from titanplans.errors import as_line, nearest
+from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout
 
 COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "plot", "check", "export", "import", "completion")
@@ -37,6 +38,7 @@ _BELOW = ("torch", "torchtitan", "torchao", "transformers", "flash-linear-attent
 def run(argv: list[str] | None = None) -> NoReturn:
     """Do what this process was started for, or what `argv` says, and end the process with the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    silence(training=argv[:1] == ["train"])
     if not sys.flags.safe_path:
         sys.path.append("")  # the folder where the user's plans lie: an installed command sees its own
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])

@@ -1,0 +1,81 @@
+"""Commands print nothing of other libraries' warnings; what is not known to be noise is shown."""
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from titanplans import quiet
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = {
+    "list": ["list"],
+    # Between them they have each warning of torchao, torch, FLA and transformers that is known.
+    "list models": [
+        "list",
+        "gla",
+        "mamba",
+        "mamba2",
+        "mamba3",
+        "log_linear_mamba2",
+        "comba",
+        "rwkv7",
+        "rodimus",
+    ],
+    "verify": ["verify", "mamba2", "--tp", "2", "--quick"],
+    "train": ["train", "configs/gla_debug.toml", "--training.steps", "1", "--job.dump_folder"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_leaves_stderr_empty(name, tmp_path):
+    argv = [*COMMANDS[name], *([str(tmp_path)] if name == "train" else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "titanplans", *argv], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_benchmarks_leave_stderr_empty(tmp_path):
+    """Nor do they leave Python free Triton's objects one by one, whose leaks nanobind lists."""
+    code = "import benchmarks, torchao.float8, fla.layers, triton; from benchmarks.gpu_day import finish; finish(3)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.returncode) == ("", 3)
+
+
+@pytest.fixture
+def silenced(monkeypatch):
+    """Undo what a program may do for good."""
+    loggers = [logging.getLogger(name) for name in (*quiet._NOISE, *quiet._OF_TRAINING)]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "filters", [])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        yield shown
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_other_words_are_shown(silenced, caplog, training):
+    quiet.silence(training=training)
+    for words in ("Failed to load x.so: no such file", "float8 has changed its meaning"):
+        logging.getLogger("torchao").warning(words)
+    assert caplog.messages == ["float8 has changed its meaning"]
+    for words in (
+        "Triton is not supported on current platform, roll back to CPU.",
+        "Triton has found no GPU",
+    ):
+        warnings.warn(words, UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in silenced] == ["Triton has found no GPU"]
+
+
+def test_a_training_says_once_what_matters_to_it(silenced, caplog):
+    quiet.silence(training=True)
+    for layer in range(3):
+        words = "Mamba2 does not recommend using Triton's conv1d backend, as it is untested"
+        logging.getLogger("fla.layers.mamba2").warning(words)
+        logging.getLogger("fla.layers.mamba2").warning("layer %d has no state", layer)
+    assert len(caplog.messages) == 4
