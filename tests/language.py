@@ -436,7 +436,7 @@ class HalvesPlan(TinyPlan):
         return {**self.attn_input(), "q_proj": self.colwise(), "o_proj": self.rowwise()}
 
     def model_attributes(self, model):
-        return {"keys.num_kv_heads": self.part_of(model.keys.num_kv_heads)}
+        return {"keys.num_kv_heads": self.heads_per_rank(model.keys.num_kv_heads)}
 
 
 class WholePlan(TinyPlan):

@@ -121,7 +121,7 @@ def test_users():
 
         @staticmethod
         def backward(ctx, grad):
-            seen.append(autograd.users(grad))
+            seen.append(autograd.grad_refcount(grad))
             return grad.clone()
 
     one, other = (torch.ones(2, requires_grad=True) for _ in range(2))

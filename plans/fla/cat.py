@@ -32,5 +32,5 @@ class CATPlan(MixerPlan):
         }
 
     def local_attributes(self, attn: nn.Module) -> dict[str, int]:
-        kv = self.part_of(attn.num_kv_heads)  # type: ignore[arg-type]
+        kv = self.heads_per_rank(attn.num_kv_heads)  # type: ignore[arg-type]
         return super().local_attributes(attn) | {"num_kv_heads": kv}

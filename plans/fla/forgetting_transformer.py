@@ -18,5 +18,5 @@ class ForgettingTransformerPlan(MixerPlan):
         attributes = super().local_attributes(attn)
         if attn.qk_norm:
             heads = {"q_norm.num_groups": attn.num_heads, "k_norm.num_groups": attn.num_kv_heads}
-            attributes |= {name: self.part_of(number) for name, number in heads.items()}  # type: ignore[arg-type]
+            attributes |= {name: self.heads_per_rank(number) for name, number in heads.items()}  # type: ignore[arg-type]
         return attributes

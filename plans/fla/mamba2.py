@@ -38,7 +38,7 @@ class Mamba2Plan(TransformerPlan):
         return (attn.num_heads,)
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        groups = self.part_of(attn.n_groups)
+        groups = self.heads_per_rank(attn.n_groups)
         local = self.divided(attn, "num_heads", "intermediate_size") | {"n_groups": groups}
         channels = local["intermediate_size"] + 2 * groups * attn.ssm_state_size
         norm = {"norm.group_size": local["intermediate_size"] // groups} if attn.rmsnorm else {}

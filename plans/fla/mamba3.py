@@ -27,5 +27,5 @@ class Mamba3Plan(TransformerPlan):
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
         return self.divided(attn, "num_heads", "intermediate_size") | {
-            "n_groups": self.part_of(attn.n_groups)
+            "n_groups": self.heads_per_rank(attn.n_groups)
         }

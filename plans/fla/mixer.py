@@ -39,7 +39,7 @@ class MixerPlan(TransformerPlan):
             heads = self.kv_heads(attn)
             assert heads is not None
             for name in self.shared_counts:
-                counted[name] = getattr(attn, name) // heads * self.part_of(heads)
+                counted[name] = getattr(attn, name) // heads * self.heads_per_rank(heads)
         return counted
 
 

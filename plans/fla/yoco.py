@@ -48,7 +48,7 @@ class YOCOPlan(MixerPlan):
         if not has(model, "model.shared_kv_builder"):
             return {}
         builder = model.get_submodule("model.shared_kv_builder")
-        return {"model.shared_kv_builder.num_kv_heads": self.part_of(builder.num_kv_heads)}  # type: ignore[arg-type]
+        return {"model.shared_kv_builder.num_kv_heads": self.heads_per_rank(builder.num_kv_heads)}  # type: ignore[arg-type]
 
     def model_functions(self, model: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return {"model._select_last_query_hidden_states": refused} if self.options.sequence_parallel else {}

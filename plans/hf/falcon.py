@@ -19,7 +19,7 @@ class FalconPlan(GPTNeoXPlan):
         return plan
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        return self.divided(attn, "num_heads") | {"num_kv_heads": self.part_of(attn.num_kv_heads)}
+        return self.divided(attn, "num_heads") | {"num_kv_heads": self.heads_per_rank(attn.num_kv_heads)}
 
     def model_functions(self, model: Any):
         return {"transformer.build_alibi_tensor": alibi_of_rank} if model.config.alibi else {}

@@ -35,5 +35,5 @@ class Phi3Plan(Glm4Plan):
         }
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        kv = {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
+        kv = {"num_key_value_heads": self.heads_per_rank(attn.num_key_value_heads)}
         return self.divided(attn, "config.num_attention_heads") | kv

@@ -26,5 +26,5 @@ class StableLmPlan(LlamaPlan):
         return plan
 
     def local_attributes(self, attn: Any) -> dict[str, int]:
-        kv = {"num_key_value_heads": self.part_of(attn.num_key_value_heads)}
+        kv = {"num_key_value_heads": self.heads_per_rank(attn.num_key_value_heads)}
         return self.divided(attn, "num_heads") | kv

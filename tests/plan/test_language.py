@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from titanplans import PlanError, TPOptions, TPPlan, apply_plan, check_plan
 from titanplans.plan.custom import DictPlan
 from titanplans.proof.ranks import threads
-from titanplans.split.local_code import Place
+from titanplans.split.local_code import PlaceInGroup
 
 
 class BiasBeforeSum(TinyPlan):
@@ -295,7 +295,7 @@ def test_a_convolution_that_counts_the_channels_of_all_ranks():
 
 
 def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused():
-    function = TPPlan.over_all_ranks(norm_linear, Place(rank=0, degree=2, group=("none", 2)))
+    function = TPPlan.over_all_ranks(norm_linear, PlaceInGroup(rank=0, degree=2, group=("none", 2)))
     x, weight = torch.ones(1, 4), torch.ones(2, 4)
     with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no linear_bias"):
         function(x, torch.ones(4), None, weight, torch.ones(2))
@@ -336,6 +336,6 @@ def test_a_dict_names_parameters():
 
 
 def test_a_norm_fused_with_a_product_takes_no_bias():
-    fused = TinyPlan.over_all_ranks(norm_linear, Place(0, 2, ("", 2)))
+    fused = TinyPlan.over_all_ranks(norm_linear, PlaceInGroup(0, 2, ("", 2)))
     with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no norm_bias"):
         fused(torch.ones(1, 4), torch.ones(4), torch.ones(4), torch.ones(2, 4), None)

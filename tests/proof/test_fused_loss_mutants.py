@@ -49,7 +49,7 @@ def no_cap(monkeypatch):
             self._after_head = None
 
     monkeypatch.setattr(training, "FusedLoss", Uncapped)
-    monkeypatch.setattr("titanplans.loss.stand_in.StandIn.check", lambda self: None)
+    monkeypatch.setattr("titanplans.loss.deferred_logits.DeferredLogits.check", lambda self: None)
 
 
 def no_cap_that_is_compared(monkeypatch):

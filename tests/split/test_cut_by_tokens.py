@@ -30,7 +30,7 @@ from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.collectives import exchange, gather
 from titanplans.split.gradients import align_gradients
-from titanplans.split.local_code import Place
+from titanplans.split.local_code import PlaceInGroup
 from titanplans.split.parameters.local_parameters import ParameterMemo, localize
 from titanplans.split.stream import Border, Stream
 from titanplans.split.tensors.cut import rule_of
@@ -70,7 +70,7 @@ class CutByTokens:
     def __init__(self, mesh, decoder):
         self.mesh, self.decoder, self.memo = mesh, decoder, ParameterMemo()
         self.border = Border(mesh, Stream(StreamLayout(1)))
-        self.place = Place(self.border.rank, mesh.size(), self.border.group)
+        self.place = PlaceInGroup(self.border.rank, mesh.size(), self.border.group)
 
     def counts(self, module):
         return module in self.decoder.mixers

@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 
-from titanplans.loss import NotFused, Objective, StandIn
+from titanplans.loss import DeferredLogits, NotFused, Objective
 from titanplans.training.trainer.device import prepare_device
 
 prepare_device()
@@ -38,7 +38,7 @@ def losses(fused, model):
             logits = model(TOKENS)
             assert model.labels is None
             found.append(loss(logits, LABELS, tokens)[0].detach())
-    return found, isinstance(logits, StandIn)
+    return found, isinstance(logits, DeferredLogits)
 
 
 def test_fused_and_of_logits_it_is_the_same_and_smoothed_in_training_alone():

@@ -28,7 +28,7 @@ from titanplans.split.cut import Cut
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
 from titanplans.split.guards.inputs import Forwards, guard_forwards
-from titanplans.split.guards.unsupported_methods import refuse_whole_methods
+from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.local_code import set_attributes, set_functions
 from titanplans.split.parameters.block_parameters import read_together
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
@@ -172,7 +172,7 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     make_state(model).border = cut.border
     _guard(plan, cut.border)
     let_generate(model)
-    refuse_whole_methods(model)
+    refuse_unsupported_methods(model)
     check_first_forward(model, model.get_submodule(decoder.base), cut.mesh)
     return AppliedPlan(plan, checked.crossings, cut.border)
 

@@ -8,7 +8,7 @@ import tomli
 
 
 @dataclass(frozen=True)
-class Source:
+class TomlSource:
     """The origin of a TOML document, by its name in messages."""
 
     name: str
@@ -22,10 +22,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyInFile:
     """A key of a document, as messages name it."""
 
-    source: Source
+    source: TomlSource
     key: str
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from titanplans.config.arguments import parse_arguments
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, find_flavor
-from titanplans.config.lines import Place, Source
+from titanplans.config.lines import KeyInFile, TomlSource
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, strategy_of
@@ -44,7 +44,7 @@ def load_job(argv: list[str]) -> JobConfig:
             "no job file given: titanplans train JOB.toml [--section.key value ...], see --help"
         )
     path = Path(arguments.path)
-    file = read_tables(read_toml(path), Source(arguments.path, path))
+    file = read_tables(read_toml(path), TomlSource(arguments.path, path))
     job = _resolve(file, read_options(arguments.options))
     if arguments.print_config:
         _print_and_exit("".join(f"# {note}\n" for note in job.notes) + job.to_toml())
@@ -84,7 +84,7 @@ def _placed(places: dict[str, object]) -> Iterator[None]:
     except OptionError as error:
         section = error.option.rpartition(".")[0]  # of a key in a list of tables, their own
         place = places.get(error.option, places.get(section))
-        where = place.source.at(place.key) if isinstance(place, Place) else ""
+        where = place.source.at(place.key) if isinstance(place, KeyInFile) else ""
         raise OptionError(error.option, error.value, error.why, where) from error
 
 

@@ -7,14 +7,14 @@ knows is refused with the nearest one that exists.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from titanplans.config.lines import Place, Source
+from titanplans.config.lines import KeyInFile, TomlSource
 from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.values import from_text, from_toml
 from titanplans.errors import ConfigError, nearest
 from titanplans.text import show
 
-_NOWHERE = Source("")
+_NOWHERE = TomlSource("")
 
 PENDING = {"training.dataset_name": str}
 """flame's keys, and their types, that mean something only together with others: see `load`."""
@@ -45,7 +45,7 @@ class Layer:
         unread: keys of REFUSED that were given.
         notes: one line for each key that was read under another name.
         pending: keys of PENDING that were given.
-        places: where each value is from, by dotted key: a `Place` in a file, or an option of the command line.
+        places: where each value is from, by dotted key: a `KeyInFile` in a file, or an option of the command line.
     """
 
     def __init__(self) -> None:
@@ -138,11 +138,11 @@ def _waits_for_switch(key: str, unread: dict[str, Unread], values: dict[str, Any
     return switch is not None and (switch not in values or values[switch] == keys()[switch].default)
 
 
-def read_tables(document: dict[str, Any], source: Source) -> Layer:
+def read_tables(document: dict[str, Any], source: TomlSource) -> Layer:
     """Return the layer of a parsed TOML document; `source` is for messages."""
     layer = Layer()
     for key, raw in flatten(document, "", source):
-        layer.add(key, raw, from_toml, Place(source, key))
+        layer.add(key, raw, from_toml, KeyInFile(source, key))
     return layer
 
 
@@ -208,7 +208,9 @@ def _sections() -> set[str]:
     return found
 
 
-def flatten(table: dict[str, Any], section: str = "", source: Source = _NOWHERE) -> Iterable[tuple[str, Any]]:
+def flatten(
+    table: dict[str, Any], section: str = "", source: TomlSource = _NOWHERE
+) -> Iterable[tuple[str, Any]]:
     """Yield the dotted keys below `section` of a parsed TOML document, with their values, unread.
 
     Raises:

@@ -2,16 +2,16 @@
 
 from titanplans.loss.balance import added_loss, still_biases
 from titanplans.loss.cross_entropy import count_tokens, cross_entropy
+from titanplans.loss.deferred_logits import DeferredLogits
 from titanplans.loss.head import FusedLoss, NotFused
 from titanplans.loss.shares import IGNORED, Objective, entropy_and_gradient
-from titanplans.loss.stand_in import StandIn
 
 __all__ = [
     "IGNORED",
+    "DeferredLogits",
     "FusedLoss",
     "NotFused",
     "Objective",
-    "StandIn",
     "added_loss",
     "count_tokens",
     "cross_entropy",

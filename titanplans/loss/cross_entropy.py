@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
+from titanplans.loss.deferred_logits import DeferredLogits
 from titanplans.loss.shares import (
     IGNORED,
     Objective,
-    Share,
+    VocabularyShare,
     entropy_and_gradient,
     share_of,
 )
-from titanplans.loss.stand_in import StandIn
 from titanplans.torch_private.dispatch import OpOverload
 
 
@@ -49,14 +49,14 @@ def cross_entropy(
         ParallelError: the shapes don't match, or the logits have another placement; or the head computed another loss.
     """
     objective = Objective(label_smoothing, z_loss).checked()
-    if isinstance(logits, StandIn):
+    if isinstance(logits, DeferredLogits):
         return logits.loss(labels, objective) / tokens
     if logits.shape[:-1] != labels.shape:
         raise ParallelError(
             f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}: one label for each "
             "position, the next token's"
         )
-    share: Share | None = None
+    share: VocabularyShare | None = None
     if isinstance(logits, DTensor):
         placement, mesh = logits.placements[0], logits.device_mesh
         if mesh.ndim != 1 or not (placement.is_replicate() or placement.is_shard(logits.ndim - 1)):
@@ -115,7 +115,7 @@ class _Sharded(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        share: Share,
+        share: VocabularyShare,
         objective: Objective,
         recorded: bool,
     ) -> torch.Tensor:

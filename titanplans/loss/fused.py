@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from titanplans.errors import ParallelError
-from titanplans.loss.shares import Objective, Share, entropy_and_gradient
+from titanplans.loss.shares import Objective, VocabularyShare, entropy_and_gradient
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 """What a model does to its logits behind its head: a soft cap, a scale."""
 Compute = Callable[
-    [torch.Tensor, torch.Tensor, Share | None, Objective, bool], tuple[torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, VocabularyShare | None, Objective, bool], tuple[torch.Tensor, torch.Tensor]
 ]
 """`entropy_and_gradient`, or the same compiled."""
 
@@ -34,7 +34,7 @@ class Settings:
 
     chunk: int
     """Tokens."""
-    share: Share | None
+    share: VocabularyShare | None
     """Which part of the vocabulary this rank holds; None for all of it."""
     objective: Objective
     after_head: Elementwise | None

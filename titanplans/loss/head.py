@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
 from titanplans.loss.after_head import after_head
+from titanplans.loss.deferred_logits import Computed, DeferredLogits, NotFused, stand_in
 from titanplans.loss.fused import Compute, Settings, fused_cross_entropy
 from titanplans.loss.shares import (
     Objective,
-    Share,
+    VocabularyShare,
     entropy_and_gradient,
     share_of,
 )
-from titanplans.loss.stand_in import Computed, NotFused, StandIn, stand_in
 from titanplans.plan.decoder import HEADS, find_decoder
 from titanplans.split.parameters.local_parameters import local_parameter
 from titanplans.split.state import state_of
@@ -68,7 +68,7 @@ class FusedLoss:
         self._after_head = after_head(getattr(model, "config", None))
         border = border_of_model(model)
         self._mesh: DeviceMesh | None = None if border is None else border.mesh
-        self._share: Share | None = None
+        self._share: VocabularyShare | None = None
 
     @contextmanager
     def __call__(
@@ -93,7 +93,7 @@ class FusedLoss:
             )
         called = False
 
-        def forward(input: torch.Tensor) -> StandIn:
+        def forward(input: torch.Tensor) -> DeferredLogits:
             nonlocal called
             if called:
                 raise NotFused(f"{self._model} calls its head twice in one forward")
@@ -108,7 +108,7 @@ class FusedLoss:
         if not called:
             raise NotFused(f"the forward of {self._model} did not call its head")
 
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, objective: Objective) -> StandIn:
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, objective: Objective) -> DeferredLogits:
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
                 f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",
@@ -130,7 +130,9 @@ class FusedLoss:
         computed = Computed(labels, version(labels), objective, self._after_head, loss.requires_grad)
         return stand_in(loss, (*hidden.shape[:-1], vocabulary), computed)
 
-    def _share_of(self, vocabulary: int, weight: torch.Tensor, device: torch.device) -> Share | None:
+    def _share_of(
+        self, vocabulary: int, weight: torch.Tensor, device: torch.device
+    ) -> VocabularyShare | None:
         parameter = self.head._parameters["weight"]
         if (
             self._mesh is None

@@ -49,7 +49,7 @@ class Objective(NamedTuple):
         return self
 
 
-class Share(NamedTuple):
+class VocabularyShare(NamedTuple):
     """Which part of a vocabulary a rank holds."""
 
     first: torch.Tensor
@@ -60,17 +60,17 @@ class Share(NamedTuple):
     group: Group
 
 
-def share_of(vocabulary: int, mesh: DeviceMesh, device: torch.device) -> Share:
+def share_of(vocabulary: int, mesh: DeviceMesh, device: torch.device) -> VocabularyShare:
     """Return this rank's share of a vocabulary that is sharded over a 1-D `mesh`, evenly or not."""
     size = shard_size(vocabulary, mesh.size())
     firsts = torch.arange(mesh.size(), device=device) * size
-    return Share(firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, group_of(mesh))
+    return VocabularyShare(firsts.narrow(0, mesh.get_local_rank(), 1), size, vocabulary, group_of(mesh))
 
 
 def entropy_and_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    share: Share | None,
+    share: VocabularyShare | None,
     objective: Objective,
     wanted: bool,
     read: Read | None = None,

@@ -39,7 +39,7 @@ from titanplans.plan.plan import TPOptions
 from titanplans.plan.styles.base import Style, own_styles
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
-from titanplans.split.costs import Call, Sent, even
+from titanplans.split.costs import Call, ExpectedCollective, even
 from titanplans.split.parameters.local_parameters import is_exchanged
 from titanplans.split.tensors.cut import expected_collectives
 
@@ -122,7 +122,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
     needed: dict[str, tuple[list[Allowance], list[Allowance]]] = {name: ([], []) for name in decoder.names}
     needed |= {end: ([], []) for end in ("embedding", "head", "loss")}
 
-    def add(part: str, sent: Sent, module: str = "") -> None:
+    def add(part: str, sent: ExpectedCollective, module: str = "") -> None:
         for direction, operations in zip(
             needed.setdefault(part, ([], [])), (sent.forward, sent.backward), strict=True
         ):
@@ -152,21 +152,25 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
             dim, runs = layout.rows
             elements = sum(run.size for run in runs) * whole.numel() // whole.shape[dim]  # type: ignore[union-attr]
             for _ in calls.get(path, ()):
-                add(part_of(path, decoder), Sent(("all_to_all",), ("all_to_all",), elements), path)
+                add(
+                    part_of(path, decoder),
+                    ExpectedCollective(("all_to_all",), ("all_to_all",), elements),
+                    path,
+                )
 
     stream = applied.border.stream
     first = next((c[0] for name, c in regions.items() if within(name, decoder.names[0]) and c), None)
     if stream.dim is not None and first is not None and not applied.resolved.embedding_begins_stream:
-        add("embedding", Sent((), ("all_gather",), first.elements))
+        add("embedding", ExpectedCollective((), ("all_gather",), first.elements))
     for call in calls.get(decoder.head or "", ()):
         vocabulary = model.get_submodule(decoder.head or "")._parameters["weight"].shape[0]  # type: ignore[union-attr]
         if options.loss_parallel:
             # Two numbers a token and rank in one, as ours; or three of a number, as torch's and torchtitan's.
-            add("loss", Sent(("all_gather", "all_reduce"), (), 2 * degree * call.tokens))
+            add("loss", ExpectedCollective(("all_gather", "all_reduce"), (), 2 * degree * call.tokens))
             for _ in range(2):
-                add("loss", Sent(("all_reduce",), (), call.tokens))
+                add("loss", ExpectedCollective(("all_reduce",), (), call.tokens))
         else:
-            add("head", Sent(("all_gather",), (), call.tokens * even(vocabulary, degree)))
+            add("head", ExpectedCollective(("all_gather",), (), call.tokens * even(vocabulary, degree)))
     return {part: Bound(*map(tuple, directions)) for part, directions in needed.items()}
 
 

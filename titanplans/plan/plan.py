@@ -134,7 +134,7 @@ class TPPlan(PlanStyles):
             values[name] = value // self.options.degree
         return values
 
-    def part_of(self, heads: int) -> int:
+    def heads_per_rank(self, heads: int) -> int:
         """Return how many of so many heads a rank has, where ranks share them if there are too few."""
         return max(1, heads // self.options.degree)
 

@@ -136,7 +136,7 @@ def _multiplying(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        output = _Product.apply(input, self.nf4_codes, self.nf4_scales)
+        output = _NF4Product.apply(input, self.nf4_codes, self.nf4_scales)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def weight(self: Any) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _multiplying(cls: type[nn.Module]) -> type[nn.Module]:
     return subclass(cls, {"forward": forward, "weight": property(weight)})
 
 
-class _Product(torch.autograd.Function):
+class _NF4Product(torch.autograd.Function):
     """x W^T. The backward casts the weight again: a copy kept from the forward would take the memory that NF4 saves."""
 
     @staticmethod

@@ -11,7 +11,7 @@ import torch
 from titanplans.plan.layout import shard_size
 
 
-class Sent(NamedTuple):
+class ExpectedCollective(NamedTuple):
     """A collective of the forward and the one that is its backward."""
 
     forward: tuple[str, ...]
@@ -41,28 +41,28 @@ class Call(NamedTuple):
         return self.tokens * self.given[0][-1]
 
 
-def entered(call: Call) -> Sent:
+def entered(call: Call) -> ExpectedCollective:
     """Return what `Border.enter` sends for the input of `call`."""
     if call.dim is None:
-        return Sent((), ("all_reduce",), call.elements)
-    return Sent(("all_gather",), ("reduce_scatter",), call.elements)
+        return ExpectedCollective((), ("all_reduce",), call.elements)
+    return ExpectedCollective(("all_gather",), ("reduce_scatter",), call.elements)
 
 
-def left(call: Call) -> Sent:
+def left(call: Call) -> ExpectedCollective:
     """Return what `Border.leave` sends for an output that is as large as the input of `call`."""
     if call.dim is None:
-        return Sent(("all_reduce",), (), call.elements)
-    return Sent(("reduce_scatter",), ("all_gather",), call.elements)
+        return ExpectedCollective(("all_reduce",), (), call.elements)
+    return ExpectedCollective(("reduce_scatter",), ("all_gather",), call.elements)
 
 
-def summed_inside(elements: int) -> Sent:
+def summed_inside(elements: int) -> ExpectedCollective:
     """Return what `sum_in_region` sends."""
-    return Sent(("all_reduce",), ("all_reduce",), elements)
+    return ExpectedCollective(("all_reduce",), ("all_reduce",), elements)
 
 
-def gathered_inside(elements: int) -> Sent:
+def gathered_inside(elements: int) -> ExpectedCollective:
     """Return what `gather` sends."""
-    return Sent(("all_gather",), ("reduce_scatter",), elements)
+    return ExpectedCollective(("all_gather",), ("reduce_scatter",), elements)
 
 
 def even(length: int, degree: int) -> int:

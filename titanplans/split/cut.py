@@ -5,7 +5,7 @@ from typing import Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.plan.resolve import Entry
-from titanplans.split.local_code import Place
+from titanplans.split.local_code import PlaceInGroup
 from titanplans.split.stream import Border
 
 
@@ -19,7 +19,7 @@ class Cut(Protocol):
     mesh: DeviceMesh
     border: Border
     """Of the residual stream."""
-    place: Place
+    place: PlaceInGroup
     """Where this rank stands among those that share the heads."""
 
     def lay_out(self, entry: Entry) -> None:

@@ -18,7 +18,7 @@ from titanplans.split.root_mean_square import root_ratio
 from titanplans.split.state import specialise, subclass
 
 
-class Place(NamedTuple):
+class PlaceInGroup(NamedTuple):
     """Where a rank stands among those that share the heads."""
 
     rank: int
@@ -49,14 +49,16 @@ def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
         setattr(holder, last, value)
 
 
-def set_functions(module: nn.Module, functions: Functions, place: Place) -> None:
+def set_functions(module: nn.Module, functions: Functions, place: PlaceInGroup) -> None:
     """Let the methods of `module` call this rank's functions in place of those that their file imports or defines."""
     if functions:
         specialise(module, _calling(type(module), tuple(sorted(functions.items())), place))
 
 
 @cache
-def _calling(cls: type[nn.Module], functions: tuple[tuple[str, Any], ...], place: Place) -> type[nn.Module]:
+def _calling(
+    cls: type[nn.Module], functions: tuple[tuple[str, Any], ...], place: PlaceInGroup
+) -> type[nn.Module]:
     """Subclass `cls`, once for modules with the same functions: repeated blocks share one compiled artefact."""
     replaced: dict[str, Any] = {}
     for method_name, method in methods(cls).items():
@@ -66,7 +68,7 @@ def _calling(cls: type[nn.Module], functions: tuple[tuple[str, Any], ...], place
     return subclass(cls, replaced)
 
 
-def _replaced(value: Any, path: list[str], local: Any, place: Place) -> Any:
+def _replaced(value: Any, path: list[str], local: Any, place: PlaceInGroup) -> Any:
     """Return `value`, a function, or a file of functions or a function that calls them, with this rank's at `path`."""
     if not path:
         return local(value, place)
@@ -76,7 +78,7 @@ def _replaced(value: Any, path: list[str], local: Any, place: Place) -> Any:
     return SimpleNamespace(**{**vars(value), path[0]: inner})
 
 
-def _with(function: FunctionType, name: str, local: Any, place: Place) -> FunctionType:
+def _with(function: FunctionType, name: str, local: Any, place: PlaceInGroup) -> FunctionType:
     """Return `function` with this rank's function under `name` in its code, or in that of the function that it decorates."""
     known, closure = function.__globals__, function.__closure__
     if looks_up(function, name):

@@ -14,7 +14,7 @@ ENGINE_HOLDS = 1 if torch.__version__ >= "2.13" else 2
 """How often autograd's engine holds the gradient that a backward is given."""
 
 
-def users(gradient: torch.Tensor) -> int:
+def grad_refcount(gradient: torch.Tensor) -> int:
     """Return how many hold `gradient`, which the running backward was given, its engine counted as one.
 
     Of a view, also how many hold the tensor that it is a view of: as another gradient, they have its memory.

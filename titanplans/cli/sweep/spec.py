@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from titanplans.config.lines import Source
+from titanplans.config.lines import TomlSource
 from titanplans.config.options import Options, read_toml
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
@@ -82,12 +82,12 @@ def read_spec(path: str) -> Spec:
             raise ConfigError(f"{path}: {_unknown_part(part)}")
     header = _header(_table(document, "sweep", path), path)
     base = Path(header.base)
-    read_tables(read_toml(base), Source(header.base, base))  # a mistake in it would be every cell's
+    read_tables(read_toml(base), TomlSource(header.base, base))  # a mistake in it would be every cell's
     fixed = _settings(_table(document, "set", path), f"{path}: [set]")
     grid = f"{path}: [grid]"
     axes = [
         _axis({key: values}, grid)
-        for key, values in flatten(_table(document, "grid", path), "", Source(grid))
+        for key, values in flatten(_table(document, "grid", path), "", TomlSource(grid))
     ]
     for number, table in enumerate(_tables(document, "axis", path), 1):
         axes.append(_axis(table, f"{path}: [[axis]] {number},"))
@@ -131,7 +131,7 @@ def _header(table: dict[str, Any], path: str) -> Header:
 
 def _settings(table: dict[str, Any], where: str) -> Settings:
     layer, written = Layer(), set()
-    for key, raw in flatten(table, "", Source(where)):
+    for key, raw in flatten(table, "", TomlSource(where)):
         if key in written:
             raise ConfigError(f"{where} {key}: is given twice; keep one")
         written.add(key)
@@ -160,7 +160,7 @@ def _axis(table: dict[str, Any], where: str) -> list[_Point]:
     """Return the points of an axis, whose keys vary together; `names` are theirs."""
     columns: dict[str, list[Any]] = {}
     for key, values in flatten(
-        {key: value for key, value in table.items() if key != "names"}, "", Source(where)
+        {key: value for key, value in table.items() if key != "names"}, "", TomlSource(where)
     ):
         if not isinstance(values, list):
             raise ConfigError(

@@ -31,7 +31,7 @@ from titanplans.plan.styles.projections import Colwise, KVColwise, Rowwise, Roww
 from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.collectives import Group, all_gather, all_reduce
-from titanplans.split.local_code import Place
+from titanplans.split.local_code import PlaceInGroup
 from titanplans.split.state import make_state, specialise, subclass
 
 _TOKENS, _OUTPUTS = 0, -1
@@ -54,7 +54,7 @@ class Split:
     """Consecutive ranks with the same outputs; each has a summand of their gradient."""
 
 
-def split_linear(module: nn.Module, style: Style, place: Place) -> None:
+def split_linear(module: nn.Module, style: Style, place: PlaceInGroup) -> None:
     """Let `module`, a Float8Linear that `style` cuts by weights, use the scales of the whole one; in place.
 
     With the recipe tensorwise, `SplitState.weight_scale` may be set to the scale of the whole weight; otherwise each
@@ -65,7 +65,7 @@ def split_linear(module: nn.Module, style: Style, place: Place) -> None:
         specialise(module, _with_split_product(type(module)))
 
 
-def _product_of(style: Style, place: Place) -> Split | None:
+def _product_of(style: Style, place: PlaceInGroup) -> Split | None:
     """Return how the product of a Linear with `style` lies on the ranks; None if it is whole on each."""
     of = place.group, place.rank
     match style:
@@ -94,7 +94,7 @@ def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
         if torch.is_autocast_enabled():  # on CUDA, as torchao's
             input = input.to(torch.get_autocast_dtype("cuda"))
         state = self._split
-        output = _Product.apply(
+        output = _SplitProduct.apply(
             input, self.weight.t(), state.weight_scale, self.linear_mm_config, self.config, state.product
         )
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -103,7 +103,7 @@ def _with_split_product(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 @torch.compiler.allow_in_graph
-class _Product(torch.autograd.Function):
+class _SplitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, w, w_scale, mm_config, config: Float8LinearConfig, split: Split):
         cast = _Cast(mm_config, config, split.group)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.loss import StandIn
+from titanplans.loss import DeferredLogits
 from titanplans.plan.converted import is_cast
 
 
@@ -66,7 +66,7 @@ class Recorder:
     def _finished(self, name: str, output: Any) -> None:
         self.running.pop()
         tensor = _first_tensor(output)
-        if not name or tensor is None or isinstance(tensor, StandIn) or not tensor.is_floating_point():
+        if not name or tensor is None or isinstance(tensor, DeferredLogits) or not tensor.is_floating_point():
             return
         self._times[name] += 1
         key = name if self._times[name] == 1 else f"{name} (run {self._times[name]})"

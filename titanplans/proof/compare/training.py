@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titanplans.adapters.low_rank import draws
-from titanplans.loss import IGNORED, FusedLoss, StandIn, added_loss
+from titanplans.loss import IGNORED, DeferredLogits, FusedLoss, added_loss
 from titanplans.plan.decoder import Decoder
 from titanplans.proof.batches.sample import Sample
 from titanplans.proof.batches.script import Script
@@ -138,7 +138,7 @@ class TrainingRun:
         for name, sample in batches.items():
             found: dict[Key, torch.Tensor] = {("loss", ""): losses[name].detach()}
             found |= recorded(records.pop(name), self.watched)
-            if isinstance(logits[name], StandIn):
+            if isinstance(logits[name], DeferredLogits):
                 yield name, found
                 continue
             left = logits[name].detach()

@@ -34,7 +34,7 @@ _REFUSED = {
 """Methods, and what to do instead."""
 
 
-def refuse_whole_methods(model: nn.Module) -> None:
+def refuse_unsupported_methods(model: nn.Module) -> None:
     """Let each such method of `model` and of its modules raise a PlanError; `save_pretrained` takes a whole state dict."""
     for module in model.modules():
         for name, instead in _REFUSED.items():

@@ -58,7 +58,7 @@ def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
                 reading = readings[name]
                 found.append((known, name, reading))
                 params.append(param)
-                specs.append(reading.handover.spec(param, reading.layout.gradient))
+                specs.append(reading.local_read.spec(param, reading.layout.gradient))
     if params:
         for (known, name, reading), local, param in zip(found, read_all(params, specs), params, strict=True):
             known[name] = finish(local, param, reading)

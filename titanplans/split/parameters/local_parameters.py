@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
 from titanplans.split.collectives import Group, group_of
-from titanplans.split.parameters.local_read import Handover, read
+from titanplans.split.parameters.local_read import LocalRead, read
 from titanplans.split.parameters.local_weight import as_weight
 from titanplans.split.parameters.selection import selected
 from titanplans.split.parameters.shards import take_shards
@@ -74,7 +74,7 @@ def localize(
                 _uneven(module._parameters[name], layout, mesh),
                 mesh.get_local_rank(),
                 group,
-                Handover(),
+                LocalRead(),
             )
             for name, layout in layouts.items()
         }
@@ -91,7 +91,7 @@ class Reading(NamedTuple):
     uneven: bool
     rank: int
     group: Group
-    handover: "Handover"
+    local_read: "LocalRead"
 
 
 def readings_of(module: nn.Module) -> dict[str, Reading]:
@@ -123,7 +123,9 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         return param
     reading = state.readings[name]
     sharded = cast("DTensor", param)
-    return finish(read(sharded, reading.layout.gradient, reading.uneven, reading.handover), sharded, reading)
+    return finish(
+        read(sharded, reading.layout.gradient, reading.uneven, reading.local_read), sharded, reading
+    )
 
 
 def finish(local: torch.Tensor, param: DTensor, reading: Reading) -> torch.Tensor:

@@ -12,12 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from titanplans.torch_private.autograd import users
+from titanplans.torch_private.autograd import grad_refcount
 from titanplans.torch_private.dtensor import local_tensor, spec_as, spec_of, with_spec
 from titanplans.torch_private.threads import DTensorSpec
 
 
-class Handover:
+class LocalRead:
     """Remembers the spec of the gradient of one parameter, which FSDP2 and a change of its dtype replace."""
 
     __slots__ = ("_made", "_of", "_placement")
@@ -34,23 +34,23 @@ class Handover:
             self._of, self._placement, self._made = of, placement, spec_as(of, placement)
         return self._made
 
-    def __deepcopy__(self, memo: Any) -> "Handover":
-        return Handover()  # a mesh has process groups, and is not copied
+    def __deepcopy__(self, memo: Any) -> "LocalRead":
+        return LocalRead()  # a mesh has process groups, and is not copied
 
 
-def read(param: DTensor, gradient: Placement, uneven: bool, handover: Handover) -> torch.Tensor:
+def read(param: DTensor, gradient: Placement, uneven: bool, local_read: LocalRead) -> torch.Tensor:
     """Return the local tensor of `param`, on a 1-D mesh, whose gradient goes back with the placement `gradient`.
 
     Args:
         uneven: the shards are not equally large, so that `to_local` can't tell the whole shape by this rank's.
-        handover: the one of this parameter.
+        local_read: the one of this parameter.
     """
     local = local_tensor(param)
     plain = is_plain(local)
     if plain and not needs_gradient(param):
         return local.view_as(local)
     if plain or uneven:
-        return read_all([param], [handover.spec(param, gradient)])[0]
+        return read_all([param], [local_read.spec(param, gradient)])[0]
     return param.to_local(grad_placements=(gradient,))
 
 
@@ -98,6 +98,6 @@ def _handed(grad: torch.Tensor | None, spec: DTensorSpec) -> DTensor | None:
         )
     if not grad.is_contiguous():
         grad = grad.contiguous()
-    elif users(grad) > 1:
+    elif grad_refcount(grad) > 1:
         grad = grad.clone()
     return with_spec(grad, spec)

@@ -11,8 +11,8 @@ from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import EndOfStream, ReplicatedOnStream, Whole
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
-from titanplans.split.costs import Call, Sent
-from titanplans.split.local_code import Place
+from titanplans.split.costs import Call, ExpectedCollective
+from titanplans.split.local_code import PlaceInGroup
 from titanplans.split.parameters.local_parameters import ParameterMemo, localize
 from titanplans.split.stream import Border, Stream
 from titanplans.split.tensors.norms import GATHERED, SPLIT_NORM
@@ -48,7 +48,7 @@ class CutByWeights:
 
     def __init__(self, mesh: DeviceMesh, stream: StreamLayout):
         self.mesh, self.border = mesh, Border(mesh, Stream(stream))
-        self.place = Place(self.border.rank, mesh.size(), self.border.group)
+        self.place = PlaceInGroup(self.border.rank, mesh.size(), self.border.group)
         self._memo = ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
@@ -71,7 +71,7 @@ def rule_of(style: Style) -> Rule:
     return next((RULES[cls] for cls in type(style).__mro__ if cls in RULES), Rule())
 
 
-def expected_collectives(style: Style, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def expected_collectives(style: Style, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
     """Return the collectives of a call of `module`, which has `style` (see `rules.Expect`)."""
     rule = rule_of(style)
     return () if rule.expect is None else rule.expect(style, module, call)

@@ -8,7 +8,7 @@ from torch import nn
 
 from titanplans.plan.styles.norms import EPSILONS, GatheredInRegion, SplitNorm
 from titanplans.split.collectives import Group, gather
-from titanplans.split.costs import Call, Sent, gathered_inside, summed_inside
+from titanplans.split.costs import Call, ExpectedCollective, gathered_inside, summed_inside
 from titanplans.split.parameters.local_parameters import hidden_bias
 from titanplans.split.root_mean_square import root_ratio
 from titanplans.split.stream import Border
@@ -31,7 +31,7 @@ def _install_norm(style: SplitNorm, module: nn.Module, border: Border) -> None:
     module.register_forward_hook(partial(_correct, style, border.group, first, sharing), with_kwargs=True)
 
 
-def _expect_norm(style: SplitNorm, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def _expect_norm(style: SplitNorm, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
     sharing = max(1, call.degree // style.groups)
     if sharing == 1:
         return ()
@@ -66,7 +66,9 @@ def _install_gathered(style: GatheredInRegion, module: nn.Module, border: Border
     module.register_forward_hook(gathered.leave)
 
 
-def _expect_gathered(style: GatheredInRegion, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def _expect_gathered(
+    style: GatheredInRegion, module: nn.Module, call: Call
+) -> tuple[ExpectedCollective, ...]:
     return tuple(gathered_inside(shape.numel() * call.degree) for shape in call.given)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
 from titanplans.split.collectives import Group, sum_in_region
-from titanplans.split.costs import Call, Sent, summed_inside
+from titanplans.split.costs import Call, ExpectedCollective, summed_inside
 from titanplans.split.parameters.local_parameters import hidden_bias
 from titanplans.split.state import specialise, subclass
 from titanplans.split.stream import Border
@@ -38,7 +38,9 @@ def _install_in_region(style: RowwiseInRegion, module: nn.Module, border: Border
     module.register_forward_hook(partial(_sum, border.group))
 
 
-def _expect_in_region(style: RowwiseInRegion, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def _expect_in_region(
+    style: RowwiseInRegion, module: nn.Module, call: Call
+) -> tuple[ExpectedCollective, ...]:
     return (summed_inside(call.tokens * len(held(module)["weight"])),)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titanplans.plan.styles.region import Region
-from titanplans.split.costs import Call, Sent, entered, left
+from titanplans.split.costs import Call, ExpectedCollective, entered, left
 from titanplans.split.stream import Border
 from titanplans.split.tensors.rules import Rule, on_input, on_output
 
@@ -18,7 +18,7 @@ def _install(style: Region, module: nn.Module, border: Border) -> None:
         module.register_forward_hook(partial(_leave, style, border), with_kwargs=True)
 
 
-def _expect(style: Region, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def _expect(style: Region, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
     return (entered(call),) if style.shared else (entered(call), left(call))
 
 

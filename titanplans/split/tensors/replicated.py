@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titanplans.plan.styles.replicated import EndOfStream, ReplicatedOnStream, Whole
-from titanplans.split.costs import Call, Sent
+from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.stream import Border
 from titanplans.split.tensors.rules import Rule, on_input, on_output
 
@@ -28,10 +28,12 @@ def _install_whole(style: Whole, module: nn.Module, border: Border) -> None:
     module.register_forward_hook(partial(_shard, border))
 
 
-def _expect_whole(style: Whole, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def _expect_whole(style: Whole, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
     if call.dim is None:
         return ()
-    return Sent(("all_gather",), (), call.elements), Sent((), ("all_gather",), call.elements)
+    return ExpectedCollective(("all_gather",), (), call.elements), ExpectedCollective(
+        (), ("all_gather",), call.elements
+    )
 
 
 def _gather(style: Whole, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -46,8 +48,8 @@ def _install_end(style: EndOfStream, module: nn.Module, border: Border) -> None:
     module.register_forward_pre_hook(partial(_end, border))
 
 
-def _expect_end(style: EndOfStream, module: nn.Module, call: Call) -> tuple[Sent, ...]:
-    return () if call.dim is None else (Sent(("all_gather",), (), call.elements),)
+def _expect_end(style: EndOfStream, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
+    return () if call.dim is None else (ExpectedCollective(("all_gather",), (), call.elements),)
 
 
 def _end(border: Border, module: nn.Module, args: Any) -> Any:

@@ -8,13 +8,13 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.styles.base import Style
-from titanplans.split.costs import Call, Sent
+from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.state import key_of
 from titanplans.split.stream import Border
 
 Install = Callable[[Any, nn.Module, Border], None]
 """Puts the hooks of a style on a module, at a border of the residual stream."""
-Expect = Callable[[Any, nn.Module, Call], tuple[Sent, ...]]
+Expect = Callable[[Any, nn.Module, Call], tuple[ExpectedCollective, ...]]
 """Returns the collectives of a call of a module with a style.
 
 They are those of its parent in a region, if the module is never called, since other code reads its parameters. What

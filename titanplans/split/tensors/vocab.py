@@ -16,7 +16,7 @@ from titanplans.plan.layout import StreamLayout, shard_size
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.collectives import collect, sum_ranks
-from titanplans.split.costs import Call, Sent, entered, even
+from titanplans.split.costs import Call, ExpectedCollective, entered, even
 from titanplans.split.parameters.local_parameters import read_inside
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.stream import Border, Stream
@@ -30,13 +30,17 @@ def _install_embedding(style: VocabEmbedding, module: nn.Module, border: Border)
     specialise(module, read_inside(_on_rows(type(module)), ("weight",)))
 
 
-def _expect_embedding(style: VocabEmbedding, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def _expect_embedding(style: VocabEmbedding, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
     *_, length = ids = call.given[0]
     width = held(module)["weight"].shape[1]
     if call.dim is None:
-        return (Sent(("all_reduce",), (), ids.numel() * width),)
+        return (ExpectedCollective(("all_reduce",), (), ids.numel() * width),)
     elements = ids.numel() // length * even(length, call.degree) * width
-    return (Sent(("reduce_scatter", "all_reduce"), ("all_gather",) if style.begins_stream else (), elements),)
+    return (
+        ExpectedCollective(
+            ("reduce_scatter", "all_reduce"), ("all_gather",) if style.begins_stream else (), elements
+        ),
+    )
 
 
 @cache
@@ -76,7 +80,7 @@ def _install_head(style: VocabHead, module: nn.Module, border: Border) -> None:
     module.register_forward_hook(partial(_logits, style, border, vocabulary))
 
 
-def _expect_head(style: VocabHead, module: nn.Module, call: Call) -> tuple[Sent, ...]:
+def _expect_head(style: VocabHead, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
     return (entered(call),)
 
 
@@ -123,10 +127,10 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
-        return _TakeShard.apply(grad, ctx.mesh, ctx.dim), None, None, None
+        return _GatherShardsBackward.apply(grad, ctx.mesh, ctx.dim), None, None, None
 
 
-class _TakeShard(torch.autograd.Function):
+class _GatherShardsBackward(torch.autograd.Function):
     """The backward of `_GatherShards`, whose backward it is."""
 
     @staticmethod

@@ -13,10 +13,10 @@ from torchtitan.components import loss as titan
 
 from titanplans.loss import (
     IGNORED,
+    DeferredLogits,
     FusedLoss,
     NotFused,
     Objective,
-    StandIn,
     cross_entropy,
     entropy_and_gradient,
 )
@@ -63,7 +63,7 @@ class CrossEntropyLoss(titan.BaseLoss):
         """
         training = global_valid_tokens is not None
         objective = self.objective if training else Objective()
-        function = _of_logits if isinstance(pred, StandIn) else self.fn
+        function = _of_logits if isinstance(pred, DeferredLogits) else self.fn
         loss = function(pred, labels, *objective)
         if training:
             loss = loss / global_valid_tokens
@@ -110,5 +110,5 @@ def _of_logits(
     logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
     # Of sequences packed into one row the logits are [1, B * L, V].
-    labels = labels if isinstance(logits, StandIn) else labels.reshape(logits.shape[:-1])
+    labels = labels if isinstance(logits, DeferredLogits) else labels.reshape(logits.shape[:-1])
     return cross_entropy(logits, labels, 1, label_smoothing=label_smoothing, z_loss=z_loss)

@@ -21,7 +21,7 @@ from titanplans import modeling
 from titanplans.apply.prepare import prepare
 from titanplans.config import DDPConfig, FSDP2Config, LoRA, rename_option_errors
 from titanplans.errors import ModelError
-from titanplans.loss import FusedLoss, NotFused, Objective, StandIn, added_loss
+from titanplans.loss import DeferredLogits, FusedLoss, NotFused, Objective, added_loss
 from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
@@ -121,7 +121,7 @@ class LanguageModel(BaseModel):
         try:
             with self.fused(labels, **objective._asdict()):
                 output = self.lm(**inputs, use_cache=False)
-            if not isinstance(output.logits, StandIn):
+            if not isinstance(output.logits, DeferredLogits):
                 raise NotFused(f"{type(self.lm).__name__} returns other logits than its head")
             output.logits.check()
         except NotFused as error:

@@ -85,7 +85,7 @@ class Computed(NamedTuple):
     """What the model's code has made of these logits since."""
 
 
-class StandIn(torch.Tensor):
+class DeferredLogits(torch.Tensor):
     """Stands in for logits [..., vocabulary]: `cross_entropy` of it and of the head's labels is the loss."""
 
     deferred = True
@@ -139,7 +139,7 @@ class StandIn(torch.Tensor):
         with without_torch_function():
             if self.collected is not None and torch.is_grad_enabled():
                 return self.collected  # two losses of the same: their gradients are added as scalars
-            found = cast(torch.Tensor, _Collect.apply(self))
+            found = cast(torch.Tensor, _SpreadGradient.apply(self))
             self.collected = found if found.requires_grad else None
             return found
 
@@ -153,29 +153,29 @@ class StandIn(torch.Tensor):
             if name in _ASKS or name in _FIELDS:
                 return func(*args, **kwargs)
             rest = (*args[1:], *kwargs.values())
-            if isinstance(first, StandIn) and not any(isinstance(x, torch.Tensor) for x in rest):
+            if isinstance(first, DeferredLogits) and not any(isinstance(x, torch.Tensor) for x in rest):
                 if name in _CASTS:
                     return first
                 if name == "clone":  # DDP's, which looks for parameters that are not used
-                    return stand_in(_Collect.apply(first), first.shape, first.of)
+                    return stand_in(_SpreadGradient.apply(first), first.shape, first.of)
                 if name in _ELEMENTWISE:
                     probe = func(first.of.probe, *args[1:], **kwargs)
-                    return stand_in(_Collect.apply(first), first.shape, first.of._replace(probe=probe))
+                    return stand_in(_SpreadGradient.apply(first), first.shape, first.of._replace(probe=probe))
         raise NotFused(
             f"{name} of logits that don't exist, since the head computes the loss chunk by chunk",
             f"leave them to cross_entropy, or {REMEDY}",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"StandIn(for logits of shape {tuple(self.shape)})"
+        return f"DeferredLogits(for logits of shape {tuple(self.shape)})"
 
     __str__ = __repr__
     __format__ = cast(Any, lambda self, spec: repr(self))
 
 
-def stand_in(loss: torch.Tensor, shape: tuple[int, ...], computed: Computed) -> StandIn:
+def stand_in(loss: torch.Tensor, shape: tuple[int, ...], computed: Computed) -> DeferredLogits:
     """Return what stands in for logits of `shape`, whose summed loss is the scalar `loss`."""
-    made = cast(StandIn, _Spread.apply(loss, shape))
+    made = cast(DeferredLogits, _Spread.apply(loss, shape))
     made.of = computed
     return made
 
@@ -198,7 +198,7 @@ class _Spread(torch.autograd.Function):
         made = torch.empty_strided(shape, (0,) * len(shape), dtype=loss.dtype, device=loss.device)
         if made.numel():
             made.as_strided((), ()).copy_(loss)
-        made.__class__ = StandIn  # as_subclass would make a view
+        made.__class__ = DeferredLogits  # as_subclass would make a view
         return made
 
     @staticmethod
@@ -211,7 +211,7 @@ class _Spread(torch.autograd.Function):
         return _repeated(grad), None
 
 
-class _Collect(torch.autograd.Function):
+class _SpreadGradient(torch.autograd.Function):
     """The scalar that was spread; the backward repeats its gradient, in no more memory."""
 
     @staticmethod
