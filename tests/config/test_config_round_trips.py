@@ -22,7 +22,7 @@ from titanplans.config import (
     read_strategy,
     write_strategy,
 )
-from titanplans.config.lines import Source
+from titanplans.config.lines import TomlSource
 from titanplans.config.options import options_of
 from titanplans.config.other_names import REFUSED
 from titanplans.config.schema import build_job, keys
@@ -114,7 +114,7 @@ def test_any_job_reads_back_from_its_own_toml_or_is_refused_by_option(data, chos
         known = {error.option, error.option.rpartition(".")[0]}  # a key, or one of a list of tables
         assert known & set(keys())
         return
-    layer = read_tables(tomllib.loads(job.to_toml()), Source("job.toml"))
+    layer = read_tables(tomllib.loads(job.to_toml()), TomlSource("job.toml"))
     assert build_job(layer.values) == job
     assert layer.notes == []
 

@@ -443,7 +443,7 @@ def test_a_head_in_float8_or_with_adapters_is_refused():
 
     model = zoo.build("qwen3", dtype=torch.float32, options=False)
     add_adapters(model, LoRA(rank=2, target_modules=("lm_head",)))
-    with pytest.raises(NotFused, match="lora_A and lora_B beside its weight"):
+    with pytest.raises(NotFused, match="lora_A and lora_B in addition to its weight"):
         FusedLoss(model)
     from torchao.float8 import convert_to_float8_training
 
