@@ -1,4 +1,4 @@
-"""`titanplans verify`: a name, a job or a config.json becomes a model, is proved (`titanplans.proof`), and the result printed.
+"""`titanplans verify`: a name, a job or a config.json becomes a model, which is proved; the result is printed.
 
 Importing the package imports nothing.
 """
