@@ -364,7 +364,7 @@ REFUSED = {
     ),
     "float8 in float32": (
         ("verify", "llama", "--float8", "rowwise", "--dtype", "float32"),
-        "prove it in torch.float64",
+        "can't be compared: use torch.float64",
     ),
     "layers": (("verify", "gla", "--layers", "5"), "--layers 5: gla, flavor debug has 4 blocks"),
     "no module": (("verify", "no_such:Plan"), "no module named 'no_such'"),
@@ -425,7 +425,7 @@ REFUSED = {
     ),
     "memory": (
         ("verify", "llama", "--flavor", "3.1-70B", "--layers", "80", "--vocab-size", "128256"),
-        "a proof of 70,553,706,496 parameters in float64 needs more than 6,773.2 GB",
+        "a proof of 70,553,706,496 parameters in float64, one copy for each of 8 threads, needs more than 11,288.6 GB",
     ),
     "no torchrun": (
         ("verify", "gla", "--process-group", "--tp", "4"),

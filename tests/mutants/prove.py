@@ -12,7 +12,7 @@ from titanplans.proof.batches.conditions import PLAIN
 from titanplans.proof.case import prove_case
 from titanplans.proof.ranks import threads
 from titanplans.proof.ranks.world import World
-from titanplans.proof.report import CaseResult
+from titanplans.proof.report import CaseResult, keywords
 
 CPU = torch.device("cpu")
 
@@ -54,13 +54,8 @@ def verdicts(mutants: Sequence[Mutant]) -> Iterator[Verdict]:
 def _refused(mutant: Mutant) -> str | None:
     options = mutant.options
     try:
-        check_plan(
-            mutant.architecture.reference().pristine,
-            options.degree,
-            loss_parallel=options.loss_parallel,
-            sequence_parallel=options.sequence_parallel,
-            plan=mutant.plan,
-        )
+        model = mutant.architecture.reference().pristine
+        check_plan(model, options.degree, plan=mutant.plan, **keywords(options))
     except PlanError as error:
         return str(error)
     return None

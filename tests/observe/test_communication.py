@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from faulty import installed
 from tiny import Tiny, TinyPlan
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -31,7 +31,9 @@ from torch.distributed.tensor.parallel import (
 from titanplans import PlanError, TPOptions, apply_plan, kernels, modeling, registered_plans
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
+from titanplans.plan.styles.region import Region
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.tensors.region import REGION
 
 BATCH, SEQUENCE = 2, 16
 
@@ -253,39 +255,39 @@ def test_a_block_has_as_many_regions_as_mixers_and_mlps():
     assert len(communication.needed("layers.0", "forward")) == 4
 
 
-class Both(ParallelStyle):
-    """Several styles on one module, of which strict application knows nothing."""
+def entered_alone(style):
+    """`style`, whose module gathers its own input."""
 
-    def __init__(self, *styles):
-        self.styles = styles
+    def install(right, module, border):
+        REGION.install(Region(reduce_output=False), module, border)
+        right(module, border)
 
-    def _apply(self, module, device_mesh):
-        for style in self.styles:
-            style._apply(module, device_mesh)
-        return module
+    return installed(style, install)
+
+
+def without_gather(plan):
+    return {"": installed(plan[""], lambda right, module, border: None)}
 
 
 class GatherForEachProjection(TinyPlan):
     """As Hugging Face's and flame's plans do without PrepareModuleInput."""
 
     def attn_plan(self, attn):
-        gather = self.attn_input()[""]
-        plan = {name: Both(gather, self.colwise()) for name in ("q_proj", "k_proj", "v_proj")}
-        return {**plan, "q_norm": Both(self.replicated_in_region()), "o_proj": Both(self.rowwise())}
+        each = {name: entered_alone(self.colwise()) for name in ("q_proj", "k_proj", "v_proj")}
+        return super().attn_plan(attn) | without_gather(self.attn_input()) | each
 
 
 class GatherForGateAndUp(TinyPlan):
     def mlp_plan(self, mlp):
-        gather = self.mlp_input()[""]
-        plan = {name: Both(gather, self.colwise()) for name in ("gate_proj", "up_proj")}
-        return {**plan, "down_proj": Both(self.rowwise())}
+        each = {name: entered_alone(self.colwise()) for name in ("gate_proj", "up_proj")}
+        return super().mlp_plan(mlp) | without_gather(self.mlp_input()) | each
 
 
 class TorchStyles(TinyPlan):
     """The same waste as it is written with torch's own styles, whose collectives DTensor issues."""
 
     def attn_plan(self, attn):
-        stream = self.stream.placement
+        stream = self.options.stream.placement
         colwise = {n: ColwiseParallel(input_layouts=stream) for n in ("q_proj", "k_proj", "v_proj")}
         return {
             **colwise,
@@ -345,14 +347,11 @@ def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
 
     class Hooked(TinyPlan):
         def attn_plan(self, attn):
-            class Reduced(ParallelStyle):
-                def _apply(style, module, device_mesh):
-                    self.replicated_in_region()._apply(module, device_mesh)
-                    weight = module._parameters["weight"]
-                    weight.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
-                    return module
+            def install(right, module, border):
+                weight = module._parameters["weight"]
+                weight.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
 
-            return super().attn_plan(attn) | {"q_norm": Reduced()}
+            return super().attn_plan(attn) | {"q_norm": installed(self.replicated_in_region(), install)}
 
     communication = count(Tiny, TPOptions(2), Hooked)
     for block in communication.decoder.names:

@@ -26,7 +26,7 @@ from titanplans.proof.compare.training import TrainingRun, recompute
 from titanplans.proof.explain.localise import localise, may_be_partial
 from titanplans.proof.ranks.meeting import Apart
 from titanplans.proof.ranks.world import World, from_first
-from titanplans.proof.report import CaseResult, Check
+from titanplans.proof.report import CaseResult, Check, keywords
 
 SPLITTING = "while it is split"
 
@@ -102,14 +102,7 @@ def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) 
         VerifyError: it changes code that the whole model runs, too.
     """
     with unpatched(model):
-        return apply_plan(
-            model,
-            world.mesh,
-            plan=plan,
-            loss_parallel=options.loss_parallel,
-            sequence_parallel=options.sequence_parallel,
-            sequence_dim=options.sequence_dim,
-        )
+        return apply_plan(model, world.mesh, plan=plan, **keywords(options))
 
 
 def _change(model: nn.Module, rank: int) -> None:

@@ -14,16 +14,12 @@ class Check:
 
     what: str
     """runs, loss, logits, gradients, replicas, scale, norm, AdamW or tied."""
-
     error: float
     """The worst difference, in epsilons: units of the change by one rounding of every weight."""
-
     tolerance: float
     """The largest difference of sums in another order, in epsilons."""
-
     where: str = ""
     """The parameter with the worst difference; "" for a quantity of the whole model."""
-
     point: str = ""
     """When in the training: "step 2, batch 1"."""
 
@@ -50,7 +46,6 @@ class Location:
     name: str
     error: float
     """In epsilons."""
-
     note: str = ""
     """How the ranks' tensors were assembled, if that tells something."""
 
@@ -64,14 +59,11 @@ class Finding:
 
     direction: str
     """forward or backward."""
-
     first: Location
     healthy: tuple[Location, ...]
     """Right places near it, the nearest first."""
-
     reason: str = ""
     """The fault, if it is certain: "exactly 2 times too large"."""
-
     remedy: str = ""
     """The style that would sum a gradient that is not summed, if the parameter's place tells."""
 
@@ -92,20 +84,15 @@ class CaseResult:
     checks: tuple[Check, ...]
     missing: tuple[str, ...] = ()
     """Parameters with a gradient in the whole model only."""
-
     unexpected: tuple[str, ...] = ()
     """Parameters with a gradient in the split model only."""
-
     finding: Finding | None = None
     """Where a failing case goes wrong first."""
-
     notes: tuple[str, ...] = ()
     """Faults without a place: an exception, a missing gradient, weights no longer tied; and modules that asked for a
     rank's number in the world."""
-
     conditions: tuple[str, ...] = ()
     """The conditions that a failing case needs: without any one of them it is right. Empty: it fails plainly."""
-
     seconds: float = 0.0
 
     @property
@@ -152,16 +139,13 @@ class Report:
 
     subject: str
     """The model's class and the plan's."""
-
     dtype: str
     cases: tuple[CaseResult, ...]
     refused: tuple[Refusal, ...] = ()
     trainings: tuple[Scenario, ...] = ()
     """The trainings of the cases, without frozen, recomputed, …; the table calls them A, B, C."""
-
     unreached: tuple[str, ...] = ()
     """Conditions of this model that no case has, and quantities that rounding hides, in words."""
-
     ranks: str = "threads"
     """threads or process_group."""
 
@@ -205,6 +189,12 @@ def case_name(*cases: TPOptions) -> str:
         if len(sharded) == 1:
             words.append(f"{what} {'sharded' if sharded.pop() else 'whole'}")
     return ", ".join(words)
+
+
+def keywords(options: TPOptions) -> dict[str, Any]:
+    """Return `options` as the keywords of `apply_plan` and `check_plan`, without the degree."""
+    names = ("loss_parallel", "sequence_parallel", "sequence_dim")
+    return {name: getattr(options, name) for name in names}
 
 
 def options_as_json(options: TPOptions) -> dict[str, Any]:

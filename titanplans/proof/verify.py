@@ -23,7 +23,7 @@ from titanplans.proof.compare.patches import unpatched
 from titanplans.proof.compare.tolerance import check_dtype
 from titanplans.proof.ranks.processes import side_by_side
 from titanplans.proof.ranks.world import Worlds, group_degree
-from titanplans.proof.report import CaseResult, Refusal, Report
+from titanplans.proof.report import CaseResult, Refusal, Report, keywords
 
 DEGREES = (2, 4, 8)
 BOTH = (True, False)
@@ -182,14 +182,7 @@ def accepted_cases(
             reasons: dict[str, list[TPOptions]] = {}
             for options in group:
                 try:
-                    check_plan(
-                        model,
-                        degree,
-                        loss_parallel=options.loss_parallel,
-                        sequence_parallel=options.sequence_parallel,
-                        sequence_dim=options.sequence_dim,
-                        plan=plan,
-                    )
+                    check_plan(model, degree, plan=plan, **keywords(options))
                     accepted.append(options)
                 except PlanError as error:
                     errors.append(error)

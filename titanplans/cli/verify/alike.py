@@ -13,6 +13,7 @@ from titanplans.apply.apply import check_plan
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError
 from titanplans.plan.decoder import find_decoder
+from titanplans.proof.report import keywords
 from titanplans.proof.verify import DEGREES, accepted_cases
 
 _PLACE = ("layer_idx", "layer_id", "layer_number", "num_hidden_layers")
@@ -63,13 +64,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
     except PlanError:
         return found  # the proof explains the refusal better
     for options in cases:
-        styles = check_plan(
-            model,
-            options.degree,
-            loss_parallel=options.loss_parallel,
-            sequence_parallel=options.sequence_parallel,
-            plan=subject.plan,
-        )
+        styles = check_plan(model, options.degree, plan=subject.plan, **keywords(options))
         for block, described in zip(blocks, found, strict=True):
             prefix = f"{block.name}."
             described.append(

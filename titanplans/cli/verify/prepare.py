@@ -38,10 +38,8 @@ class Prepared:
 
     model: nn.Module
     """On meta, unless `make` is None."""
-
     make: Callable[[], nn.Module] | None
     """Builds it with weights; None: it has them."""
-
     config: PretrainedConfig | None
     dtype: torch.dtype
     batch_size: int

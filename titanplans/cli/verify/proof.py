@@ -28,7 +28,7 @@ from titanplans.proof.batches.sample import moved
 from titanplans.proof.compare.forward import backward, call, logits_of
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.proof.ranks.world import group_degree, is_small
-from titanplans.proof.report import options_as_json
+from titanplans.proof.report import keywords, options_as_json
 from titanplans.proof.verify import DEGREES, accepted_cases
 from titanplans.training.trainer.device import no_trainer
 
@@ -44,7 +44,6 @@ class Outcome:
     report: Report
     counts: tuple[tuple[TPOptions, Communication], ...]
     """The blocks' communication for each choice of options, which is the same at any degree."""
-
     seconds: float
     of: int = 0
     """The number of cases while some are left; 0 in the end."""
@@ -187,13 +186,7 @@ def _count(
         made = fake_ranks(options.degree)
     with made as mesh:
         split = copy.deepcopy(model)
-        applied = apply_plan(
-            split,
-            mesh,
-            plan=plan,
-            loss_parallel=options.loss_parallel,
-            sequence_parallel=options.sequence_parallel,
-        )
+        applied = apply_plan(split, mesh, plan=plan, **keywords(options))
 
         def run() -> None:
             logits = logits_of(call(split, inputs))

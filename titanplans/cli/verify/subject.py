@@ -31,28 +31,21 @@ class Subject:
 
     words: str
     """The model's name in the header."""
-
     config: PretrainedConfig | None = None
     """None: `make` returns the model."""
-
     make: Callable[[], nn.Module] | None = None
     """A function of the user's own."""
-
     plan: PlanSource = None
     """None: the registered one."""
-
     degrees: tuple[int, ...] | None = None
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
     seq_len: int | None = None
     """Tokens in a job's sequence."""
-
     float8: Float8 = Float8()  # noqa: RUF009  frozen
     """The float8 modules of the whole model and of the split one."""
-
     lora: LoRA = LoRA()  # noqa: RUF009  frozen
     """The adapters of both."""
-
     freeze: tuple[str, ...] = ()
     """The frozen parameters of both."""
 

@@ -17,22 +17,16 @@ class MicroBatch:
 
     size: int = 2
     """Sequences."""
-
     length: int = 16
     """Tokens of each."""
-
     padding: str = ""
     """"left" or "right": the side on which an attention mask fills each sequence up."""
-
     documents: bool = False
     """Each sequence holds several documents, by `cu_seqlens` or `position_ids`."""
-
     ignored: bool = False
     """Some labels don't count. Labels of padding never do."""
-
     repeated: bool = False
     """The same few tokens again and again."""
-
     text: bool = False
     """No images for a model that takes some."""
 
@@ -43,25 +37,18 @@ class Scenario:
 
     steps: tuple[tuple[MicroBatch, ...], ...] = ((MicroBatch(),),)
     """Steps of the optimizer, each of several micro batches."""
-
     evaluated: tuple[MicroBatch, ...] = ()
     """After the first step the model is evaluated on each of these."""
-
     cached: bool = False
     """After the second step it is called with a cache."""
-
     frozen: str = ""
     """One of `FROZEN`: which parameters get no gradient. In the last of several steps the others get none instead."""
-
     recomputed: bool = False
     """The backward runs each block of the split model again."""
-
     differing: bool = False
     """Before the split each rank but the first holds values of its own."""
-
     fused: bool = False
     """In the last step the split model's head computes the loss, chunk by chunk; the whole model's comes from its logits."""
-
     dtype: str = "float64"
 
     @property

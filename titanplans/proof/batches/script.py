@@ -16,10 +16,8 @@ class Script:
     steps: tuple[tuple[Sample, ...], ...]
     evaluated: tuple[dict[str, Any], ...]
     """The forwards of an evaluation after the first step."""
-
     cached: tuple[dict[str, Any], dict[str, Any]] | None
     """After the second step, a forward that fills a cache, and one of a further token of each sequence."""
-
     thaws: bool
     """In the last step frozen parameters train, and trained ones are frozen."""
 

@@ -50,6 +50,10 @@ class Comparison:
         """Whether all quantities so far are right."""
         return all(check.passed for check in self.worst.values()) and not self.missing and not self.unexpected
 
+    @property
+    def _allowed(self) -> float:
+        return self.reference.tolerance.units(self.world.mesh.size())
+
     def _note(self, what: str, error: float, tolerance: float, where: str, point: str) -> None:
         check, before = Check(what, error, tolerance, where, point), self.worst.get(what)
         if before is None or (before.passed and (not check.passed or check.share > before.share)):
@@ -62,22 +66,17 @@ class Comparison:
         if key[0] == SCALE:
             self._compare_scale(at, values)
             return
-        what, where = key
-        tolerance, (first, *others) = self.reference.tolerance, values
+        (what, where), (first, *others) = key, values
         others = [value for value in others if not _same(value, first)]
         if point in self.reference.shown:
-            error = max(
-                tolerance.difference(value, self.reference.expected[at]) for value in (first, *others)
-            )
-            error /= self.reference.units[at]
+            apart, expected = self.reference.tolerance.difference, self.reference.expected[at]
+            error = max(apart(value, expected) for value in (first, *others)) / self.reference.units[at]
             if at not in self.reference.noise or not math.isfinite(error):
-                self._note(what, error, tolerance.units(self.world.mesh.size()), where, point)
+                self._note(what, error, self._allowed, where, point)
         unit = torch.finfo(first.dtype).eps * largest(first)
-        allowed = 0.0 if self.world.exact else tolerance.units(self.world.mesh.size())
-        apart = max((difference(value, first) for value in others), default=0.0)
-        self._note(
-            "replicas", apart / unit if unit else apart and float("inf"), allowed, where or what, point
-        )
+        worst = max((difference(value, first) for value in others), default=0.0)
+        error = worst / unit if unit else worst and math.inf
+        self._note("replicas", error, 0.0 if self.world.exact else self._allowed, where or what, point)
 
     def _compare_scale(self, at: Point, values: list[torch.Tensor]) -> None:
         point, what, where = at
@@ -86,12 +85,9 @@ class Comparison:
             return
         if at not in self.reference.noise or not math.isfinite(found.slope):
             name = f"{'gradient of the output of ' * where.endswith(chr(39))}{module_name(where)}"
+            error = abs(found.slope) / self.reference.units[at]
             self._note(
-                what,
-                abs(found.slope) / self.reference.units[at],
-                self.reference.tolerance.units(self.world.mesh.size()),
-                f"{name}, {1 + found.slope:.3g} times the right one",
-                point,
+                what, error, self._allowed, f"{name}, {1 + found.slope:.3g} times the right one", point
             )
 
     def _compare_names(self, point: str, found: dict[Key, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -75,7 +75,6 @@ class ReferenceRun:
             freeze(self.pristine, scenario.frozen)
         self.tied = tied_parameters(self.pristine)
         self.watched = watched(self.pristine) if dtype.itemsize < 4 else frozenset()
-        self.expected: dict[Point, torch.Tensor] = {}
         self.units: dict[Point, float] = {}
         self._newest: TrainingRun | None = None
         try:
@@ -95,7 +94,7 @@ class ReferenceRun:
                 shape = logits_of(call(copy.deepcopy(self.pristine), inputs)).shape
         self.script = write_script(self.scenario, sampler, device, shape)
         training = self._training()
-        self._keep(training)
+        self.expected = dict(quantities(training))
         self.orders = {point: record.order for point, record in training.records.items()}
         logits = [tensor for (_, what, _), tensor in self.expected.items() if what == "logits"]
         self.tolerance = Tolerance(
@@ -115,11 +114,7 @@ class ReferenceRun:
             PlanError: rounding hides the effect of a wrong plan.
         """
         for draw in range(self.draws, number):
-            training = self._training(draw)
-            for point, found in training.points():
-                for key, tensor in found.items():
-                    self._note((point, *key), tensor)
-            for key, tensor in outputs(training).items():
+            for key, tensor in quantities(self._training(draw)):
                 self._note(key, tensor)
         self.draws = number
         self.units = self._measured()
@@ -129,11 +124,7 @@ class ReferenceRun:
         self.noise = frozenset(key for key in self.units if key[0] in self.shown and self._is_hidden(key))
 
     def training(
-        self,
-        model: nn.Module,
-        *,
-        watched: Collection[str] | None = None,
-        fused: bool = False,
+        self, model: nn.Module, *, watched: Collection[str] | None = None, fused: bool = False
     ) -> TrainingRun:
         """Return the training of `model`, not yet begun.
 
@@ -157,47 +148,34 @@ class ReferenceRun:
     def _place(self) -> str:
         return "before its training" if self._newest is None else self._newest.place
 
-    def _keep(self, training: TrainingRun) -> None:
-        for point, found in training.points():
-            self.expected |= {(point, *key): tensor for key, tensor in found.items()}
-        self.expected |= outputs(training)
-
     def _note(self, key: Point, tensor: torch.Tensor) -> None:
-        if key in self._fits and (one := fit(tensor, self.expected[key])) is not None:
+        expected = self.expected[key]
+        if key in self._fits and (one := fit(tensor, expected)) is not None:
             self._fits[key].append(one)
         if key in self._changes:
-            self._changes[key] = max(
-                self._changes[key], self.tolerance.difference(tensor, self.expected[key])
-            )
+            self._changes[key] = max(self._changes[key], self.tolerance.difference(tensor, expected))
 
     def _measured(self) -> dict[Point, float]:
         """Return the unit of each quantity."""
+        eps = self.tolerance.eps
+        roundings = {key: self.tolerance.rounding(self.expected[key]) for key in self._changes}
+        # A gradient that is exactly zero has no scale of its own, and takes that of the others.
+        scale = max((unit for key, unit in roundings.items() if key[1] == "gradients"), default=0.0) or eps
         measured = {
-            key: max(self.tolerance.rounding(self.expected[key]), change)
+            key: max(roundings[key], change) or (scale if key[1] == "gradients" else eps)
             for key, change in self._changes.items()
         }
-        # A gradient that is exactly zero has no scale of its own, and takes that of the others.
-        sizes = [
-            self.tolerance.rounding(tensor) for key, tensor in self.expected.items() if key[1] == "gradients"
-        ]
-        scale = max(sizes, default=0.0) or self.tolerance.eps
-        measured = {
-            key: unit or (scale if key[1] == "gradients" else self.tolerance.eps)
-            for key, unit in measured.items()
-        }
-        least = {key: self.tolerance.eps / max(self.expected[key].numel(), 1) ** 0.5 for key in self._fits}
+        least = {key: eps / max(self.expected[key].numel(), 1) ** 0.5 for key in self._fits}
         for kept in (False, True):  # outputs, and their gradients
             fits = {key: found for key, found in self._fits.items() if found and key[2].endswith("'") == kept}
             measured |= units(fits, least, tolerance.VISIBLE)
         if self.tolerance.exact:
             steps = len(self.script.steps)
             for key in [key for key in measured if key[1] == "AdamW"]:
-                gradients = [
+                largest = max(
                     measured.get((f"step {n}", "gradients", key[2]), 0.0) for n in range(1, steps + 1)
-                ]
-                measured[key] = tolerance.weight_unit(
-                    self.expected[key], max(gradients), steps, self._optimizer
                 )
+                measured[key] = tolerance.weight_unit(self.expected[key], largest, steps, self._optimizer)
         return measured
 
     def _refuse_undecidable(self, units: Mapping[Point, float]) -> tuple[str, ...]:
@@ -250,10 +228,9 @@ class ReferenceRun:
         return frozenset(points)
 
 
-def outputs(training: TrainingRun) -> dict[Point, torch.Tensor]:
-    """Return the modules' outputs at each recorded point, under the keys of a `Recorder`."""
-    return {
-        (point, "outputs", key): tensor
-        for point, record in training.records.items()
-        for key, tensor in record.tensors.items()
-    }
+def quantities(training: TrainingRun) -> Iterator[tuple[Point, torch.Tensor]]:
+    """Run `training`, and yield each quantity at each point, then the recorded outputs under a `Recorder`'s keys."""
+    for point, found in training.points():
+        yield from (((point, *key), tensor) for key, tensor in found.items())
+    for point, record in training.records.items():
+        yield from (((point, "outputs", key), tensor) for key, tensor in record.tensors.items())

@@ -7,6 +7,7 @@ best (titanplans/proof/compare/assemble.py).
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,17 +33,14 @@ HEALTHY = 2
 """How many right places are named with a wrong one."""
 
 
-@dataclass
-class _Seen:
+class _Seen(NamedTuple):
     """A place, and the tensors compared there."""
 
     place: Location
-    values: list[torch.Tensor]
-    """Each rank's whole tensor, or the one that all share."""
-
+    value: torch.Tensor
+    """The first rank's whole tensor, or the one that all share."""
     held: list[torch.Tensor] | None
     """Each rank's own tensor, if it may be a part of a sum."""
-
     expected: torch.Tensor
     unit: float
 
@@ -87,22 +85,20 @@ def _notes(case: CaseResult) -> Iterator[str]:
             yield f"{check.where}: differs between the ranks"
 
 
+@dataclass
 class _Search:
     """The outputs of the split model's modules and of the whole one's. Arguments as in `localise`."""
 
-    def __init__(
-        self,
-        training: TrainingRun,
-        styles: Mapping[str, ParallelStyle],
-        reference: ReferenceRun,
-        world: World,
-        options: TPOptions,
-    ):
-        self.training, self.styles, self.reference, self.world = training, styles, reference, world
-        self.options = options
+    training: TrainingRun
+    styles: Mapping[str, ParallelStyle]
+    reference: ReferenceRun
+    world: World
+    options: TPOptions
+
+    def __post_init__(self) -> None:
         # A rank that broke off has recorded less than the others.
-        mine = {(point, key) for point, record in training.records.items() for key in record.tensors}
-        self.common = set.intersection(*world.gather_objects(mine))
+        mine = {(point, key) for point, record in self.training.records.items() for key in record.tensors}
+        self.common = set.intersection(*self.world.gather_objects(mine))
 
     def outputs(self) -> list[_Seen]:
         """Return each module's output, in the order in which they finished."""
@@ -140,7 +136,7 @@ class _Search:
                     if self.world.first:
                         expected, unit = self.reference.expected[at], self.reference.units[at]
                         error = max(self._apart(value, expected) for value in values) / unit
-                        places.append(_Seen(Location(name, error), values, held, expected, unit))
+                        places.append(_Seen(Location(name, error), values[0], held, expected, unit))
         return places
 
     def _apart(self, value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -163,7 +159,7 @@ class _Search:
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None
-        return _Seen(Location(label, fit.error / unit, fit.how), fit.values, parts, expected, unit)
+        return _Seen(Location(label, fit.error / unit, fit.how), fit.values[0], parts, expected, unit)
 
     def _is_one_token(self, expected: torch.Tensor) -> bool:
         return expected.ndim > self.options.sequence_dim and expected.shape[self.options.sequence_dim] == 1
@@ -183,9 +179,8 @@ class _Search:
         ]
         before = [one.place for one in reversed(seen[:at])]
         healthy = [*before[: HEALTHY - bool(after)], *after][:HEALTHY]
-        reason = diagnose(
-            first.values[0], first.held, first.expected, first.unit * tolerance, self.world.mesh.size()
-        )
+        allowed = first.unit * tolerance
+        reason = diagnose(first.value, first.held, first.expected, allowed, self.world.mesh.size())
         remedy, name = "", first.place.name
         if reason == _UNSUMMED and name in dict(self.training.model.named_parameters()):
             order = next(iter(self.reference.orders.values()))

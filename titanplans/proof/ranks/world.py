@@ -29,16 +29,12 @@ class World(Protocol):
 
     name: str
     """threads or process_group."""
-
     mesh: DeviceMesh
     """1-D, "tp"."""
-
     first: bool
     """Whether this is the first rank, which compares for all."""
-
     exact: bool
     """Equal work gives equal bits on every rank."""
-
     asked: Collection[str]
     """Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh."""
 
