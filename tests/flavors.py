@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "generated" / "models.md"
 HEAD = """# Named sizes
 
 `[model] name` and `flavor` of a job; the source is the comment at the table in `models/NAME.toml`. Left out: most `debug`
-flavors, which [architectures.md](architectures.md) lists. With experts, MLP is their number times the width of one, plus that of the shared
-experts.
+flavors, which [architectures.md](architectures.md) lists. With experts, MLP is their number times the width of one, plus
+that of the shared experts.
 
 | model | flavor | hidden | layers | heads | key/value heads | head | MLP | vocabulary | tied | parameters | source |
 |---|---|---|---|---|---|---|---|---|---|---|---|

@@ -290,6 +290,4 @@ def test_flames_accumulation_is_kept_until_the_degrees_are_known(load):
 
 def test_the_documentation_holds_the_tables_of_the_code():
     text = DOCS.read_text(encoding="utf-8")
-    assert tables() in text, (
-        "docs/generated/options.md is stale: python docs/generate.py options.md"
-    )
+    assert tables() in text, "docs/generated/options.md is stale: python docs/generate.py options.md"

@@ -45,4 +45,6 @@ def test_what_is_compiled_was(results):
 
 
 def test_the_page_is_what_the_code_refuses(verdicts):
-    assert PAGE.read_text() == page(verdicts), "run tests/combinations.py, which writes docs/generated/combinations.md"
+    assert PAGE.read_text() == page(verdicts), (
+        "run tests/combinations.py, which writes docs/generated/combinations.md"
+    )
