@@ -19,7 +19,7 @@ from titanplans.cli.export import main
 from titanplans.config import load_job, strategy_of
 from titanplans.errors import OptionError
 from titanplans.training.checkpoint.card import damage
-from titanplans.training.checkpoint.storage import Reader
+from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
@@ -42,7 +42,7 @@ def _jobs(rank: int, folder: Path) -> dict:
     )
     found["trained"] = sum(param.requires_grad for param in lm.parameters())
     save_adapter(lm, folder / "peft")
-    index = Reader(folder / "tuned" / "checkpoint" / "step-4").read_metadata().state_dict_metadata
+    index = CheckpointReader(folder / "tuned" / "checkpoint" / "step-4").read_metadata().state_dict_metadata
     found["saved"] = [
         name for name in index if not name.startswith(("optimizer", "train_state", "lr_", "dataloader"))
     ]
@@ -215,7 +215,7 @@ def _exported(folder: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--checkpoint.save_adapters_only"], "has no effect unless lora.rank is set"),
+        (["--checkpoint.initial_adapter_path=x"], "has no effect unless lora.rank is set"),
         (
             ["--lora.rank=2", "--checkpoint.save_adapters_only"],
             "the base weights would be lost",

@@ -14,7 +14,7 @@ from titanplans.config import JobConfig, load_job
 from titanplans.errors import UserError
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import changes, model_card
-from titanplans.training.checkpoint.storage import Writer
+from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.job.checks import check_job
 from titanplans.training.trainer.device import prepare_device
 
@@ -265,7 +265,7 @@ def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any
     card = Card(int(folder.name.removeprefix("step-")), holds, model_card(config), {}, {})
     if more:
         more |= {f"optimizer.state.{name}.exp_avg": torch.empty(1) for name in weights}
-    save(weights | more, storage_writer=Writer(folder, card), no_dist=True)
+    save(weights | more, storage_writer=CheckpointWriter(folder, card), no_dist=True)
 
 
 def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):

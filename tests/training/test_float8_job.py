@@ -110,9 +110,7 @@ def test_refused_in_the_jobs_words(load, case):
 
 
 def test_sizes_and_degrees(load):
-    with pytest.raises(
-        UserError, match=r"tokens, but float8 needs a multiple of 16; 112 or 128 would work"
-    ):
+    with pytest.raises(UserError, match=r"tokens, but float8 needs a multiple of 16; 112 or 128 would work"):
         load("recipe_name = 'rowwise'", "--training.seq_len=15", "--training.local_batch_size=8")
     job = load("recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=16", model=MODEL)
     with pytest.raises(UserError, match="tensor_parallel_degree = 16"):

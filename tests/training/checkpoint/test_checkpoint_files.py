@@ -18,7 +18,7 @@ from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, finished, to_resume
-from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 
 
 def state(value: float) -> dict:
@@ -28,13 +28,13 @@ def state(value: float) -> dict:
 def write(path: Path, step: int, value: float = 1.0, holds: str = "training") -> Path:
     checkpoint = folder.checkpoint_path(path, step)
     card = Card(step, holds, {"hidden_size": 8}, {"optimizer.lr": 0.1}, {})  # type: ignore[arg-type]
-    dcp.save(state(value), storage_writer=Writer(checkpoint, card), no_dist=True)
+    dcp.save(state(value), storage_writer=CheckpointWriter(checkpoint, card), no_dist=True)
     return checkpoint
 
 
 def load(checkpoint: Path) -> dict:
     found = state(0.0)
-    dcp.load(found, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+    dcp.load(found, storage_reader=CheckpointReader(checkpoint), planner=Planner(), no_dist=True)
     return found
 
 
@@ -240,10 +240,10 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path):
     checkpoint, ran = write(tmp_path, 4), tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
     with pytest.raises(ConfigError, match=r"damaged .*does not belong into a checkpoint's index"):
-        Reader(checkpoint).read_metadata()
+        CheckpointReader(checkpoint).read_metadata()
     poisoned = tmp_path / "poisoned"
     dcp.save({"train_state": Runs(ran)}, checkpoint_id=poisoned, no_dist=True)
-    reads = {"storage_reader": Reader(poisoned), "planner": Planner(), "no_dist": True}
+    reads = {"storage_reader": CheckpointReader(poisoned), "planner": Planner(), "no_dist": True}
     with pytest.raises(BaseException, match="train_state in it is damaged, or holds what could run code"):
         dcp.load({"train_state": None}, **reads)  # type: ignore[arg-type]
     assert not ran.exists()
@@ -273,6 +273,6 @@ def test_a_job_is_finished_by_a_checkpoint_of_its_own_branch(tmp_path):
     assert finished(anew, restarted=True) is None  # killed before it had loaded step 2
     shutil.rmtree(last)
     card = Card(4, "weights", {}, {"checkpoint.load_step": 2}, {})
-    dcp.save(state(1.0), storage_writer=Writer(last, card), no_dist=True)
+    dcp.save(state(1.0), storage_writer=CheckpointWriter(last, card), no_dist=True)
     assert finished(anew) is None
     assert finished(anew, restarted=True) == last

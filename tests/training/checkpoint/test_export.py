@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
 from titanplans.training.checkpoint.card import damage, read_card
-from titanplans.training.checkpoint.storage import Planner, Reader
+from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 IN_HF = "--checkpoint.last_save_in_hf"
@@ -47,10 +47,10 @@ def run(capsys, *words):
 
 
 def weights_of(checkpoint):
-    metadata = Reader(checkpoint).read_metadata().state_dict_metadata
+    metadata = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     names = [name for name in metadata if name.startswith(("model.", "lm_head."))]
     state = {name: torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype) for name in names}
-    dcp_load(state, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+    dcp_load(state, storage_reader=CheckpointReader(checkpoint), planner=Planner(), no_dist=True)
     return state
 
 

@@ -19,7 +19,7 @@ from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import model_card
-from titanplans.training.checkpoint.storage import Writer
+from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.checkpoint.weights import alone, of_folder
 from titanplans.weights.files import refuse_full
 from titanplans.weights.lazy import LazyTensor
@@ -55,7 +55,7 @@ def import_folder(
     to = None if dtype is None else getattr(torch, dtype)
     planner = _LazyPlanner(tensors, to, keeps_float32(plain, to))
     state = planner.described
-    writer = Writer(checkpoint, Card(0, "weights", model_card(hf_config), {}, {}))
+    writer = CheckpointWriter(checkpoint, Card(0, "weights", model_card(hf_config), {}, {}))
     writer.single_file_per_rank = False  # torch keeps all tensors of a file until it is written
     writing = folders.writing_path(checkpoint)
     try:

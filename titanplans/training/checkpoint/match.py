@@ -19,7 +19,7 @@ from titanplans.plan.adapted import is_factor
 from titanplans.text import show
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.storage import Reader
+from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
 
 # What torchtitan saves beside the weights, whose names have no prefix.
@@ -123,7 +123,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         if resumes:
             raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
         return
-    index = Reader(checkpoint).read_metadata()
+    index = CheckpointReader(checkpoint).read_metadata()
     if (wrong := cut(checkpoint, index)) is not None:
         raise _damaged(checkpoint, key, wrong)
     if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config))):
@@ -175,7 +175,7 @@ def check_optimizer(checkpoint: Path, groups: Iterable[Group], key: str) -> None
     Raises:
         ConfigError: names the first parameter.
     """
-    saved = Reader(checkpoint).read_metadata().state_dict_metadata
+    saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     for group in groups:
         state = "momentum_buffer" if group.optimizer == "Muon" else "exp_avg"
         for name in group.parameters:

@@ -26,7 +26,7 @@ from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, write_card
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes a checkpoint beside its place, and renames it when it is whole.
 
     Args:
@@ -107,7 +107,7 @@ class _Hashed:
         return getattr(self._stream, name)
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """Reads a checkpoint of ours or of torchtitan's."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

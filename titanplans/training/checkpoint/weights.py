@@ -23,7 +23,7 @@ from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty
-from titanplans.training.checkpoint.storage import Planner, Reader
+from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.folder import open_folder
 from titanplans.weights.lazy import LazyTensor
@@ -50,7 +50,7 @@ def of_checkpoint(checkpoint: Path, what: str) -> Weights:
         if os.path.isfile(checkpoint / "config.json"):
             hint = "it is a Hugging Face folder already"
         raise ConfigError(f"{what}: there is no distributed checkpoint in it (.metadata); {hint}")
-    metadata = Reader(checkpoint).read_metadata()
+    metadata = CheckpointReader(checkpoint).read_metadata()
     has_card = os.path.isfile(checkpoint / CARD)
     if (wrong := damage(checkpoint) if has_card else cut(checkpoint, metadata)) is not None:
         raise ConfigError(f"{what}: {wrong}; take another checkpoint")
@@ -167,7 +167,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-class _ReadOnce(Reader):
+class _ReadOnce(CheckpointReader):
     """A reader of many loads, whose index is read once."""
 
     def __init__(self, checkpoint: Path, metadata: Metadata):
