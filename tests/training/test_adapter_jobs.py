@@ -198,17 +198,16 @@ def _exported(folder: Path, capsys) -> None:
     lines = {case: said[0].replace(str(folder), "") for case, (_, said) in refused.items()}
     step = "error: export /tuned/checkpoint/step-8"
     assert "does not hold the weights of this model, LlamaForCausalLM" in lines.pop("another")
-    to = "--base is for weights that adapters are added to, and"
+    to = "--base is for weights that adapters are added to, but"
     assert lines == {
         "same shapes": f"{step}: /same shapes: it is of another model (rms_norm_eps = 0.5, now 1e-06); name the one that "
-        "the adapters stand beside",
-        "whole": f"error: export /base/checkpoint/step-2: {to} it holds all of them: leave --base out",
-        "twice": f"{step}: {to} --adapter writes none of them: leave --base out",
-        "peft's": "error: export /adapter: it is in peft's files already: leave --adapter out",
-        "no adapters": "error: export /base/checkpoint/step-2: there are no adapters in it (lora.rank): leave --adapter "
-        "out",
-        "gone": f"{step}: it holds adapters alone, and there is no /base/checkpoint/step-2, whose weights they are added "
-        "to: name the folder by --base",
+        "the adapters were trained on",
+        "whole": f"error: export /base/checkpoint/step-2: {to} it holds all of them; remove --base",
+        "twice": f"{step}: {to} --adapter writes none of them; remove --base",
+        "peft's": "error: export /adapter: it already has peft's format; remove --adapter",
+        "no adapters": "error: export /base/checkpoint/step-2: it has no adapters (lora.rank); remove --adapter",
+        "gone": f"{step}: it holds only adapters, and there is no /base/checkpoint/step-2, whose weights they are added "
+        "to; name their folder by --base",
     }
 
 

@@ -41,13 +41,9 @@ def import_folder(
         NotSaved: the disk is full, or refuses.
     """
     if os.path.exists(checkpoint):
-        raise ConfigError(
-            f"import: {checkpoint} is there already, and nothing is written over: name a new folder"
-        )
+        raise ConfigError(f"import: {checkpoint} already exists and is not overwritten; name a new folder")
     if re.fullmatch(r"step-[0-9]+", checkpoint.name) and checkpoint.name != "step-0":
-        raise ConfigError(
-            f"import: {checkpoint} would be a checkpoint of another step: no step was taken, name it step-0"
-        )
+        raise ConfigError(f"import: {checkpoint} would be a checkpoint of another step; name it step-0")
     kernels.install("cpu")
     hf_config = modeling.load_config_file(config or folder)
     plain = modeling.build(hf_config)
@@ -65,7 +61,7 @@ def import_folder(
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(
-            f"import: {writing} is there: another process writes it, or one was killed while it did; if so, remove it"
+            f"import: {writing} exists: another process is writing it, or was killed; in that case remove it"
         ) from error
     except (CheckpointException, OSError, NotSaved) as error:
         shutil.rmtree(writing, ignore_errors=True)

@@ -68,7 +68,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
         last = folder.steps(self.path)[-1:]
         if newest is not None and newest.name != f"step-{last[0]}":
             logger.info(
-                f"the job goes on from {newest.name}, and takes the steps up to {last[0]} again: step-{last[0]} holds only "
+                f"the job resumes from {newest.name} and repeats the steps up to {last[0]}: step-{last[0]} holds only "
                 "the weights; checkpoint.last_save_model_only = false saves the last step whole"
             )
         return -1 if newest is None else int(newest.name.removeprefix("step-"))
@@ -86,7 +86,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
             return
         own = checkpoint.parent == self.path
         if own and self.config.save_adapters_only:
-            logger.info(f"the weights beside the adapters are those of {self.initial_load_path}")
+            logger.info(f"the base weights are those of {self.initial_load_path}")
             self.dcp_load(
                 self.states[MODEL].state_dict(),
                 str(self.initial_load_path),
@@ -98,7 +98,9 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
                 instead = folder.remedy(checkpoint, _damage) if own else "take another checkpoint"
                 raise ConfigError(f"{wrong}; {instead}")
             if own and (differing := changes(read_card(checkpoint).job, self.config.job)):
-                logger.info(f"{checkpoint.name} is of another job, and this one's values hold: {differing}")
+                logger.info(
+                    f"{checkpoint.name} is of a job with other values, which this one's replace: {differing}"
+                )
         with self._one_line(f"{checkpoint} can't be loaded"):
             if adapted(self._lm):  # what a checkpoint of this job may lack, `check_saved` has said
                 there = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
@@ -115,7 +117,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
 
     @contextmanager
     def _one_line(self, what: str) -> Iterator[None]:
-        """Make one line of what torch raises on all ranks for what failed on some: no Exception, in its case."""
+        """Make one line of CheckpointException, which torch raises on all ranks if some failed."""
         try:
             yield
         except CheckpointException as failed:

@@ -206,5 +206,5 @@ class CheckpointManager(CheckpointLoader):
         free = of_all(shutil.disk_usage(self.path).free)[0]
         if free < needed:
             raise NotSaved(
-                f"{self.path} has {free / 1e9:,.2f} GB free, and a checkpoint takes {needed / 1e9:,.2f} GB; {self.left()}"
+                f"{self.path} has {free / 1e9:,.2f} GB free, but a checkpoint takes {needed / 1e9:,.2f} GB; {self.left()}"
             )

@@ -111,8 +111,8 @@ class LanguageModel(BaseModel):
         self.added = added_loss(self.lm, output)
         if self.added is None and getattr(self.lm.config, "output_router_logits", False):
             raise ModelError(
-                f"output_router_logits = True, but {type(self.lm).__name__} computes no loss of its routers' balance: "
-                "leave it out"
+                f"output_router_logits = True, but {type(self.lm).__name__} computes no router balance loss; "
+                "remove output_router_logits"
             )
         return output.logits
 

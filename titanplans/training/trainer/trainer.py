@@ -37,7 +37,7 @@ _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class TrainingDone(BaseException):
-    """Leaves torchtitan's loop after the last step: behind it rank 0 sleeps for 2 seconds, so that others may end first."""
+    """Leaves torchtitan's loop after the last step, before its rank 0 sleeps for 2 seconds."""
 
 
 class Trainer(torchtitan.trainer.Trainer):
@@ -121,7 +121,7 @@ class Trainer(torchtitan.trainer.Trainer):
         if self._ending is not None and self._ending.is_last(self.step):
             self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
             logger.info(
-                f"SIGTERM: the job ends after step {self.step}, which is saved; the same command goes on"
+                f"SIGTERM: the job ends after step {self.step}, which is saved; the same command resumes"
             )
             raise TrainingDone
         return True
@@ -192,8 +192,8 @@ class Trainer(torchtitan.trainer.Trainer):
             if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
                     f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
-                    f"(training.skip_nan_inf_limit), so no later one will be; {self.left()}. Resume with a lower "
-                    "optimizer.lr, or leave out the data that they read"
+                    f"(training.skip_nan_inf_limit), so training can't recover; {self.left()}. Resume with a lower "
+                    "optimizer.lr, or exclude the data of those steps"
                 )
             return norms[-1]
 
