@@ -335,7 +335,7 @@ class Survival:
         life = self.start()
         status = life.end()
         said = life.said
-        advised = re.search(r"checkpoint\.load_step = (\d+) resumes from the newest that is whole", said)
+        advised = re.search(r"checkpoint\.load_step = (\d+) resumes from the newest complete one", said)
         if (
             status != 2
             or str(path.relative_to(self.folder)) not in said
@@ -347,7 +347,7 @@ class Survival:
             self.options = (f"--checkpoint.load_step={advised[1]}",)
             self.goes_on_at = int(advised[1]) + 1
         else:
-            if "no other is whole" not in said or len(present) > 1:
+            if "no other is complete" not in said or len(present) > 1:
                 self.problem("untold", f"of {present} none is offered", life)
             shutil.rmtree(self.checkpoints)
             self.goes_on_at = 1

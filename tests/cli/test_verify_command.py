@@ -147,7 +147,7 @@ def test_without_torchtitan_its_loss_is_left_out_and_a_job_refused(command, monk
     assert train([str(Path(__file__).parents[2] / "configs" / "gla_debug.toml")]) == 2
     told = capsys.readouterr().err
     assert told.startswith(
-        "error: torchtitan's Trainer is not installed: pip install 'torchtitan>=0.3,<0.4', or train by"
+        "error: torchtitan's Trainer is not installed: pip install 'torchtitan>=0.3,<0.4', or train in"
     )
     assert told.count("\n") == 1
 

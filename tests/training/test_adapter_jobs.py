@@ -19,7 +19,7 @@ from titanplans.cli.export import main
 from titanplans.config import load_job, strategy_of
 from titanplans.errors import OptionError
 from titanplans.training.checkpoint.card import damage
-from titanplans.training.checkpoint.storage import Reader
+from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 SAVES = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
@@ -42,7 +42,7 @@ def _jobs(rank: int, folder: Path) -> dict:
     )
     found["trained"] = sum(param.requires_grad for param in lm.parameters())
     save_adapter(lm, folder / "peft")
-    index = Reader(folder / "tuned" / "checkpoint" / "step-4").read_metadata().state_dict_metadata
+    index = CheckpointReader(folder / "tuned" / "checkpoint" / "step-4").read_metadata().state_dict_metadata
     found["saved"] = [
         name for name in index if not name.startswith(("optimizer", "train_state", "lr_", "dataloader"))
     ]
@@ -198,24 +198,23 @@ def _exported(folder: Path, capsys) -> None:
     lines = {case: said[0].replace(str(folder), "") for case, (_, said) in refused.items()}
     step = "error: export /tuned/checkpoint/step-8"
     assert "does not hold the weights of this model, LlamaForCausalLM" in lines.pop("another")
-    to = "--base is for weights that adapters are added to, and"
+    to = "--base is for weights that adapters are added to, but"
     assert lines == {
         "same shapes": f"{step}: /same shapes: it is of another model (rms_norm_eps = 0.5, now 1e-06); name the one that "
-        "the adapters stand beside",
-        "whole": f"error: export /base/checkpoint/step-2: {to} it holds all of them: leave --base out",
-        "twice": f"{step}: {to} --adapter writes none of them: leave --base out",
-        "peft's": "error: export /adapter: it is in peft's files already: leave --adapter out",
-        "no adapters": "error: export /base/checkpoint/step-2: there are no adapters in it (lora.rank): leave --adapter "
-        "out",
-        "gone": f"{step}: it holds adapters alone, and there is no /base/checkpoint/step-2, whose weights they are added "
-        "to: name the folder by --base",
+        "the adapters were trained on",
+        "whole": f"error: export /base/checkpoint/step-2: {to} it holds all of them; remove --base",
+        "twice": f"{step}: {to} --adapter writes none of them; remove --base",
+        "peft's": "error: export /adapter: it already has peft's format; remove --adapter",
+        "no adapters": "error: export /base/checkpoint/step-2: it has no adapters (lora.rank); remove --adapter",
+        "gone": f"{step}: it holds only adapters, and there is no /base/checkpoint/step-2, whose weights they are added "
+        "to; name their folder by --base",
     }
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--checkpoint.save_adapters_only"], "has no effect unless lora.rank is set"),
+        (["--checkpoint.initial_adapter_path=x"], "has no effect unless lora.rank is set"),
         (
             ["--lora.rank=2", "--checkpoint.save_adapters_only"],
             "the base weights would be lost",

@@ -14,7 +14,7 @@ from titanplans.config import JobConfig, load_job
 from titanplans.errors import UserError
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import changes, model_card
-from titanplans.training.checkpoint.storage import Writer
+from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.job.checks import check_job
 from titanplans.training.trainer.device import prepare_device
 
@@ -183,7 +183,7 @@ def test_what_is_not_there(job, options, message):
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA can do it")
 def test_what_needs_cuda(job, options):
-    assert "needs CUDA, and this machine trains on cpu; leave it out" in refusal(job(**options), 2)
+    assert "needs CUDA, but this machine trains on cpu; remove this key" in refusal(job(**options), 2)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], **more: Any
     card = Card(int(folder.name.removeprefix("step-")), holds, model_card(config), {}, {})
     if more:
         more |= {f"optimizer.state.{name}.exp_avg": torch.empty(1) for name in weights}
-    save(weights | more, storage_writer=Writer(folder, card), no_dist=True)
+    save(weights | more, storage_writer=CheckpointWriter(folder, card), no_dist=True)
 
 
 def test_checkpoints_of_this_and_of_another_model(job, tmp_path, weights):
@@ -314,9 +314,9 @@ def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, w
     whole = {path: path.read_bytes() for path in (index, shard)}
     for length in (0, 1, len(whole[shard]) // 2, len(whole[shard]) - 1):
         shard.write_bytes(whole[shard][:length])
-        assert f"checkpoint.initial_load_path: {shard} is cut short or gone; take another" in refusal(wanted)
+        assert f"checkpoint.initial_load_path: {shard} is truncated or missing; take another" in refusal(wanted)
     shard.unlink()
-    assert f"{shard} is cut short or gone; take another" in refusal(wanted)
+    assert f"{shard} is truncated or missing; take another" in refusal(wanted)
     shard.write_bytes(whole[shard])
     for length in (0, 1, len(whole[index]) // 2, len(whole[index]) - 1):
         index.write_bytes(whole[index][:length])
@@ -324,7 +324,7 @@ def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, w
         assert said.startswith(f"{index} is damaged (")
         assert said.endswith("; take another checkpoint")
     index.unlink()
-    assert "is no checkpoint (a step-N folder with .metadata)" in refusal(wanted)
+    assert "is not a checkpoint (a step-N directory with .metadata)" in refusal(wanted)
 
 
 @pytest.mark.parametrize(

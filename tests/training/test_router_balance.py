@@ -17,7 +17,7 @@ from titanplans.errors import ModelError, ParallelError
 from titanplans.loss import added_loss, still_biases
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.compile import apply_compile, one_graph_a_block
-from titanplans.training.checkpoint.storage import Reader
+from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.trainer.device import prepare_device
 
 prepare_device()  # before torchtitan, which the next line imports
@@ -66,7 +66,11 @@ def test_a_job_says_that_nothing_moves_the_biases_and_keeps_them_in_float32(tmp_
     assert job.run(*words, "--checkpoint.export_dtype=bfloat16") == 0, job.err
     assert f"nothing moves the routers' balance biases ({bias}" in job.out + job.err
     for step in (1, 2):
-        saved = Reader(tmp_path / "out" / "checkpoint" / f"step-{step}").read_metadata().state_dict_metadata
+        saved = (
+            CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
+            .read_metadata()
+            .state_dict_metadata
+        )
         dtypes = {
             name: entry.properties.dtype
             for name, entry in saved.items()

@@ -244,7 +244,7 @@ def test_muon_takes_float8(two, how):
 @pytest.mark.parametrize("case", ["fsdp2 skips", "ddp skips"])
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing(two, case):
     losses, same, log = two[case]
-    assert log == ["step 3: the gradient's norm is nan, and the step is left out (1 in this run)"]
+    assert log == ["step 3: the gradient's norm is nan, so the step is skipped (1 in this run)"]
     assert same == [False, True, False]  # between the ends of steps 1 and 2, 2 and 3, 3 and 4
     assert list(losses) == [1, 2, 4]  # torchtitan has no line for a loss that is not finite
     assert {1: losses[1], 2: losses[2]} == part_of({1: ..., 2: ...}, two["fsdp2"])

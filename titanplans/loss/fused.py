@@ -94,8 +94,8 @@ class _Fused(torch.autograd.Function):
             )
         if ctx.gradients is None:
             raise ParallelError(
-                "the gradient of a loss that the head computes chunk by chunk is there once (retain_graph = True): add "
-                "the losses up before their backward, or call the model without FusedLoss"
+                "the gradients of a loss that the head computes chunk by chunk are freed after one backward "
+                "(retain_graph = True): add the losses up before their backward, or call the model without FusedLoss"
             )
         # In place, and kept no longer: the head's is as large as the head.
         gradients, ctx.gradients = ctx.gradients, None

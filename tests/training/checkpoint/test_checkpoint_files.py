@@ -18,7 +18,7 @@ from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
 from titanplans.training.checkpoint.match import changes, finished, to_resume
-from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 
 
 def state(value: float) -> dict:
@@ -28,13 +28,13 @@ def state(value: float) -> dict:
 def write(path: Path, step: int, value: float = 1.0, holds: str = "training") -> Path:
     checkpoint = folder.checkpoint_path(path, step)
     card = Card(step, holds, {"hidden_size": 8}, {"optimizer.lr": 0.1}, {})  # type: ignore[arg-type]
-    dcp.save(state(value), storage_writer=Writer(checkpoint, card), no_dist=True)
+    dcp.save(state(value), storage_writer=CheckpointWriter(checkpoint, card), no_dist=True)
     return checkpoint
 
 
 def load(checkpoint: Path) -> dict:
     found = state(0.0)
-    dcp.load(found, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+    dcp.load(found, storage_reader=CheckpointReader(checkpoint), planner=Planner(), no_dist=True)
     return found
 
 
@@ -179,14 +179,14 @@ def test_a_damaged_checkpoint_offers_the_newest_that_is_whole(tmp_path):
     for step, name in ((6, "__0_0.distcp"), (8, CARD)):
         content = (tmp_path / f"step-{step}" / name).read_bytes()
         (tmp_path / f"step-{step}" / name).write_bytes(content[:-5])
-    offered = r"checkpoint\.load_step = 4 resumes from the newest that is whole"
+    offered = r"checkpoint\.load_step = 4 resumes from the newest complete one"
     with pytest.raises(ConfigError, match=rf"step-8/titanplans\.json is damaged .*; {offered}"):
         to_resume(tmp_path)
     folder.discard(tmp_path)
     assert folder.remedy(tmp_path / "step-8") == offered.replace("\\", "")
     for step in (2, 4):
         (tmp_path / f"step-{step}" / ".metadata").unlink()
-    assert folder.remedy(tmp_path / "step-8") == "no other is whole: move the folder away"
+    assert folder.remedy(tmp_path / "step-8") == "no other is complete; move the folder away"
 
 
 def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
@@ -197,8 +197,8 @@ def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(tmp_path):
     with pytest.raises(ConfigError) as raised:
         to_resume(tmp_path)
     assert str(raised.value) == (
-        f"checkpoint.folder: {renamed} holds step 4: somebody has renamed it; "
-        "checkpoint.load_step = 6 resumes from the newest that is whole"
+        f"checkpoint.folder: {renamed} holds step 4; it has been renamed; "
+        "checkpoint.load_step = 6 resumes from the newest complete one"
     )
     kept = (tmp_path / "step-90").rename(tmp_path / "best")  # by a name of its own it may be started from
     assert damage(kept) is None
@@ -239,11 +239,11 @@ class Runs:
 def test_nothing_in_a_checkpoint_is_run(tmp_path):
     checkpoint, ran = write(tmp_path, 4), tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
-    with pytest.raises(ConfigError, match=r"damaged .*does not belong into a checkpoint's index"):
-        Reader(checkpoint).read_metadata()
+    with pytest.raises(ConfigError, match=r"damaged .*does not belong in a checkpoint's index"):
+        CheckpointReader(checkpoint).read_metadata()
     poisoned = tmp_path / "poisoned"
     dcp.save({"train_state": Runs(ran)}, checkpoint_id=poisoned, no_dist=True)
-    reads = {"storage_reader": Reader(poisoned), "planner": Planner(), "no_dist": True}
+    reads = {"storage_reader": CheckpointReader(poisoned), "planner": Planner(), "no_dist": True}
     with pytest.raises(BaseException, match="train_state in it is damaged, or holds what could run code"):
         dcp.load({"train_state": None}, **reads)  # type: ignore[arg-type]
     assert not ran.exists()
@@ -253,7 +253,7 @@ def test_a_card_of_a_later_format_is_refused(tmp_path):
     checkpoint = write(tmp_path, 4)
     values = json.loads((checkpoint / CARD).read_text())
     (checkpoint / CARD).write_text(json.dumps(values | {"format": 2}))
-    with pytest.raises(ConfigError, match="has format 2, and this titanplans knows 1: update it"):
+    with pytest.raises(ConfigError, match="has format 2, but this titanplans reads 1; update titanplans"):
         read_card(checkpoint)
 
 
@@ -273,6 +273,6 @@ def test_a_job_is_finished_by_a_checkpoint_of_its_own_branch(tmp_path):
     assert finished(anew, restarted=True) is None  # killed before it had loaded step 2
     shutil.rmtree(last)
     card = Card(4, "weights", {}, {"checkpoint.load_step": 2}, {})
-    dcp.save(state(1.0), storage_writer=Writer(last, card), no_dist=True)
+    dcp.save(state(1.0), storage_writer=CheckpointWriter(last, card), no_dist=True)
     assert finished(anew) is None
     assert finished(anew, restarted=True) == last

@@ -116,7 +116,7 @@ def changed_options(rank: int, folder: Path) -> dict:
     logging.getLogger().removeHandler(said)
     (optimizer,) = trainer.optimizers
     keys = ("weight_decay", "betas", "lr")
-    lines = [line for line in said.lines if "this one's values hold" in line]
+    lines = [line for line in said.lines if "is of a job with other values" in line]
     step = next(iter(optimizer.state.values()))["step"]
     return {
         "groups": [{key: group[key] for key in keys} for group in optimizer.param_groups],
@@ -357,8 +357,8 @@ def test_a_launcher_that_starts_again_goes_on_with_the_branch(two):
 def test_a_damaged_checkpoint_names_the_file_and_the_newest_that_is_whole(two, folder):
     path = folder / "rewind" / "checkpoint"
     assert two["damaged"] == (
-        f"{path}/step-6/__1_0.distcp is damaged: its checksum is not the one that was written; "
-        "checkpoint.load_step = 4 resumes from the newest that is whole"
+        f"{path}/step-6/__1_0.distcp is damaged: its checksum differs from the recorded one; "
+        "checkpoint.load_step = 4 resumes from the newest complete one"
     )
 
 

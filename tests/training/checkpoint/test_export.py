@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
 from titanplans.training.checkpoint.card import damage, read_card
-from titanplans.training.checkpoint.storage import Planner, Reader
+from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 IN_HF = "--checkpoint.last_save_in_hf"
@@ -47,10 +47,10 @@ def run(capsys, *words):
 
 
 def weights_of(checkpoint):
-    metadata = Reader(checkpoint).read_metadata().state_dict_metadata
+    metadata = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     names = [name for name in metadata if name.startswith(("model.", "lm_head."))]
     state = {name: torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype) for name in names}
-    dcp_load(state, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+    dcp_load(state, storage_reader=CheckpointReader(checkpoint), planner=Planner(), no_dist=True)
     return state
 
 
@@ -83,7 +83,7 @@ def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):
     options = ("--job.dump_folder=prolonged", "--training.steps=3", "--checkpoint.interval=1")
     assert job.run(*options) == 0, job.err
     assert (
-        "the job goes on from step-1, and takes the steps up to 2 again: step-2 holds only the weights; "
+        "the job resumes from step-1 and repeats the steps up to 2: step-2 holds only the weights; "
         "checkpoint.last_save_model_only = false saves the last step whole"
     ) in job.out + job.err
     assert [step for step, _ in job.losses] == [2, 3]
@@ -213,7 +213,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     assert other.startswith(
         "error: what is saved is no GLAForCausalLM of its config: model.embeddings.weight is (4096, 32)"
     )
-    metadata = "there is no distributed checkpoint in it (.metadata)"
+    metadata = "it holds no distributed checkpoint (.metadata)"
     assert lines == {
         "there": "error: /there is there already, and nothing is written over: name a new folder\n",
         "in hf": f"error: export at/step-2: {metadata}; it is a Hugging Face folder already\n",

@@ -73,7 +73,7 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     first, *_, last = (line for line in job.err.splitlines() if line.startswith(("rank", "error")))
     assert first == (
         f"rank 0 (pid {pids[0]}) was killed by SIGKILL (by the system, if memory ran out): all ranks start again, from the "
-        "newest checkpoint; 0 more restarts are left"
+        "newest checkpoint; 0 restarts left"
     )
     assert last.startswith(f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL")
     assert repeats_itself(job)
@@ -100,8 +100,8 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     shard.write_bytes(content)
     assert job.run(f"--training.steps={steps + 4}") == 2
     assert (
-        f"the job is finished, but {shard.relative_to(job.folder)} is damaged: its checksum is not the one that was "
-        "written; checkpoint.load_step = "
+        f"the job is finished, but {shard.relative_to(job.folder)} is damaged: its checksum differs from the recorded "
+        "one; checkpoint.load_step = "
     ) in job.err
 
 

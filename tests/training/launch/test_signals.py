@@ -79,14 +79,14 @@ def test_sigterm_saves_once_more_and_no_step_is_lost_or_taken_twice(job, capsys,
 def slow_saving(words):
     """Save so slowly that a signal comes while ranks do."""
     from titanplans.cli.main import run
-    from titanplans.training.checkpoint.storage import Writer
+    from titanplans.training.checkpoint.storage import CheckpointWriter
 
     def write_data(self, plan, planner):
         Path(f"saving-{os.environ['RANK']}").touch()
         time.sleep(1.5)
         return before(self, plan, planner)
 
-    before, Writer.write_data = Writer.write_data, write_data
+    before, CheckpointWriter.write_data = CheckpointWriter.write_data, write_data
     run(words)
 
 

@@ -68,7 +68,9 @@ def read_card(checkpoint: Path) -> Card:
         values = json.loads(path.read_text(encoding="utf-8"))
         checksum, format_ = values.pop("checksum"), values.pop("format")
         if format_ > _FORMAT:
-            raise ConfigError(f"{path} has format {format_}, and this titanplans knows {_FORMAT}: update it")
+            raise ConfigError(
+                f"{path} has format {format_}, but this titanplans reads {_FORMAT}; update titanplans"
+            )
         if checksum != _checksum({"format": format_, **values}):
             raise ValueError("its checksum differs")
         files = {name: tuple(entry) for name, entry in values.pop("files").items()}
@@ -93,15 +95,15 @@ def damage(
     except ConfigError as error:
         return str(error)
     if (named := _NAME.fullmatch(checkpoint.name)) and int(named[1]) != card.step:
-        return f"{checkpoint} holds step {card.step}: somebody has renamed it"
+        return f"{checkpoint} holds step {card.step}; it has been renamed"
     files = card.files
     for name in [name for name in files if names is None or name in names][rank::ranks]:
         path, (size, checksum) = checkpoint / name, files[name]
         try:
             if path.stat().st_size != size:
-                return f"{path} has {path.stat().st_size:,} bytes, and {size:,} were written"
+                return f"{path} has {path.stat().st_size:,} bytes, but {size:,} were written"
             if file_checksum(path) != checksum:
-                return f"{path} is damaged: its checksum is not the one that was written"
+                return f"{path} is damaged: its checksum differs from the recorded one"
         except OSError as error:
             return f"{path} can't be read ({error.strerror})"
     return None

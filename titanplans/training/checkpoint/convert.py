@@ -19,7 +19,7 @@ from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder as folders
 from titanplans.training.checkpoint.card import Card
 from titanplans.training.checkpoint.match import model_card
-from titanplans.training.checkpoint.storage import Writer
+from titanplans.training.checkpoint.storage import CheckpointWriter
 from titanplans.training.checkpoint.weights import alone, of_folder
 from titanplans.weights.files import refuse_full
 from titanplans.weights.lazy import LazyTensor
@@ -41,13 +41,9 @@ def import_folder(
         NotSaved: the disk is full, or refuses.
     """
     if os.path.exists(checkpoint):
-        raise ConfigError(
-            f"import: {checkpoint} is there already, and nothing is written over: name a new folder"
-        )
+        raise ConfigError(f"import: {checkpoint} already exists and is not overwritten; name a new folder")
     if re.fullmatch(r"step-[0-9]+", checkpoint.name) and checkpoint.name != "step-0":
-        raise ConfigError(
-            f"import: {checkpoint} would be a checkpoint of another step: no step was taken, name it step-0"
-        )
+        raise ConfigError(f"import: {checkpoint} would be a checkpoint of another step; name it step-0")
     kernels.install("cpu")
     hf_config = modeling.load_config_file(config or folder)
     plain = modeling.build(hf_config)
@@ -55,7 +51,7 @@ def import_folder(
     to = None if dtype is None else getattr(torch, dtype)
     planner = _LazyPlanner(tensors, to, keeps_float32(plain, to))
     state = planner.described
-    writer = Writer(checkpoint, Card(0, "weights", model_card(hf_config), {}, {}))
+    writer = CheckpointWriter(checkpoint, Card(0, "weights", model_card(hf_config), {}, {}))
     writer.single_file_per_rank = False  # torch keeps all tensors of a file until it is written
     writing = folders.writing_path(checkpoint)
     try:
@@ -65,7 +61,7 @@ def import_folder(
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except FileExistsError as error:
         raise ConfigError(
-            f"import: {writing} is there: another process writes it, or one was killed while it did; if so, remove it"
+            f"import: {writing} exists: another process is writing it, or was killed; in that case remove it"
         ) from error
     except (CheckpointException, OSError, NotSaved) as error:
         shutil.rmtree(writing, ignore_errors=True)

@@ -70,12 +70,12 @@ def export(
     what, given = f"export {checkpoint}", None if dtype is None else getattr(torch, dtype)
     found = (_of_peft if _is_peft(checkpoint) else _of_job)(checkpoint, what, config, base)
     if adapter and (found.adapted is None or _is_peft(checkpoint)):
-        why = "it is in peft's files already" if found.adapted else "there are no adapters in it (lora.rank)"
-        raise ConfigError(f"{what}: {why}: leave --adapter out")
+        why = "it already has peft's format" if found.adapted else "it has no adapters (lora.rank)"
+        raise ConfigError(f"{what}: {why}; remove --adapter")
     if base is not None and (adapter or not found.alone):
         why = "--adapter writes none of them" if adapter else "it holds all of them"
         raise ConfigError(
-            f"{what}: --base is for weights that adapters are added to, and {why}: leave --base out"
+            f"{what}: --base is for weights that adapters are added to, but {why}; remove --base"
         )
     if adapter:
         assert found.adapted is not None
@@ -116,7 +116,7 @@ class _Found(NamedTuple):
     adapted: nn.Module | None
     """The model with its adapters, on meta; None if there are none."""
     alone: bool
-    """Adapters without the weights that they stand beside."""
+    """Adapters without their base weights."""
     base: str | None
     """The folder of these weights."""
 
@@ -161,13 +161,11 @@ def _config(given: str | None, card: Card | None, checkpoint: Path) -> Pretraine
         config = modeling.load_config_file(given)
         if card is not None and (differing := changes(card.model, model_card(config))):
             raise ConfigError(
-                f"--config {given}: {checkpoint} is of another model ({differing}); leave it out"
+                f"--config {given}: {checkpoint} is of another model ({differing}); remove --config"
             )
         return config
     if card is None:
-        raise ConfigError(
-            f"export {checkpoint}: it has no {CARD}, which says which model it is: give its --config"
-        )
+        raise ConfigError(f"export {checkpoint}: it has no {CARD}, which names the model; give its --config")
     values = dict(card.model)
     if "own_class" in values:
         return own_config(values["own_class"], values["own_arguments"])
@@ -175,19 +173,19 @@ def _config(given: str | None, card: Card | None, checkpoint: Path) -> Pretraine
 
 
 def _base(named: str | None, what: str) -> Path:
-    """Return the folder of the weights that adapters stand beside.
+    """Return the folder of the base weights of adapters.
 
     Raises:
         ConfigError: it is not known, or not there.
     """
     if named is None or not os.path.isdir(named):
         where = (
-            "nothing says where the weights are that they"
+            "nothing names the weights that they"
             if named is None
             else f"there is no {named}, whose weights they"
         )
         raise ConfigError(
-            f"{what}: it holds adapters alone, and {where} are added to: name the folder by --base"
+            f"{what}: it holds only adapters, and {where} are added to; name their folder by --base"
         )
     return Path(named)
 

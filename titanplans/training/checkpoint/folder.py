@@ -57,8 +57,8 @@ def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
     for step in reversed(steps(damaged.parent)):
         other = checkpoint_path(damaged.parent, step)
         if other != damaged and damage(other) is None and read_card(other).holds == "training":
-            return f"checkpoint.load_step = {step} resumes from the newest that is whole"
-    return "no other is whole: move the folder away"
+            return f"checkpoint.load_step = {step} resumes from the newest complete one"
+    return "no other is complete; move the folder away"
 
 
 def commit(checkpoint: Path) -> None:
@@ -120,8 +120,8 @@ def _is_ours(checkpoint: Path) -> bool:
     if not checkpoint.exists() or (checkpoint.is_dir() and not any(checkpoint.iterdir())):
         return False
     raise ConfigError(
-        f"checkpoint.folder: {checkpoint} has no {CARD}: another program wrote it, or an older titanplans; move it "
-        "away; if it is a checkpoint, start from it by checkpoint.initial_load_path"
+        f"checkpoint.folder: {checkpoint} has no {CARD}: another program or an older titanplans wrote it; move it "
+        "away, and if it is a checkpoint, start from it by checkpoint.initial_load_path"
     )
 
 

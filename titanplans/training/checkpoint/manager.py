@@ -1,13 +1,12 @@
-"""torchtitan's CheckpointManager, whose checkpoints are whole, and which touches nothing but checkpoints of ours.
+"""torchtitan's CheckpointManager, which saves whole checkpoints or none, and touches no others.
 
-When a checkpoint is due, what goes into it and in which thread it is written are torchtitan's.
+torchtitan decides when a checkpoint is due, its content and the thread that writes it. Loading is in loader.py.
 """
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchtitan.components.checkpointer
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 from transformers import PretrainedConfig
 
-from titanplans import disk
-from titanplans.adapters.low_rank import adapted
-from titanplans.errors import ConfigError, Diverged, NotSaved, UserError
+from titanplans.errors import Diverged, NotSaved
 from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.training.checkpoint import folder, published
-from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.match import changes, has_gone_on_from, to_resume
-from titanplans.training.checkpoint.storage import Planner, Reader, Writer
-from titanplans.weights.adapters import load_adapter, trained_names
+from titanplans.training.checkpoint.card import Card
+from titanplans.training.checkpoint.loader import CheckpointLoader
+from titanplans.training.checkpoint.storage import CheckpointWriter
+from titanplans.weights.adapters import trained_names
 from titanplans.weights.gather import of_all
-from titanplans.weights.load import load_weights
 
 
-class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
+class CheckpointManager(CheckpointLoader):
     """torchtitan's, with the same arguments.
 
     Attributes:
@@ -86,84 +81,6 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             if self.last_save_in_hf:
                 (part,) = self.states[MODEL].model
                 published.check(part.lm, config.hf_config)  # now, not after the last step
-
-    # Loading
-
-    def _load(self, step: int = -1) -> bool:
-        """Load what `step` says, -1 for the newest from which training goes on; what came later is set aside.
-
-        Raises:
-            ConfigError: there is none, or a file of it is not as it was written.
-        """
-        step = of_all(self._step_to_load(step) if dist.get_rank() == 0 else None)[0]
-        loaded = super()._load(step)
-        if step == -1 and (adapter := self.config.initial_adapter_path) is not None:
-            load_adapter(self._lm, adapter)
-            logger.info(f"the adapters are those of {adapter}")
-        if step != -1 and not self.load_only:
-            dist.barrier()  # all have read before one moves what they look at
-            if dist.get_rank() == 0 and (aside := folder.set_aside(self.path, later_than=step)):
-                logger.info(f"checkpoints after step {step} were set aside, into {aside}")
-        return loaded
-
-    @property
-    def _lm(self) -> Any:
-        (part,) = self.states[MODEL].model
-        return part.lm
-
-    def _step_to_load(self, step: int) -> int:
-        if step != -1 and not (self.config.restarted and has_gone_on_from(self.path, step)):
-            return step
-        newest = to_resume(self.path)
-        last = folder.steps(self.path)[-1:]
-        if newest is not None and newest.name != f"step-{last[0]}":
-            logger.info(
-                f"the job goes on from {newest.name}, and takes the steps up to {last[0]} again: step-{last[0]} holds only "
-                "the weights; checkpoint.last_save_model_only = false saves the last step whole"
-            )
-        return -1 if newest is None else int(newest.name.removeprefix("step-"))
-
-    def dcp_load(
-        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
-    ) -> None:
-        """Check the files of a checkpoint and load it; the optimizers keep the settings of this job.
-
-        A Hugging Face folder (`from_hf`) holds weights alone, of which each rank reads its parts.
-        """
-        checkpoint = Path(checkpoint_id)
-        if from_hf:
-            load_weights(self._lm, checkpoint, seed=torch.initial_seed())
-            return
-        own = checkpoint.parent == self.path
-        if own and self.config.save_adapters_only:
-            logger.info(f"the weights beside the adapters are those of {self.initial_load_path}")
-            self.dcp_load(
-                self.states[MODEL].state_dict(),
-                str(self.initial_load_path),
-                self.initial_load_in_hf,
-                self.initial_load_in_hf_quantized,
-            )
-        if (checkpoint / CARD).is_file():
-            if (wrong := _damage(checkpoint)) is not None:
-                instead = folder.remedy(checkpoint, _damage) if own else "take another checkpoint"
-                raise ConfigError(f"{wrong}; {instead}")
-            if own and (differing := changes(read_card(checkpoint).job, self.config.job)):
-                logger.info(f"{checkpoint.name} is of another job, and this one's values hold: {differing}")
-        with self._one_line(f"{checkpoint} can't be loaded"):
-            if adapted(self._lm):  # what a checkpoint of this job may lack, `check_saved` has said
-                there = Reader(checkpoint).read_metadata().state_dict_metadata
-                state_dict = {
-                    name: value
-                    for name, value in state_dict.items()
-                    if name in there or not isinstance(value, torch.Tensor)
-                }
-            dcp.load(state_dict, storage_reader=Reader(checkpoint), planner=Planner())
-        self.states[MODEL].load_state_dict(state_dict)
-
-    def _find_load_step(self, folder: str = "") -> int:
-        return -1  # `_load` has looked
-
-    # Saving
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if it is due.
@@ -222,7 +139,7 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
             weights = self.states[MODEL].state_dict()
             state_dict = {name: weights[name] if kept(name) else value for name, value in state_dict.items()}
         step = int(checkpoint.name.removeprefix("step-"))
-        writer = Writer(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))
+        writer = CheckpointWriter(checkpoint, Card(step, holds, self.config.model, self.config.job, {}))
         self._refuse_full(state_dict)
         # What an asynchronous save has copied ends up in cycles, with a mesh for each DTensor. torchtitan has switched
         # Python's collections off, and its own see young objects alone, which these no longer are when they are written.
@@ -289,36 +206,5 @@ class CheckpointManager(torchtitan.components.checkpointer.CheckpointManager):
         free = of_all(shutil.disk_usage(self.path).free)[0]
         if free < needed:
             raise NotSaved(
-                f"{self.path} has {free / 1e9:,.2f} GB free, and a checkpoint takes {needed / 1e9:,.2f} GB; {self.left()}"
+                f"{self.path} has {free / 1e9:,.2f} GB free, but a checkpoint takes {needed / 1e9:,.2f} GB; {self.left()}"
             )
-
-    @contextmanager
-    def _one_line(self, what: str) -> Iterator[None]:
-        """Make one line of what torch raises on all ranks for what failed on some: no Exception, in its case."""
-        try:
-            yield
-        except CheckpointException as failed:
-            self.save_future = None
-            if dist.get_rank() == 0:
-                folder.discard(self.path)  # no rank writes any more
-            causes = [cause for cause, _ in failed.failures.values()]
-            for kind in (UserError, OSError, Exception):
-                cause = next((cause for cause in causes if isinstance(cause, kind)), None)
-                if isinstance(cause, UserError):
-                    raise cause from None
-                if isinstance(cause, OSError):
-                    raise NotSaved(f"{what} ({disk.reason(cause)}); {self.left()}") from failed
-                if cause is not None:
-                    raise RuntimeError(f"{what}: {type(cause).__name__}: {cause}") from failed
-            raise
-
-    def left(self) -> str:
-        """Return in words from where the job can go on, once what is being written is there."""
-        self.maybe_wait_for_saving()
-        return folder.newest(self.path)
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """As `titanplans.training.checkpoint.card.damage`, on all ranks, of which each reads a part."""
-    found = of_all(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
-    return next((words for words in found if words is not None), None)

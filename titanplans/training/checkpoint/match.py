@@ -19,7 +19,7 @@ from titanplans.plan.adapted import is_factor
 from titanplans.text import show
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.storage import Reader
+from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
 
 # What torchtitan saves beside the weights, whose names have no prefix.
@@ -72,7 +72,7 @@ def to_resume(path: Path, step: int = -1) -> Path | None:
     if present:
         raise ConfigError(
             f"checkpoint.folder: {folder.checkpoint_path(path, present[-1])} holds only the weights "
-            "(checkpoint.last_save_model_only), and there is no other, so training can't go on from it; start a new "
+            "(checkpoint.last_save_model_only), and there is no other, so training can't resume; start a new "
             "checkpoint.folder with it as checkpoint.initial_load_path"
         )
     return None
@@ -123,7 +123,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         if resumes:
             raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
         return
-    index = Reader(checkpoint).read_metadata()
+    index = CheckpointReader(checkpoint).read_metadata()
     if (wrong := cut(checkpoint, index)) is not None:
         raise _damaged(checkpoint, key, wrong)
     if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config))):
@@ -145,7 +145,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         if here.get(name) != there.get(name):
             raise ConfigError(
                 f"{key}: {checkpoint} is of another model: {name} is {there.get(name) or 'not there'} in it, and "
-                f"{here.get(name) or 'not there'} in this one; name another folder, or go back to that model"
+                f"{here.get(name) or 'not there'} in this one; name another folder, or return to that model"
             )
     if resumes and not any(name.startswith("train_state") for name in saved):
         raise _weights_alone(checkpoint, key, "checkpoint.last_save_model_only")
@@ -153,7 +153,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
 
 def _of_another(checkpoint: Path, key: str, differing: str) -> ConfigError:
     return ConfigError(
-        f"{key}: {checkpoint} is of another model ({differing}); name another folder, or go back to that model"
+        f"{key}: {checkpoint} is of another model ({differing}); name another folder, or return to that model"
     )
 
 
@@ -175,7 +175,7 @@ def check_optimizer(checkpoint: Path, groups: Iterable[Group], key: str) -> None
     Raises:
         ConfigError: names the first parameter.
     """
-    saved = Reader(checkpoint).read_metadata().state_dict_metadata
+    saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     for group in groups:
         state = "momentum_buffer" if group.optimizer == "Muon" else "exp_avg"
         for name in group.parameters:
@@ -185,8 +185,8 @@ def check_optimizer(checkpoint: Path, groups: Iterable[Group], key: str) -> None
             other = [entry.removeprefix(start) for entry in saved if entry.startswith(start)]
             raise ConfigError(
                 f"{key}: {checkpoint} holds {' and '.join(other) or 'no optimizer state'} of {name}, and {group.optimizer}, "
-                f"which has it in this job, needs {state}; go back to the optimizer that it was trained with, or begin "
-                'anew with exclude_from_loading = ["optimizer"] in [checkpoint]'
+                f"which has it in this job, needs {state}; return to the optimizer of that run, or start afresh "
+                'with exclude_from_loading = ["optimizer"] in [checkpoint]'
             )
 
 
@@ -202,7 +202,7 @@ def cut(checkpoint: Path, index: Metadata) -> str | None:
         sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
     for path, size in ((checkpoint / name, size) for name, size in sizes.items()):
         if not path.is_file() or path.stat().st_size < size:
-            return f"{path} is cut short or gone"
+            return f"{path} is truncated or missing"
     return None
 
 

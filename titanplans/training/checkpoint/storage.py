@@ -26,7 +26,7 @@ from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, write_card
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes a checkpoint beside its place, and renames it when it is whole.
 
     Args:
@@ -107,7 +107,7 @@ class _Hashed:
         return getattr(self._stream, name)
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """Reads a checkpoint of ours or of torchtitan's."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -127,7 +127,7 @@ class Reader(FileSystemReader):
             raise ConfigError(f"{path} is damaged ({reason}); take another checkpoint") from error
         if not isinstance(metadata, Metadata):
             raise ConfigError(
-                f"{path} is no checkpoint's: it holds a {type(metadata).__name__}; take another"
+                f"{path} is not the index of a checkpoint: it holds a {type(metadata).__name__}; take another"
             )
         return metadata
 
@@ -170,4 +170,4 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's index")
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")

@@ -23,7 +23,7 @@ from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty
-from titanplans.training.checkpoint.storage import Planner, Reader
+from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.folder import open_folder
 from titanplans.weights.lazy import LazyTensor
@@ -48,9 +48,9 @@ def of_checkpoint(checkpoint: Path, what: str) -> Weights:
     if not os.path.isfile(checkpoint / ".metadata"):
         hint = "name a step-N folder"
         if os.path.isfile(checkpoint / "config.json"):
-            hint = "it is a Hugging Face folder already"
-        raise ConfigError(f"{what}: there is no distributed checkpoint in it (.metadata); {hint}")
-    metadata = Reader(checkpoint).read_metadata()
+            hint = "it already is a Hugging Face folder"
+        raise ConfigError(f"{what}: it holds no distributed checkpoint (.metadata); {hint}")
+    metadata = CheckpointReader(checkpoint).read_metadata()
     has_card = os.path.isfile(checkpoint / CARD)
     if (wrong := damage(checkpoint) if has_card else cut(checkpoint, metadata)) is not None:
         raise ConfigError(f"{what}: {wrong}; take another checkpoint")
@@ -82,7 +82,7 @@ def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, Lazy
     match = match_folder(plain, open_folder(folder))
     for name, again in match.again.items():
         if not torch.equal(again.read(), match.tensors[match.tied[name]].read()):
-            raise ConfigError(f"{what}: its config.json ties {name} to {match.tied[name]}, and they differ")
+            raise ConfigError(f"{what}: its config.json ties {name} to {match.tied[name]}, but they differ")
     return {name: match.tensors[match.tied.get(name, name)] for name in plain.state_dict()}
 
 
@@ -122,7 +122,7 @@ def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
             theirs = model_card(modeling.load_config_file(base))
     if theirs is not None and (differing := changes(weighty(theirs), weighty(model_card(plain.config)))):
         raise ConfigError(
-            f"{what}: it is of another model ({differing}); name the one that the adapters stand beside"
+            f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
         )
     return found
 
@@ -167,7 +167,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-class _ReadOnce(Reader):
+class _ReadOnce(CheckpointReader):
     """A reader of many loads, whose index is read once."""
 
     def __init__(self, checkpoint: Path, metadata: Metadata):

@@ -75,9 +75,9 @@ def check_checkpoint(folder: str | Path) -> None:
     Raises:
         DataError: its loader's state is a pickle for each data-parallel rank.
     """
-    from titanplans.training.checkpoint.storage import Reader
+    from titanplans.training.checkpoint.storage import CheckpointReader
 
-    keys = Reader(str(folder)).read_metadata().state_dict_metadata
+    keys = CheckpointReader(str(folder)).read_metadata().state_dict_metadata
     if any(key.startswith("dataloader.") for key in keys) and f"dataloader.{PLACE}" not in keys:
         raise DataError(
             f"{folder}: its place in the data is a pickle for each data-parallel rank (torchtitan's, or an earlier "

@@ -69,7 +69,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     if (published := resolve.published_folder(job)) is not None and not os.path.isdir(published):
         key = "model.hf_assets_path" if job.checkpoint.initial_load_path is None else _INITIAL
         raise ConfigError(
-            f'{key} = "{published}" is no folder, and checkpoint.initial_load_in_hf = true needs one'
+            f'{key} = "{published}" is not a directory, but checkpoint.initial_load_in_hf = true needs one'
         )
     config = resolve.hf_config(job)  # before the tokenizer and the data, which take longer to read
     tokens = check_data(job)
@@ -103,7 +103,7 @@ def check_device(job: JobConfig, device_type: str) -> None:
     if device_type == "cuda":
         if job.parallelism.enable_async_tensor_parallel and not dist.is_nccl_available():
             raise ConfigError(
-                "parallelism.enable_async_tensor_parallel = true needs NCCL, which this torch is built without; leave it out"
+                "parallelism.enable_async_tensor_parallel = true needs NCCL, which this torch lacks; remove this key"
             )
         return
     only_cuda: dict[str, bool | str] = {
@@ -120,7 +120,7 @@ def check_device(job: JobConfig, device_type: str) -> None:
     for key, value in only_cuda.items():
         if attrgetter(key)(job) == value:
             raise ConfigError(
-                f"{key} = {show(value)} needs CUDA, and this machine trains on {device_type}; leave it out"
+                f"{key} = {show(value)} needs CUDA, but this machine trains on {device_type}; remove this key"
             )
 
 
@@ -197,7 +197,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
             published = os.path.isfile(initial / "config.json")
             hint = "; checkpoint.initial_load_in_hf = true takes a Hugging Face folder" if published else ""
             raise ConfigError(
-                f'checkpoint.initial_load_path = "{initial}" is no checkpoint (a step-N folder with .metadata){hint}'
+                f'checkpoint.initial_load_path = "{initial}" is not a checkpoint (a step-N directory with .metadata){hint}'
             )
         resumes = not checkpoint.initial_load_model_only
         check_saved(initial, model, _INITIAL, resumes=resumes)
@@ -224,7 +224,7 @@ def check_published(folder: str, model: PreTrainedModel) -> None:
         theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
         if differing := changes(weighty(theirs), weighty(ours)):
             raise ConfigError(
-                f"the job's model is not the one of {folder} ({differing}): leave out model.name, flavor and config, and "
-                "it is taken from there, or change its config.json"
+                f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
+                "that one, or change its config.json"
             )
     match_folder(model, open_folder(folder))

@@ -55,14 +55,14 @@ def _lock(folder: Path, what: str) -> Iterator[None]:
         except OSError as error:
             if error.errno in _HELD:
                 raise ConfigError(
-                    f"{what}: another job writes to {folder.absolute()}, {_words(before)}; stop it, wait for its end, or "
+                    f"{what}: another job writes to {folder.absolute()}, {_words(before)}; stop it, wait for it, or "
                     "name another folder"
                 ) from error
             if error.errno not in _NO_LOCKS:
                 raise
             last = f"; the last job there: {_words(before)}" if before else ""
             _log.warning(
-                f"{folder} can't be locked ({error.strerror}), so nothing keeps another job from writing to it{last}"
+                f"{folder} can't be locked ({error.strerror}), so another job could write to it, too{last}"
             )
         else:
             if before and before.get("host") != platform.node():
@@ -88,7 +88,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 def _words(owner: dict[str, Any]) -> str:
     if not owner:
-        return "which has not said yet which process it is"
+        return "whose process is not recorded yet"
     return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
 
 

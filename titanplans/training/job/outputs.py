@@ -63,7 +63,7 @@ def check_outputs(job: JobConfig) -> None:
         except OSError as error:
             why = f"{path} can't be made ({error.strerror})"
         if why is not None:
-            raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another place")
+            raise ConfigError(f"{key} = {show(attrgetter(key)(job))}: {why}; name another path")
     if job.metrics.enable_jsonl:
         for pattern in (FILE_NAME, f"rank_*/{FILE_NAME}"):
             for rows in sorted(Path(job.job.dump_folder).glob(pattern)):
@@ -72,9 +72,9 @@ def check_outputs(job: JobConfig) -> None:
 
 def _try_file(path: Path) -> str | None:
     if path.is_dir():
-        return f"{path} is a folder, and a file is to be written there"
+        return f"{path} is a directory, where a file must be written"
     if path.exists() and not path.is_file():
-        return f"{path} is no ordinary file, and one is to be written there"
+        return f"{path} is not a regular file"
     if path.exists():
         return None if os.access(path, os.W_OK) else f"{path} may not be written"
     return _try_folder(path.parent, path.name)
@@ -88,7 +88,7 @@ def _try_folder(path: Path, name: str = "file") -> str | None:
         there.stat()  # raises where it leads in a circle
         return f"{there} is a link"
     if not there.is_dir():
-        return f"{there} is a file, not a folder"
+        return f"{there} is a file, not a directory"
     # A folder of its own: ranks of torchrun ask at the same time.
     with tempfile.TemporaryDirectory(prefix=".titanplans-", dir=there) as probe:
         folder = Path(probe) / path.relative_to(there)

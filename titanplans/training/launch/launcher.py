@@ -101,11 +101,11 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
         if asked or not left:
             break
         if (last := finished(job, restarted=True)) is not None:
-            print(f"{which}, when {last} was there: the job is finished", file=sys.stderr)
+            print(f"{which} after {last} was saved: the job is finished", file=sys.stderr)
             return 0
         origin = "the newest checkpoint" if job.checkpoint.enable else "step 1, as checkpoint.enable = false"
         print(
-            f"{which}: all ranks start again, from {origin}; {left - 1} more restarts are left",
+            f"{which}: all ranks start again, from {origin}; {left - 1} restarts left",
             file=sys.stderr,
             flush=True,
         )
@@ -211,7 +211,7 @@ def _run(
 def _wait(
     processes: list[BaseProcess], enough: Callable[[list[int | None]], bool], seconds: float = math.inf
 ) -> None:
-    """Wait until their exit codes, None of those that run, are enough, or for so many seconds."""
+    """Wait until `enough` accepts the exit codes (None: running), or until the time is over."""
     deadline = time.monotonic() + seconds
     while not enough(codes := [process.exitcode for process in processes]):
         if (left := deadline - time.monotonic()) <= 0:
@@ -223,7 +223,7 @@ def _wait(
 
 
 def _stop(processes: list[BaseProcess], seconds: float) -> None:
-    """End them by SIGTERM, or after some seconds by SIGKILL."""
+    """End the processes by SIGTERM, and those left after some seconds by SIGKILL."""
     for process in processes:
         process.terminate()
     _wait(processes, lambda codes: None not in codes, seconds)

@@ -16,7 +16,7 @@ _SECONDS_OF_ONE = 2.0
 
 
 _OVER = b"\0"
-"""Tells the thread that the body is over."""
+"""Tells the thread that the body has ended."""
 
 
 class Stopped(KeyboardInterrupt):

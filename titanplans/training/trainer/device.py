@@ -51,7 +51,7 @@ def prepare_device() -> str:
 
 def no_trainer() -> str | None:
     """Return why torchtitan's Trainer does not run here, or None. What needs no Trainer runs on torch 2.11, too."""
-    own = "or train by a loop of your own with titanplans.parallel, which does without"
+    own = "or train in your own loop by titanplans.parallel, which needs no Trainer"
     if torch.__version__ < "2.13":
         return f"torchtitan's Trainer needs torch 2.13, and this is torch {torch.__version__}: install torch 2.13, {own}"
     if importlib.util.find_spec("torchtitan") is None:

@@ -55,7 +55,7 @@ def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
     if chat.enable and chat.packing and keyword(job, config) is None:
         raise ConfigError(
             f"training.chat.packing = true: {config.model_type!r} is not known to keep the conversations of a sequence "
-            "apart, so each would see those before it; set it to false, one conversation a sequence, or take another model"
+            "apart, so each would see those before it; set it to false for one conversation a sequence, or use another model"
         )
 
 

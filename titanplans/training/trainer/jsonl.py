@@ -58,8 +58,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 row = None
             if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
                 raise ConfigError(
-                    f"{path}, line {number} is no row of metrics, an object with a step; remove the line to go on without "
-                    "it, or move the file away"
+                    f"{path}, line {number} is not a row of metrics (an object with a step); remove the line, or "
+                    "move the file away"
                 )
             rows.append(row)
     return rows

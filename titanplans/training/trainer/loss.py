@@ -84,11 +84,11 @@ class CrossEntropyLoss(titan.BaseLoss):
         try:
             return FusedLoss(model, chunk_tokens=self.config.chunk_tokens, compute=compute)
         except NotFused as error:
-            self.leave(error)
+            self.on_fusion_failed(error)
             return None
 
-    def leave(self, error: NotFused) -> None:
-        """Say that the loss is not fused, and why.
+    def on_fusion_failed(self, error: NotFused) -> None:
+        """Log that the loss is not fused, and why.
 
         Raises:
             NotFused: it was asked for.

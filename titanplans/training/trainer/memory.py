@@ -104,7 +104,7 @@ def _weights(job: JobConfig, model: PreTrainedModel, world_size: int) -> Part:
         (stored + trained * (kept + 2 * moment) - in_muon * moment) // split,
         f'{" ".join(resolve.model_name(job))}, training.dtype = "{job.training.dtype}"',
         (of_all if trained == count else of_some) + (f", split among {split}" if split > 1 else ""),
-        "take a smaller model, or more processes to split it among (data_parallel_shard_degree, tensor_parallel_degree)",
+        "use a smaller model, or more processes to split it over (data_parallel_shard_degree, tensor_parallel_degree)",
     )
 
 

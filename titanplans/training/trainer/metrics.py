@@ -157,7 +157,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             if writers.number_of_loggers < wanted:
                 raise UserError(
                     "[metrics] enable_wandb = true: W&B did not start, for the reason logged above; "
-                    "install it, log in, set WANDB_MODE=offline, or set it to false"
+                    "install it, log in, set WANDB_MODE=offline, or disable it"
                 )
         return writers
 

@@ -75,7 +75,7 @@ class LanguageModel(BaseModel):
     """What the fused loss adds to the cross entropy of a token in training."""
     labels: torch.Tensor | None = None
     """Of the next forward, for the fused loss: the trainer's and the validator's say them. Of others there are none."""
-    leave_logits: Callable[[NotFused], None] | None = None
+    on_fusion_failed: Callable[[NotFused], None] | None = None
     """Told why the loss can't be fused after all; it may raise."""
     finish: Callable[[], None] | None = None
     """Called once the weights have values: applies DDP."""
@@ -109,8 +109,8 @@ class LanguageModel(BaseModel):
         self.added = added_loss(self.lm, output)
         if self.added is None and getattr(self.lm.config, "output_router_logits", False):
             raise ModelError(
-                f"output_router_logits = True, but {type(self.lm).__name__} computes no loss of its routers' balance: "
-                "leave it out"
+                f"output_router_logits = True, but {type(self.lm).__name__} computes no router balance loss; "
+                "remove output_router_logits"
             )
         return output.logits
 
@@ -125,8 +125,8 @@ class LanguageModel(BaseModel):
                 raise NotFused(f"{type(self.lm).__name__} returns other logits than its head")
             output.logits.check()
         except NotFused as error:
-            assert self.leave_logits is not None
-            self.leave_logits(error)
+            assert self.on_fusion_failed is not None
+            self.on_fusion_failed(error)
             self.fused = None
             return None
         return output

@@ -44,7 +44,7 @@ class Skipped:
             for parameter in parameters:
                 parameter.grad = None
             _log.info(
-                f"step {step}: the gradient's norm is {norm.item()}, and the step is left out ({self.steps} in this run)"
+                f"step {step}: the gradient's norm is {norm.item()}, so the step is skipped ({self.steps} in this run)"
             )
         return norm
 
@@ -62,7 +62,7 @@ def clipping(clip: Clip) -> Iterator[None]:
         parameters: Iterable[torch.Tensor], max_norm: float, *, pp_mesh: Any, ep_enabled: bool, foreach: bool
     ) -> torch.Tensor:
         if pp_mesh is not None or ep_enabled:
-            raise NotImplementedError("gradients of pipeline stages or experts, which no job here has")
+            raise NotImplementedError("gradients of pipeline stages or experts can't be clipped here")
         return clip(list(parameters), max_norm)
 
     before = dist_utils.clip_grad_norm_

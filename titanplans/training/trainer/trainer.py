@@ -36,8 +36,8 @@ from titanplans.training.trainer.step import Skipped, clipping
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-class _Over(BaseException):
-    """Leaves torchtitan's loop after the last step: behind it rank 0 sleeps for 2 seconds, so that others may end first."""
+class TrainingDone(BaseException):
+    """Leaves torchtitan's loop after the last step, before its rank 0 sleeps for 2 seconds."""
 
 
 class Trainer(torchtitan.trainer.Trainer):
@@ -76,7 +76,11 @@ class Trainer(torchtitan.trainer.Trainer):
         (part,) = self.model_parts
         loss: Any = self.loss_fn
         loss.added = lambda: part.added
-        part.fused, part.objective, part.leave_logits = loss.fuse(part.lm), loss.objective, loss.leave
+        part.fused, part.objective, part.on_fusion_failed = (
+            loss.fuse(part.lm),
+            loss.objective,
+            loss.on_fusion_failed,
+        )
         asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
         self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self._finite = torch.ones((), dtype=torch.int32, device=self.device)
@@ -109,17 +113,17 @@ class Trainer(torchtitan.trainer.Trainer):
         """True while steps are left. Under checkpoint.save_on_signal saves and ends where a rank was asked to.
 
         Raises:
-            _Over: none are, for `train`.
+            TrainingDone: none are, for `train`.
         """
         if not super().should_continue_training():
             logger.info("Training completed")
-            raise _Over
+            raise TrainingDone
         if self._ending is not None and self._ending.is_last(self.step):
             self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
             logger.info(
-                f"SIGTERM: the job ends after step {self.step}, which is saved; the same command goes on"
+                f"SIGTERM: the job ends after step {self.step}, which is saved; the same command resumes"
             )
-            raise _Over
+            raise TrainingDone
         return True
 
     def train(self) -> None:
@@ -131,7 +135,7 @@ class Trainer(torchtitan.trainer.Trainer):
             self.checkpointer.save(curr_step=0, last_step=True)
         else:
             self.report.start()
-            with contextlib.suppress(_Over):
+            with contextlib.suppress(TrainingDone):
                 super().train()
             torch.distributed.barrier()  # all end together: rank 0 may keep the store
 
@@ -188,8 +192,8 @@ class Trainer(torchtitan.trainer.Trainer):
             if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
                     f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
-                    f"(training.skip_nan_inf_limit), so no later one will be; {self.left()}. Resume with a lower "
-                    "optimizer.lr, or leave out the data that they read"
+                    f"(training.skip_nan_inf_limit), so training can't recover; {self.left()}. Resume with a lower "
+                    "optimizer.lr, or exclude the data of those steps"
                 )
             return norms[-1]
 
