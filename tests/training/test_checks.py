@@ -314,7 +314,9 @@ def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, w
     whole = {path: path.read_bytes() for path in (index, shard)}
     for length in (0, 1, len(whole[shard]) // 2, len(whole[shard]) - 1):
         shard.write_bytes(whole[shard][:length])
-        assert f"checkpoint.initial_load_path: {shard} is truncated or missing; take another" in refusal(wanted)
+        assert f"checkpoint.initial_load_path: {shard} is truncated or missing; take another" in refusal(
+            wanted
+        )
     shard.unlink()
     assert f"{shard} is truncated or missing; take another" in refusal(wanted)
     shard.write_bytes(whole[shard])
