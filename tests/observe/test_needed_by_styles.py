@@ -3,15 +3,14 @@
 import pytest
 import torch
 import zoo
+from faulty import installed
 
 from titanplans import TPOptions, apply_plan, kernels, modeling, registered_plans
 from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.observe.communication import Communication, count_communication
-from titanplans.plan.styles.norms import SplitNorm
-from titanplans.plan.styles.projections import Packed, RowwiseInRegion
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.collectives import gather, group_of, sum_in_region
+from titanplans.split.collectives import gather, sum_in_region
 from titanplans.split.parameters.local_parameters import local_parameter
 
 KINDS = {
@@ -81,58 +80,52 @@ def test_so_do_those_of_all_other_families(name):
         assert count(name, CHOICES[0], variant).minimal
 
 
-class SummedTwice(RowwiseInRegion):
-    def _sum(self, group, module, args, output):
-        return sum_in_region(super()._sum(group, module, args, output), group) / group[1]
+def summed_twice(right, module, border):
+    right(module, border)
+    group = border.group
+    module.register_forward_hook(lambda module, args, output: sum_in_region(output, group) / group[1])
 
 
-class ReadTwice(Packed):
-    def install(self, module, mesh):
-        module.register_forward_hook(
-            lambda module, args, output: output + 0 * local_parameter(module, "weight").sum()
-        )
+def read_twice(right, module, border):
+    right(module, border)
+    module.register_forward_hook(
+        lambda module, args, output: output + 0 * local_parameter(module, "weight").sum()
+    )
 
 
-class Gathering(SplitNorm):
-    """It sends the width to average one number."""
+def gathering(right, module, border):
+    """Send the width to average one number."""
+    right(module, border)
+    group = border.group
 
-    def install(self, module, mesh):
-        super().install(module, mesh)
-        group = group_of(mesh)
+    def gathered(module, args):
+        (x,) = args
+        return (x + 0 * gather(x, x.ndim - 1, x.shape[-1] * group[1], group).sum(),)
 
-        def gathered(module, args):
-            (x,) = args
-            return (x + 0 * gather(x, x.ndim - 1, x.shape[-1] * group[1], group).sum(),)
-
-        module.register_forward_pre_hook(gathered)
+    module.register_forward_pre_hook(gathered)
 
 
-def with_style(name, key, make):
-    """Return the plan of an architecture, with another style at `key` of its mixers."""
+def with_installation(name, key, install):
+    """Return the plan of an architecture, with another installation of the style at `key` of its mixers."""
 
     class Wasteful(registered_plans()[name]):
         def attn_plan(self, attn):
             plan = super().attn_plan(attn)
-            return plan | {key: make(self, plan[key])}
+            return plan | {key: installed(plan[key], install)}
 
     return Wasteful
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "make", "sent"),
+    ("name", "key", "install", "sent"),
     [
-        ("mamba", "x_proj", lambda plan, style: SummedTwice(), ("all_reduce", "all_reduce")),
-        (
-            "phi3",
-            "qkv_proj",
-            lambda plan, style: ReadTwice(sections=style.sections, degree=style.degree),
-            ("all_to_all", "all_to_all"),
-        ),
-        ("olmo2", "q_norm", lambda plan, style: Gathering(), ("all_gather", "reduce_scatter")),
+        ("mamba", "x_proj", summed_twice, ("all_reduce", "all_reduce")),
+        ("phi3", "qkv_proj", read_twice, ("all_to_all", "all_to_all")),
+        ("olmo2", "q_norm", gathering, ("all_gather", "reduce_scatter")),
     ],
 )
-def test_a_style_that_sends_more_is_found_and_placed(name, key, make, sent):
-    communication = count(name, TPOptions(2), plan=with_style(name, key, make))
+def test_a_style_that_sends_more_is_found_and_placed(name, key, install, sent):
+    communication = count(name, TPOptions(2), plan=with_installation(name, key, install))
     assert not communication.minimal
     for block in communication.decoder.blocks:
         for direction, operation in zip(("forward", "backward"), sent, strict=True):

@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from worlds import run
 
 from titanplans import PlanError, TPOptions, apply_plan, check_plan, kernels, modeling, registered_plans
+from titanplans.apply.check import check
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
-from titanplans.precision.float8.checks import float8_crossings
 
 
 def config(name, **fields):
@@ -194,7 +194,7 @@ def test_in_float8_the_router_reads_the_sequence_as_it_is():
 
     model = build()
     source = registered_plans()["qwen2_moe"](TPOptions(2, float8="tensorwise"))
-    crossings = float8_crossings(source.full_plan(model), model)
+    crossings = check(source, model).crossings
     assert crossings["model.layers.0.mlp"].enter is None  # a dense one
     assert all(crossings["model.layers.1.mlp"])
     report = proved(of, build=build)

@@ -16,13 +16,17 @@ from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 import titanplans.precision.float8.border
 import titanplans.precision.float8.linear
 from titanplans import PlanError, apply_plan, check_plan, kernels, modeling, proof, registered_plans
+from titanplans.apply.check import check
 from titanplans.kernels.widen import Widen
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
 from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
-from titanplans.precision.float8.checks import check_torchao_styles
+from titanplans.plan.plan import TPOptions
+from titanplans.plan.styles.replicated import ReplicatedInRegion
+from titanplans.precision.float8.linear import split_linear
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.local_code import PlaceInGroup
 from titanplans.torch_private.torchao import float8_data
 
 ALIGNED = dict(num_hidden_layers=1, intermediate_size=64, vocab_size=128)
@@ -189,6 +193,9 @@ def test_rows_scaled_by_a_rank_for_itself_are_found(monkeypatch):
 
 # What a rank computes is torchao's.
 
+ALONE = ReplicatedInRegion(), PlaceInGroup(rank=0, degree=1, group=("no group", 1))
+"""A Linear that is whole, on the one rank of a group."""
+
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("emulate", [True, False])
@@ -199,9 +206,7 @@ def test_one_rank_computes_what_torchao_does_to_the_last_bit(recipe, emulate):
     split.load_state_dict(whole.state_dict())
     for model in (whole, split):
         convert(model, recipe, emulate=emulate)
-    titanplans.precision.float8.linear.split_linear(
-        split[0], titanplans.precision.float8.linear.Split(("no group", 1))
-    )
+    split_linear(split[0], *ALONE)
     x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
     results = []
     for model in (whole, split):
@@ -217,9 +222,7 @@ def test_a_frozen_weight_gets_no_gradient():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
     convert(model, emulate=True)
-    titanplans.precision.float8.linear.split_linear(
-        model[0], titanplans.precision.float8.linear.Split(("no group", 1))
-    )
+    split_linear(model[0], *ALONE)
     model[0].weight.requires_grad_(False)
     x = torch.randn(16, 16, requires_grad=True)
     model(x).sum().backward()
@@ -299,7 +302,7 @@ def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
     with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel on \\w+\\): .*{words}"):
         check_plan(model, 2, plan=Theirs)
     with pytest.raises(PlanError, match=r"which gloo can't: use NCCL"):
-        check_torchao_styles({"lm_head": Float8ColwiseParallel()}, meta("llama"), "gloo")
+        check(Theirs(TPOptions(2, float8="tensorwise")), meta("llama"), backend="gloo")
 
 
 def test_the_plan_knows_the_recipe():

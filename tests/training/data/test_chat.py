@@ -437,7 +437,7 @@ def test_options_that_would_do_nothing():
 
 
 def test_a_sweep_goes_over_what_counts(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     (tmp_path / "sweep.toml").write_text(
         '[sweep]\nbase = "configs/chat_debug.toml"\n[[axis]]\ntraining.chat.train_on = ["assistant", "all"]\n'
         "[[axis]]\ntraining.chat.packing = [true, false]\n"

@@ -16,7 +16,7 @@ from jobs import Job
 
 from titanplans.cli.main import main, run
 
-TRAIN = Path(__file__).parents[2] / "train.py"
+TRAIN = Path(__file__).parents[3] / "train.py"
 
 
 @pytest.fixture
