@@ -1,4 +1,4 @@
-"""`titanplans list`: the registered plans, and of those that are asked for what each gives a rank of a mixer."""
+"""`titanplans list`: the registered plans; for named model types also each rank's part of a mixer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -23,17 +23,17 @@ _WORDS: Mapping[str, tuple[type, ...]] = {
     "gathered": (GatheredInRegion,),
     "summed inside": (RowwiseInRegion,),
 }
-"""What is said of a mixer's parts that have such a style."""
+"""The words for a mixer's parts with such a style."""
 
 
 def listing(model_types: Sequence[str] = ()) -> str:
-    """Return a table of the registered plans: class, module, model types, token mixers, and what these are split by.
+    """Return a table of the registered plans: class, module, model types, token mixers, and the unit of their split.
 
     Args:
-        model_types: only their plans, and what of each mixer these split.
+        model_types: only their plans, and each rank's part of their mixers.
 
     Raises:
-        VerifyError: one of them has no plan.
+        VerifyError: a model type has no plan.
     """
     by_plan: dict[type[TPPlan], tuple[list[str], list[str]]] = {}
     for column, table in enumerate((registered_plans(), registered_mixers())):
@@ -51,10 +51,10 @@ def listing(model_types: Sequence[str] = ()) -> str:
 
 
 def _of_debug_flavor(name: str) -> list[str]:
-    """Return what the plan of a model type splits of its debug flavor, on meta: a line, or one for each class of mixer."""
+    """Return each rank's part of the debug flavor of a model type, built on meta: one line for each class of mixer."""
     from titanplans import (
         kernels,
-        modeling,  # imports all model libraries, which names alone don't need
+        modeling,  # imports all model libraries
     )
 
     plans = registered_plans()
@@ -67,7 +67,7 @@ def _of_debug_flavor(name: str) -> list[str]:
         return [
             f"{name}: each rank has its part of what its plan says: there is no debug flavor of it to build"
         ]
-    kernels.install("cpu")  # some models can't be built without; on meta they run on nothing
+    kernels.install("cpu")  # some models can't be built without
     model = modeling.build(modeling.load_config(name, "debug"))
     found = split_by(model, plans[name], check_plan(model, 2))
     return [
@@ -77,7 +77,7 @@ def _of_debug_flavor(name: str) -> list[str]:
 
 
 def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
-    """Return in words, for each class of mixer in `model`, what a rank has a part of.
+    """Return in words, for each class of mixer in `model`, the parts that the ranks share out.
 
     Args:
         model: not split.

@@ -109,7 +109,7 @@ class _Ranks:
         self._ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         # Daemons: an interrupted process ends, whatever they wait for.
         self._threads = [
-            threading.Thread(target=self._be, args=(rank,), daemon=True) for rank in range(degree)
+            threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in range(degree)
         ]
         for thread in self._threads:
             thread.start()
@@ -135,7 +135,7 @@ class _Ranks:
         for thread in self._threads:
             thread.join()
 
-    def _be(self, rank: int) -> None:
+    def _serve(self, rank: int) -> None:
         dist.init_process_group(
             "titanplans_threads",
             rank=self.replica * self.degree + rank,
@@ -144,7 +144,7 @@ class _Ranks:
         )
         mesh: DeviceMesh | None = None
 
-        def be(work: Callable[[ThreadWorld], Any], meeting: Meeting) -> Any:
+        def act(work: Callable[[ThreadWorld], Any], meeting: Meeting) -> Any:
             nonlocal mesh
             if mesh is None:
                 mesh = DeviceMesh(self.device.type, meeting.in_world, mesh_dim_names=("tp",))
@@ -157,7 +157,7 @@ class _Ranks:
             try:
                 meeting.wait(rank)
                 with torch.autograd.set_multithreading_enabled(False):
-                    result = meeting.together(rank, partial(be, work, meeting))
+                    result = meeting.together(rank, partial(act, work, meeting))
             except Left:
                 pass
             except BaseException as error:  # noqa: BLE001 -- raised again in the caller's thread
