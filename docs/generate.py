@@ -7,6 +7,7 @@ python docs/generate.py --check            # writes nothing; status 1 if a page 
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{page.relative_to(ROOT)} {'is stale: python docs/generate.py' if asked.check else 'written'}")
     for name, script in SLOW.items():
         if name in chosen:
-            subprocess.run([sys.executable, script, "--page"], cwd=ROOT / "tests", check=True)
+            paths = os.environ | {"PYTHONPATH": str(ROOT)}
+            subprocess.run([sys.executable, script, "--page"], cwd=ROOT / "tests", env=paths, check=True)
     return int(asked.check and bool(stale))
 
 

@@ -60,6 +60,6 @@ def test_another_length_is_compiled_once_and_then_any(name):
 def test_the_page_has_these_graphs_and_breaks(results):
     written = compiled.written(compiled.PAGE.read_text()).splitlines()
     rows = compiled.table(results).splitlines()
-    how = "PYTHONPATH=. python tests/compiled.py --page writes it"
+    how = "python docs/generate.py graphs.md writes it"
     assert [row for row in written if row in rows] == rows, how
     assert {row.split(" | ")[0].strip("| ") for row in written[2:]} == set(zoo.ARCHITECTURES), how
