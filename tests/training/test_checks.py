@@ -287,7 +287,7 @@ def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
     muon = {"checkpoint__enable": "true", "optimizer__name": "Muon"}
     said = refusal(job(**muon))
     assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, and Muon" in said
-    assert "needs momentum_buffer; go back to the optimizer that it was trained with, or begin anew" in said
+    assert "needs momentum_buffer; return to the optimizer of that run, or start afresh" in said
     check_job(job(**muon, checkpoint__exclude_from_loading="optimizer,dataloader"), 1)
 
 
@@ -314,7 +314,9 @@ def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, w
     whole = {path: path.read_bytes() for path in (index, shard)}
     for length in (0, 1, len(whole[shard]) // 2, len(whole[shard]) - 1):
         shard.write_bytes(whole[shard][:length])
-        assert f"checkpoint.initial_load_path: {shard} is truncated or missing; take another" in refusal(wanted)
+        assert f"checkpoint.initial_load_path: {shard} is truncated or missing; take another" in refusal(
+            wanted
+        )
     shard.unlink()
     assert f"{shard} is truncated or missing; take another" in refusal(wanted)
     shard.write_bytes(whole[shard])
@@ -331,7 +333,7 @@ def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, w
     ("options", "message"),
     [
         ({"checkpoint__load_step": 7}, "checkpoint.load_step = 7: there is no outputs/checkpoint/step-7"),
-        ({"checkpoint__initial_load_path": "nowhere"}, '"nowhere" is no checkpoint'),
+        ({"checkpoint__initial_load_path": "nowhere"}, '"nowhere" is not a checkpoint'),
     ],
 )
 def test_checkpoints_that_are_not_there(job, options, message):

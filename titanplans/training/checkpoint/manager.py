@@ -124,7 +124,7 @@ class CheckpointManager(CheckpointLoader):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
-        """torchtitan's, by a writer that renames what is whole."""
+        """torchtitan's, by a writer that renames complete checkpoints."""
         checkpoint = Path(checkpoint_id)
         if self.config.save_adapters_only:
             trained = trained_names(self._lm)

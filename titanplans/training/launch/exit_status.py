@@ -58,7 +58,7 @@ def one_line(text: str) -> str:
 
 
 def mute_stdout() -> None:
-    """Send what is still printed nowhere: who read stdout has closed it, as `| head` does."""
+    """Discard further output: the reader of stdout has closed it, as `| head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
