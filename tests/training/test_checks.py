@@ -100,7 +100,7 @@ PARALLEL = [
         4,
         {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 4},
         "tensor_parallel_degree x data_parallel_shard_degree = 2 x 4 = 8 is not the number of processes, 4: make it so "
-        "(data_parallel_shard_degree = -1 takes what the others leave), or start 8",
+        "(data_parallel_shard_degree = -1 takes the rest), or start 8",
     ),
     (16, {"tensor_parallel_degree": 16}, "tensor_parallel_degree = 16 does not divide"),
     (

@@ -12,6 +12,7 @@ import itertools
 import keyword
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform, get_type_hints
 
@@ -105,10 +106,7 @@ class Options:
 
     def error(self, option: str, why: str) -> OptionError:
         """Return the error for the value of `option`, which may be one of a nested group: "compile.mode"."""
-        value: Any = self
-        for part in option.split("."):
-            value = getattr(value, part)
-        return OptionError(self.full_name(option), value, why)
+        return OptionError(self.full_name(option), attrgetter(option)(self), why)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

@@ -101,7 +101,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
                 logger.info(
                     f"{checkpoint.name} is of a job with other values, which this one's replace: {differing}"
                 )
-        with self._one_line(f"{checkpoint} can't be loaded"):
+        with self._failures_as_one_line(f"{checkpoint} can't be loaded"):
             if adapted(self._lm):  # `check_saved` has refused a checkpoint that lacks more
                 there = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
                 state_dict = {
@@ -116,7 +116,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
         return -1  # `_load` has looked
 
     @contextmanager
-    def _one_line(self, what: str) -> Iterator[None]:
+    def _failures_as_one_line(self, what: str) -> Iterator[None]:
         """Make one line of CheckpointException, which torch raises on all ranks if some failed."""
         try:
             yield
