@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import pytest
 
+from titanplans.config.paths import FilePath
 from titanplans.config.values import Constraint, describe, from_text, from_toml
 from titanplans.errors import ConfigError
 
@@ -99,6 +100,22 @@ def test_words_that_fit(text, hint, expected):
 def test_words_that_do_not(text, hint):
     with pytest.raises(ConfigError, match=r"(?s)^--key .*: expected "):
         from_text(text, hint, "--key")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("~", "/home/x"), ("~/x", "/home/x/x"), ("$S/x", "/s/x"), ("${S}x/~", "/sx/~"), ("a$", "a$")],
+)
+def test_home_and_variables_are_expanded_in_a_path(monkeypatch, given, expected):
+    monkeypatch.setenv("HOME", "/home/x")
+    monkeypatch.setenv("S", "/s")
+    assert from_toml(given, FilePath | None, "key") == from_text(given, FilePath, "--key") == expected
+
+
+@pytest.mark.parametrize("given", ["~nobody-at-all/x", "$NOT_SET/x", "", " ", "a\0b", "\udcff"])
+def test_a_path_that_can_not_be_expanded(given):
+    with pytest.raises(ConfigError):
+        from_toml(given, FilePath | None, "key")
 
 
 def test_a_type_says_what_it_takes():

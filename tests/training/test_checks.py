@@ -100,7 +100,7 @@ PARALLEL = [
         4,
         {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 4},
         "tensor_parallel_degree x data_parallel_shard_degree = 2 x 4 = 8 is not the number of processes, 4: make it so "
-        "(data_parallel_shard_degree = -1 takes what the others leave), or start 8",
+        "(data_parallel_shard_degree = -1 takes the rest), or start 8",
     ),
     (16, {"tensor_parallel_degree": 16}, "tensor_parallel_degree = 16 does not divide"),
     (
@@ -287,7 +287,7 @@ def test_a_checkpoint_of_another_optimizer(job, tmp_path, weights):
     muon = {"checkpoint__enable": "true", "optimizer__name": "Muon"}
     said = refusal(job(**muon))
     assert "step-5 holds exp_avg of model.layers.0.attn.q_proj.weight, and Muon" in said
-    assert "needs momentum_buffer; go back to the optimizer that it was trained with, or begin anew" in said
+    assert "needs momentum_buffer; return to the optimizer of that run, or start afresh" in said
     check_job(job(**muon, checkpoint__exclude_from_loading="optimizer,dataloader"), 1)
 
 
@@ -333,7 +333,7 @@ def test_a_checkpoint_without_a_card_that_is_cut_names_the_file(job, tmp_path, w
     ("options", "message"),
     [
         ({"checkpoint__load_step": 7}, "checkpoint.load_step = 7: there is no outputs/checkpoint/step-7"),
-        ({"checkpoint__initial_load_path": "nowhere"}, '"nowhere" is no checkpoint'),
+        ({"checkpoint__initial_load_path": "nowhere"}, '"nowhere" is not a checkpoint'),
     ],
 )
 def test_checkpoints_that_are_not_there(job, options, message):

@@ -99,7 +99,7 @@ def test_a_model_without_a_balance_refuses_the_option():
     model.to_empty(device="cpu")
     model.init_states()
     with pytest.raises(
-        ModelError, match="output_router_logits = True, but DeepseekV3ForCausalLM computes no loss of its"
+        ModelError, match="output_router_logits = True, but DeepseekV3ForCausalLM computes no router"
     ):
         model(torch.zeros(1, 8, dtype=torch.int64))
 

@@ -1,9 +1,9 @@
-"""Every option, once: what a job, a strategy, the command line and the documentation are made from. Imports no torch.
+"""Every option, once: the source of jobs, strategies, the command line and the documentation. Imports no torch.
 
     job = load_job(["configs/gla_debug.toml", "--training.steps", "50"])
     FSDP2Config(enable_sequence_parallel=False, compile={"enable": True})
 
-What a job becomes on torchtitan's side is `training.job`; whether it can run here is `training.checks`.
+`training.job` turns a job into torchtitan's config, and checks whether it can run here.
 """
 
 from titanplans.config.load import load_job

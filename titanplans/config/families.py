@@ -40,7 +40,7 @@ class Family:
 
 
 class Found(NamedTuple):
-    """The families by name, in alphabetical order, and what is wrong with those of other packages that can't be read."""
+    """The families by name, in alphabetical order, and the faults of those of other packages that can't be read."""
 
     families: dict[str, Family]
     faults: tuple[str, ...]

@@ -1,7 +1,7 @@
 """`Options`: a frozen dataclass whose values are checked when it is made, read and written as dicts and TOML.
 
 A group of options is declared once, as a subclass: its fields, each with its type, its default and, as a string below it,
-its documentation. What a field accepts is in `values`, which values contradict each other in `compatibility`.
+its documentation. What a field accepts is in `values`, contradictions between options in `compatibility`.
 """
 
 import ast
@@ -12,6 +12,7 @@ import itertools
 import keyword
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform, get_type_hints
 
@@ -32,7 +33,7 @@ class Field(NamedTuple):
 
     name: str
     hint: Any
-    """Its type, None and what only Python can give among it."""
+    """Its type, which may include None and Python objects."""
     default: Any
     doc: str
 
@@ -46,13 +47,13 @@ class Options:
     """
 
     section: ClassVar[str] = ""
-    """What comes before the names of its options in messages: "compile" for "compile.mode"."""
+    """The prefix of its options' names in messages: "compile" for "compile.mode"."""
 
     of_bool: ClassVar[dict[bool, dict[str, Any]] | None] = None
     """The options that true and false stand for, where a bool may stand in for the group."""
 
     refuses: ClassVar[Callable[[Any], Refusals] | None] = None
-    """Yields what contradicts itself in such a group: an option, and the reason with the remedy."""
+    """Yields the contradictions within such a group: an option, and the reason with the remedy."""
 
     def __init_subclass__(cls, *, refuses: Callable[[Any], Refusals] | None = None) -> None:
         cls.refuses = staticmethod(refuses) if refuses else None
@@ -105,10 +106,7 @@ class Options:
 
     def error(self, option: str, why: str) -> OptionError:
         """Return the error for the value of `option`, which may be one of a nested group: "compile.mode"."""
-        value: Any = self
-        for part in option.split("."):
-            value = getattr(value, part)
-        return OptionError(self.full_name(option), value, why)
+        return OptionError(self.full_name(option), attrgetter(option)(self), why)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

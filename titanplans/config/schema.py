@@ -3,13 +3,11 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
-import tomli_w
-
 from titanplans.config.compatibility import job
-from titanplans.config.options import Options, options_of, without_none
+from titanplans.config.options import Options, options_of
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.lora import LoRA
 from titanplans.config.sections.loss import Loss
@@ -54,13 +52,9 @@ class JobConfig(Options, refuses=job.refusals):
 
     def with_notes(self, notes: tuple[str, ...]) -> "JobConfig":
         """Return the same job with these notes."""
-        job = JobConfig(**{item.name: getattr(self, item.name) for item in fields(self)})
+        job = replace(self)
         job.__dict__["notes"] = notes
         return job
-
-    def to_toml(self) -> str:
-        """Write every key with its value as TOML that reads back as an equal job."""
-        return tomli_w.dumps(without_none(self.to_dict()))
 
 
 class Key(NamedTuple):

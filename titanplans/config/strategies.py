@@ -70,7 +70,7 @@ class DDPConfig(StrategyOptions, Autocast, DDP, refuses=strategy.ddp):
 
 
 class MegatronFSDPConfig(Options):
-    """Parameters sharded by the package megatron-fsdp, on NVIDIA GPUs; no tensor parallelism beside it."""
+    """Parameters sharded by the package megatron-fsdp, on NVIDIA GPUs; without tensor parallelism."""
 
     title: ClassVar[str] = "megatron_fsdp"
 

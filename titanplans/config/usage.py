@@ -1,4 +1,4 @@
-"""What `--help` prints, and the tables of docs/generated/options.md: both read off the schema and the tables of old keys."""
+"""The text of `--help` and the tables of docs/generated/options.md, made from the schema and the tables of old keys."""
 
 import itertools
 import textwrap

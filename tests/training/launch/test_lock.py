@@ -56,7 +56,7 @@ def test_a_second_job_is_refused_until_the_first_is_gone_however_it_ended(anothe
         pytest.raises(
             ConfigError,
             match=rf'^job.dump_folder = "out": another job writes to {Path("out").absolute()}, process {pid} on '
-            rf"{platform.node()} since 2\d\d\d-.*; stop it, wait for its end, or name another folder$",
+            rf"{platform.node()} since 2\d\d\d-.*; stop it, wait for it, or name another folder$",
         ),
         locked(job()),
     ):

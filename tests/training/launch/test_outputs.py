@@ -1,7 +1,6 @@
 """What a job can't write to is refused before it starts, and asking leaves nothing behind."""
 
 import os
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,6 @@ INPUTS = {
     "training.chat.chat_template",
 }
 """What a job reads."""
-ASKED_FOR = {"validation.enable": True, "training.chat.enable": True, "lora.rank": 1}
-"""Without which some of these would do nothing."""
 WRITTEN = sorted(
     name for name, key in keys().items() if key.hint in (FilePath, FilePath | None) and name not in INPUTS
 )
@@ -102,7 +99,7 @@ def test_a_bad_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path):
     assert [row["step"] for row in read_rows(file)] == [1, 2, 3]
     file.write_bytes(rows + b'{"step": 3, "lo\n{"step": 4}\n')
     with pytest.raises(
-        ConfigError, match=r"metrics\.jsonl, line 3 is no row of metrics, .*; remove the line to go on"
+        ConfigError, match=r"metrics\.jsonl, line 3 is not a row of metrics .*; remove the line"
     ):
         read_rows(file)
 
@@ -110,7 +107,7 @@ def test_a_bad_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path):
 def test_the_metrics_of_every_rank_are_looked_at():
     Path("outputs/rank_1").mkdir(parents=True)
     Path("outputs/rank_1/metrics.jsonl").write_text("[]\n")
-    with pytest.raises(ConfigError, match=r"rank_1/metrics\.jsonl, line 1 is no row"):
+    with pytest.raises(ConfigError, match=r"rank_1/metrics\.jsonl, line 1 is not a row"):
         check_outputs(build_job(SWITCHES))
 
 
@@ -118,7 +115,7 @@ def test_the_metrics_of_every_rank_are_looked_at():
 def test_another_file_in_place_of_the_metrics(content):
     Path("outputs").mkdir()
     Path("outputs/metrics.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 is no row of metrics"):
+    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 is not a row of metrics"):
         check_outputs(build_job(SWITCHES))
 
 
@@ -135,28 +132,3 @@ def test_what_is_not_written_is_not_asked_for():
     unwritten = dict.fromkeys(sorted({*WRITTEN} - {"job.dump_folder", "comm.save_traces_folder"}), "/proc/x")
     del unwritten["job.save_config_file"]
     check_outputs(build_job(unwritten | {"comm.trace_buf_size": 0, "comm.save_traces_folder": "/proc/x"}))
-
-
-@pytest.mark.parametrize("key", sorted({*WRITTEN, *INPUTS}))
-def test_home_and_variables_are_expanded_in_every_path(monkeypatch, key):
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.setenv("SCRATCH", "/scratch")
-    switches = SWITCHES | ASKED_FOR
-    for given, expected in {
-        "~": "/home/someone",
-        "~/x": "/home/someone/x",
-        "$SCRATCH/x": "/scratch/x",
-        "${SCRATCH}x/~": "/scratchx/~",
-        "a$": "a$",
-    }.items():
-        assert attrgetter(key)(build_job(switches | {key: given})) == expected
-    for given, why in {
-        "~nobody-at-all/x": "there is no user ~nobody-at-all here",
-        "$NOT_SET/x": r"\$NOT_SET is no variable of the environment",
-        "": "expected a path, not nothing",
-        " ": "expected a path, not nothing",
-        "a\0b": "expected a string without NUL",
-        "\udcff": "expected a string without NUL, of characters that UTF-8 has",
-    }.items():
-        with pytest.raises(ConfigError, match=why):
-            build_job(switches | {key: given})

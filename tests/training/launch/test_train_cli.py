@@ -109,29 +109,6 @@ def refused(job, monkeypatch, capsys):
     root.setLevel(level)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["job.toml", "--training.stepz=3"], "stepz"),
-        (["job.toml", "--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree = 3"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(refused, options, named):
-    status, stdout, stderr = refused(*options)
-    assert status == 2
-    assert stderr.startswith("error: ")
-    assert named in stderr
-    assert stderr.count("\n") == 1
-    assert "step" not in stdout
-
-
-def test_print_config_starts_nothing(job, refused):
-    status, stdout, stderr = refused("job.toml", "--print-config")
-    assert (status, stderr) == (0, "")
-    assert "tensor_parallel_degree = 2" in stdout
-    assert not (job.folder / "out").exists()
-
-
 def test_rank_of_torchrun_checks_against_its_world(refused, monkeypatch):
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():

@@ -1,4 +1,4 @@
-"""What contradicts what within one group of options."""
+"""Contradictions within one group of options."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def activation_checkpoint(c: Any) -> Refusals:
-    """Yield what [activation_checkpoint] contradicts in itself."""
+    """Yield the contradictions within [activation_checkpoint]."""
     shapes = "per_op_sac_force_recompute_mm_shapes_by_fqns"
     per_operator = [name for name in fields(type(c)) if name.startswith("per_op_sac_")]
     yield from needs(c, "mode", (*_RECOMPUTING, "memory_budget"), "scope")
@@ -36,7 +36,7 @@ def activation_checkpoint(c: Any) -> Refusals:
 
 
 def compiled(c: Any) -> Refusals:
-    """Yield what [compile] contradicts in itself."""
+    """Yield the contradictions within [compile]."""
     if c.enable and not c.components:
         yield "components", 'no component is listed; list "model", "loss" or "optimizer"'
     if len(set(c.components)) < len(c.components):
@@ -51,7 +51,7 @@ def compiled(c: Any) -> Refusals:
 
 
 def loss(c: Any) -> Refusals:
-    """Yield what [loss] contradicts in itself."""
+    """Yield the contradictions within [loss]."""
     yield from needs(c, "fused", (True, None), "chunk_tokens")
 
 
@@ -61,7 +61,7 @@ OF_ADAM = ("beta1", "beta2", "eps")
 
 
 def model(m: Any) -> Refusals:
-    """Yield what [model] contradicts in itself."""
+    """Yield the contradictions within [model]."""
     for option, others in (("class", ("name", "flavor", "config")), ("config", ("name", "flavor"))):
         given = [f"model.{other}" for other in others if getattr(m, other)]
         if get(m, option) is not None and given:
@@ -71,7 +71,7 @@ def model(m: Any) -> Refusals:
 
 
 def training(t: Any) -> Refusals:
-    """Yield what [training] contradicts in itself."""
+    """Yield the contradictions within [training]."""
     size = t.global_batch_size
     if size != -1 and t.gradient_accumulation_steps != 1:
         why = f"training.global_batch_size = {size} already fixes the accumulation; keep one of them"
@@ -86,12 +86,12 @@ def training(t: Any) -> Refusals:
 
 
 def chat(c: Any) -> Refusals:
-    """Yield what [training.chat] contradicts in itself."""
+    """Yield the contradictions within [training.chat]."""
     yield from needs(c, "enable", (True,), *fields(type(c)))
 
 
 def checkpoint(c: Any) -> Refusals:
-    """Yield what [checkpoint] contradicts in itself."""
+    """Yield the contradictions within [checkpoint]."""
     saving = ("create_seed_checkpoint", "save_on_signal", "last_save_in_hf")
     loading = ("initial_load_path", "initial_load_in_hf", "initial_adapter_path", "load_step", "load_only")
     yield from needs(c, "enable", (True,), *loading, *saving, "save_adapters_only")
@@ -119,7 +119,7 @@ def checkpoint(c: Any) -> Refusals:
 
 
 def profiling(p: Any) -> Refusals:
-    """Yield what [profiling] contradicts in itself."""
+    """Yield the contradictions within [profiling]."""
     parts = f"profiler_warmup + profiler_active = {p.profiler_warmup} + {p.profiler_active}"
     shortest = p.profiler_warmup + p.profiler_active
     if p.enable_profiling and p.profile_freq < shortest:
@@ -127,12 +127,12 @@ def profiling(p: Any) -> Refusals:
 
 
 def debug(d: Any) -> Refusals:
-    """Yield what [debug] contradicts in itself."""
+    """Yield the contradictions within [debug]."""
     yield from needs(d, "deterministic", (True,), "deterministic_warn_only")
 
 
 def optimizer_group(g: Any) -> Refusals:
-    """Yield what a group of [optimizer] contradicts in itself, or does not do."""
+    """Yield the contradictions of a group of [optimizer], and its keys without effect."""
     given = [name for name in fields(type(g)) if name != "pattern" and getattr(g, name) is not None]
     if not given:
         yield (
@@ -145,7 +145,7 @@ def optimizer_group(g: Any) -> Refusals:
 
 
 def optimizer(o: Any) -> Refusals:
-    """Yield what [optimizer] contradicts in itself."""
+    """Yield the contradictions within [optimizer]."""
     muon = o.name == "Muon" or any(group.name == "Muon" for group in o.groups)
     if not muon:
         yield from needs(o, "name", ("Muon",), *OF_MUON)
@@ -154,7 +154,7 @@ def optimizer(o: Any) -> Refusals:
 
 
 def float8(c: Any) -> Refusals:
-    """Yield what the float8 options contradict in themselves."""
+    """Yield the contradictions within [quantize.linear.float8]."""
     # A filter alone stands in jobs of torchtitan, which has another switch.
     gather, scales = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
     yield from needs(c, "recipe_name", RECIPES, "filter_unaligned", "emulate", gather, scales)
@@ -168,7 +168,7 @@ def float8(c: Any) -> Refusals:
 
 
 def lora(c: Any) -> Refusals:
-    """Yield what [lora] contradicts in itself."""
+    """Yield the contradictions within [lora]."""
     names = ("alpha", "dropout", "quantize_base", "target_modules", "exclude_modules", "modules_to_save")
     for name in names:
         if c.rank is None and get(c, name) != default(c, name):

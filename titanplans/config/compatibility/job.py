@@ -1,4 +1,4 @@
-"""What contradicts what in a job: its sections."""
+"""Contradictions between the sections of a job."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def schedule_steps(job: Any) -> int:
 
 
 def refusals(job: Any) -> Refusals:
-    """Yield what the sections of a job contradict in one another."""
+    """Yield the contradictions between the sections of a job."""
     yield from _parallelism(job)
     yield from _data(job)
     yield from _schedule(job)

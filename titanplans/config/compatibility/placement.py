@@ -1,4 +1,4 @@
-"""What contradicts what of a strategy on a mesh, on a device and for a model: facts that `parallelize` knows."""
+"""Contradictions of a strategy with its mesh, its device and its model, which `parallelize` knows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from titanplans.config.options import Refusals
 
 @dataclass(frozen=True)
 class Placement:
-    """A strategy, and what it meets. Not a group of options."""
+    """A strategy with the facts of its mesh, device and model. Not a group of options."""
 
     config: Any
     """An FSDP2Config or a DDPConfig."""

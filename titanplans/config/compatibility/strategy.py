@@ -1,4 +1,4 @@
-"""What contradicts what in a strategy: its own options, and those of the groups that it holds."""
+"""Contradictions within a strategy: its own options, and those of its groups."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def _shared(c: Any) -> Refusals:
 
 
 def fsdp2(c: Any) -> Refusals:
-    """Yield what contradicts itself in the options of FSDP2 and the groups that they hold."""
+    """Yield the contradictions within the options of FSDP2 and their groups."""
     yield from _shared(c)
     yield from needs(c, "enable_cpu_offload", (True,), "pin_cpu_memory")
     yield from needs(c, "mixed_precision_param", ("bfloat16", "float32"), "mixed_precision_cast_inputs")
@@ -72,7 +72,7 @@ def async_tensor_parallel(option: str, config: Any, compiled: Any, **more: bool)
 
 
 def ddp(c: Any) -> Refusals:
-    """Yield what contradicts itself in the options of DDP and the groups that they hold."""
+    """Yield the contradictions within the options of DDP and their groups."""
     if c.bucket_cap_mb is not None and c.bucket_cap_mb * 2**20 < 1:
         yield "bucket_cap_mb", "a bucket holds less than one byte; raise it (torch's default is 25)"
     if c.static_graph and c.find_unused_parameters:

@@ -1,5 +1,6 @@
 """What every refusal is written with: the options of a group, their defaults, and the rule of an option without effect."""
 
+from operator import attrgetter
 from typing import Any
 
 from titanplans.config.options import Refusals, options_of
@@ -19,10 +20,8 @@ def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Re
 
 
 def get(options: Any, name: str) -> Any:
-    """Return the value of an option; "compile.mode" is one of a nested group."""
-    for part in name.split("."):
-        options = getattr(options, part)
-    return options
+    """Return the value of an option, "compile.mode" for one of a nested group."""
+    return attrgetter(name)(options)
 
 
 def default(options: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What is saved and loaded: [checkpoint]."""
+"""Saving and loading: [checkpoint]."""
 
 from typing import Annotated, ClassVar, Literal
 

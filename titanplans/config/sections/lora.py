@@ -1,4 +1,4 @@
-"""[lora]: low-rank adapters beside frozen weights. What it does is `titanplans.adapters`'."""
+"""[lora]: low-rank adapters of frozen weights, carried out by `titanplans.adapters`."""
 
 from typing import ClassVar, Literal
 
@@ -36,7 +36,7 @@ class LoRA(Options, refuses=groups.lora):
 
 
 class Freezing(Options):
-    """What does not train."""
+    """Parameters that do not train."""
 
     freeze: tuple[str, ...] = ()
     """Parameters that keep their values: names of modules or parameters, or patterns of them ("model.embed_tokens",

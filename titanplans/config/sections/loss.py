@@ -1,4 +1,4 @@
-"""What is minimised: [loss]."""
+"""The training objective: [loss]."""
 
 from typing import ClassVar
 

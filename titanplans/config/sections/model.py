@@ -1,4 +1,4 @@
-"""What is trained and on what: [model], [training], [training.dataloader], [training.chat], [validation]."""
+"""The model and its data: [model], [training], [training.dataloader], [training.chat], [validation]."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -72,7 +72,7 @@ class DataLoader(Options):
 
 
 class Chat(Options, refuses=groups.chat):
-    """Conversations instead of text: written out by a chat template, and only what the assistant says counts in the loss.
+    """Conversations instead of text: written out by a chat template, and only the assistant's words count in the loss.
 
     Holds for validation, too.
     """
@@ -127,7 +127,7 @@ class Chat(Options, refuses=groups.chat):
 
 
 class Batches(Options):
-    """The data, and what a step is."""
+    """The data, and the size of a step."""
 
     dataset: Name = "stdlib"
     """"stdlib" (Python's standard library), "local", or a Hugging Face name ("owner/name:config"), which is streamed."""

@@ -31,7 +31,7 @@ ScaleRule = Literal["match_rms_adamw", "original"]
 
 
 class OptimizerGroup(Options, refuses=groups.optimizer_group):
-    """Parameters whose names match a pattern, and what differs for them. What is unset is as [optimizer] says."""
+    """Parameters whose names match a pattern, and their own settings. Unset keys are those of [optimizer]."""
 
     section: ClassVar[str] = "optimizer.groups"
 

@@ -1,6 +1,6 @@
 """How a model is spread, recomputed and compiled: [parallelism], [ddp], [activation_checkpoint], [compile].
 
-What a strategy of `strategies` has in common with a section is a group of its own here, of which both are made.
+Options that a strategy of `strategies` shares with a section are a group here, from which both are made.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -58,7 +58,7 @@ class ParallelDegrees(Options):
 
 
 class TensorParallel(Options):
-    """How a layer is split by its plan, beside the degree."""
+    """How a plan splits a layer; the degree is in `ParallelDegrees`."""
 
     enable_sequence_parallel: bool = True
     """Under tensor parallelism: shard the sequence between the split regions."""
@@ -74,7 +74,7 @@ class TensorParallel(Options):
 
 
 class FSDP2(Options):
-    """What FSDP2 gathers and sums, and when."""
+    """FSDP2's gathers and sums."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """What FSDP2 frees between forward and backward: all but what the backward needs first (default), every unit

@@ -1,4 +1,4 @@
-"""[quantize.linear.float8]: Linear modules that multiply in float8. What it does is `titanplans.precision.float8`'s."""
+"""[quantize.linear.float8]: Linear modules that multiply in float8. Carried out by `titanplans.precision.float8`."""
 
 from typing import ClassVar, Literal
 
@@ -33,12 +33,12 @@ class Float8(Options, refuses=groups.float8):
 
 
 class Linear(Options):
-    """What is quantised in Linear modules."""
+    """Quantisation of Linear modules."""
 
     float8: Float8 = Float8()
 
 
 class Quantize(Options):
-    """What is quantised."""
+    """Quantisation."""
 
     linear: Linear = Linear()

@@ -1,4 +1,4 @@
-"""How a job runs and what it writes: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
+"""How a job runs and its output: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
 
 from typing import Annotated, ClassVar
 
@@ -35,7 +35,7 @@ class Job(Options):
 
 
 class Metrics(Options):
-    """What is logged, how often, and where to."""
+    """The log: its figures, interval and destinations."""
 
     section: ClassVar[str] = "metrics"
 

@@ -1,4 +1,4 @@
-"""The card of a checkpoint, `titanplans.json` in its folder: what it holds, for which job, and every file's checksum.
+"""The card of a checkpoint, `titanplans.json` in its folder: its content, its job, and every file's checksum.
 
 It is written last, so a folder with a card is whole; its last key is a checksum of itself. Needs no torch.
 """
@@ -23,7 +23,7 @@ _NAME = re.compile(r"step-([0-9]+)")
 
 @dataclass(frozen=True)
 class Card:
-    """What a checkpoint says of itself."""
+    """The card's content."""
 
     step: int
     """Steps taken."""
@@ -86,7 +86,7 @@ def read_card(checkpoint: Path) -> Card:
 def damage(
     checkpoint: Path, rank: int = 0, ranks: int = 1, names: Collection[str] | None = None
 ) -> str | None:
-    """Return what is wrong with the first damaged file of a checkpoint, in words; None if all are as they were written.
+    """Return a sentence about the first damaged file of a checkpoint; None if all are intact.
 
     Each of several ranks reads the card, and a part of the other files; or only those of `names` are read.
     """

@@ -28,7 +28,7 @@ from titanplans.weights.lazy import LazyTensor
 def import_folder(
     folder: Path, checkpoint: Path, *, config: str | None = None, dtype: str | None = None
 ) -> str:
-    """Write a Hugging Face folder as a distributed checkpoint of step 0, a seed; return in words what was written.
+    """Write a Hugging Face folder as a distributed checkpoint of step 0, a seed; return a sentence about it.
 
     Args:
         folder: safetensors, and config.json.
@@ -70,7 +70,7 @@ def import_folder(
 
 
 def _failed(error: BaseException, checkpoint: Path) -> BaseException:
-    """Return what has failed in a save, as one line if the disk did."""
+    """Return the error of a failed save; if the disk failed, as one line."""
     causes: list[Any] = [error]
     if isinstance(error, CheckpointException):
         causes = [cause for cause, _ in error.failures.values()]

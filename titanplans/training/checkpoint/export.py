@@ -47,7 +47,7 @@ def export(
     adapter: bool = False,
     base: str | None = None,
 ) -> str:
-    """Write the weights of a step-N folder as a Hugging Face folder; return in words what was written.
+    """Write the weights of a step-N folder as a Hugging Face folder; return a sentence about the files.
 
     Adapters are added to their weights; where they are saved alone, to those of the folder that the job started from.
 
@@ -60,7 +60,7 @@ def export(
         max_shard_size: bytes, or "500MB".
         tokenizer: a folder with a tokenizer; None for the one that the card names, if it is there.
         adapter: write the adapters as peft does, and not the weights.
-        base: of adapters alone, a Hugging Face folder or a step-N folder with the weights beside them; None for the one that
+        base: of adapters alone, a Hugging Face folder or a step-N folder with their base weights; None for the one that
             the card, or peft's config, names.
 
     Raises:

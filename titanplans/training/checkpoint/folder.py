@@ -62,7 +62,7 @@ def remedy(damaged: Path, damage: Callable[[Path], str | None] = damage) -> str:
 
 
 def commit(checkpoint: Path) -> None:
-    """Give a checkpoint that is whole its name: from `writing_path(checkpoint)`. What has the name goes."""
+    """Rename `writing_path(checkpoint)`, which is complete, to the checkpoint; an older one of that name is removed."""
     replaced = checkpoint.with_name(f".{checkpoint.name}.replaced")
     if _is_ours(checkpoint):
         checkpoint.rename(replaced)
@@ -73,7 +73,7 @@ def commit(checkpoint: Path) -> None:
 
 
 def remove(checkpoint: Path) -> Path:
-    """Take a checkpoint's name away, so that what is left of it can be removed at leisure; return where that is."""
+    """Rename a checkpoint, so that its files can be removed later; return the new path."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
     if removed.exists():
         _erase(removed)
@@ -81,14 +81,14 @@ def remove(checkpoint: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove what was being written when it failed, so that a full disk is not full of it."""
+    """Remove the partial files of a failed save, so that they do not fill the disk."""
     for path in list(_entries(folder)):
         if (match := _HALF.fullmatch(path.name)) and match.group(2) == "writing":
             _erase(path)
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed process left half done. Nobody else may be at work in `folder`."""
+    """Remove the partial files of a killed process. No other process may be writing to `folder`."""
     for path in list(_entries(folder)):
         if not (match := _HALF.fullmatch(path.name)):
             continue
@@ -126,7 +126,7 @@ def _is_ours(checkpoint: Path) -> bool:
 
 
 def _erase(path: Path) -> None:
-    """Remove what has the name of something half done; of a link, the link."""
+    """Remove a partial checkpoint; if it is a link, the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

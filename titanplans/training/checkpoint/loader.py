@@ -51,7 +51,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
             load_adapter(self._lm, adapter)
             logger.info(f"the adapters are those of {adapter}")
         if step != -1 and not self.load_only:
-            dist.barrier()  # all have read before one moves what they look at
+            dist.barrier()  # all ranks have read before one renames
             if dist.get_rank() == 0 and (aside := folder.set_aside(self.path, later_than=step)):
                 logger.info(f"checkpoints after step {step} were set aside, into {aside}")
         return loaded
@@ -78,7 +78,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
     ) -> None:
         """Check the files of a checkpoint and load it; the optimizers keep the settings of this job.
 
-        A Hugging Face folder (`from_hf`) holds weights alone, of which each rank reads its parts.
+        A Hugging Face folder (`from_hf`) holds only weights; each rank reads its parts.
         """
         checkpoint = Path(checkpoint_id)
         if from_hf:
@@ -101,8 +101,8 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
                 logger.info(
                     f"{checkpoint.name} is of a job with other values, which this one's replace: {differing}"
                 )
-        with self._one_line(f"{checkpoint} can't be loaded"):
-            if adapted(self._lm):  # what a checkpoint of this job may lack, `check_saved` has said
+        with self._failures_as_one_line(f"{checkpoint} can't be loaded"):
+            if adapted(self._lm):  # `check_saved` has refused a checkpoint that lacks more
                 there = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
                 state_dict = {
                     name: value
@@ -116,7 +116,7 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
         return -1  # `_load` has looked
 
     @contextmanager
-    def _one_line(self, what: str) -> Iterator[None]:
+    def _failures_as_one_line(self, what: str) -> Iterator[None]:
         """Make one line of CheckpointException, which torch raises on all ranks if some failed."""
         try:
             yield
@@ -136,12 +136,12 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
             raise
 
     def left(self) -> str:
-        """Return in words from where the job can go on, once what is being written is there."""
+        """Return in words from where the job can go on, once pending writes are done."""
         self.maybe_wait_for_saving()
         return folder.newest(self.path)
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """As `titanplans.training.checkpoint.card.damage`, on all ranks, of which each reads a part."""
+    """As `titanplans.training.checkpoint.card.damage`; each rank reads a part of the files."""
     found = of_all(damage(checkpoint, dist.get_rank(), dist.get_world_size()))
     return next((words for words in found if words is not None), None)

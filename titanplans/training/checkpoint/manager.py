@@ -124,7 +124,7 @@ class CheckpointManager(CheckpointLoader):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
-        """torchtitan's, by a writer that renames what is whole."""
+        """torchtitan's, by a writer that renames complete checkpoints."""
         checkpoint = Path(checkpoint_id)
         if self.config.save_adapters_only:
             trained = trained_names(self._lm)
@@ -144,7 +144,7 @@ class CheckpointManager(CheckpointLoader):
         # What an asynchronous save has copied ends up in cycles, with a mesh for each DTensor. torchtitan has switched
         # Python's collections off, and its own see young objects alone, which these no longer are when they are written.
         gc.collect()
-        with self._one_line(f"step {step} can't be saved in {self.path}"):
+        with self._failures_as_one_line(f"step {step} can't be saved in {self.path}"):
             if async_mode == AsyncMode.ASYNC:
                 return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
             if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -184,7 +184,7 @@ class CheckpointManager(CheckpointLoader):
         logger.info(f"{checkpoint} is a Hugging Face folder, in {self.export_dtype}")
 
     def _wait_for_saving(self) -> None:
-        with self._one_line(f"a checkpoint can't be saved in {self.path}"):
+        with self._failures_as_one_line(f"a checkpoint can't be saved in {self.path}"):
             super()._wait_for_saving()
 
     def _purge_stale_checkpoints(self) -> None:

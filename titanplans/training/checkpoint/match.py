@@ -22,7 +22,7 @@ from titanplans.training.checkpoint.card import CARD, damage, read_card
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.weights.adapters import trained_names
 
-# What torchtitan saves beside the weights, whose names have no prefix.
+# States that torchtitan saves with the weights, whose names have no prefix.
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 # Keys that say nothing about the model's weights or results.
@@ -165,7 +165,7 @@ def _weights_alone(checkpoint: Path, key: str, why: str) -> ConfigError:
 
 
 def check_optimizer(checkpoint: Path, groups: Iterable[Group], key: str) -> None:
-    """Refuse a checkpoint whose optimizer state is not what the job's optimizers have of their parameters.
+    """Refuse a checkpoint whose optimizer state does not match the job's optimizers and their parameters.
 
     Args:
         checkpoint: its folder.

@@ -1,6 +1,6 @@
 """The last step of a job as a Hugging Face folder with a card: checkpoint.last_save_in_hf.
 
-What a job with adapters has trained is added to the weights, and stands by itself in peft's files below, ADAPTER.
+Trained adapters are added to the weights, and also stand alone in peft's files in the folder ADAPTER.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from titanplans.weights.merged import handed_on, merged, merges
 from titanplans.weights.save import check_names, lazily, write_folder
 
 ADAPTER = "adapter"
-"""A folder in that of a step: from_pretrained, which finds adapters beside weights, would add them once more."""
+"""A folder inside the step's: from_pretrained would add adapters that lie next to the weights a second time."""
 
 
 def check(model: nn.Module, config: PretrainedConfig | None) -> None:
@@ -49,7 +49,7 @@ def save(
     """Write a step-N folder. Collective; rank 0 writes, and takes checksums as each file is whole.
 
     Raises:
-        NotSaved: on every rank: the disk is full, or refuses; what was written is in `folder.writing_path(checkpoint)`.
+        NotSaved: on every rank: the disk is full, or refuses; the partial files are in `folder.writing_path(checkpoint)`.
     """
     assert config is not None
     writing = folder.writing_path(checkpoint)

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints on a file system: written with checksums, read without running what is in them.
+"""torch's distributed checkpoints on a file system: written with checksums, read without running their pickles.
 
 A file's checksum is taken as it is written. Each rank hands those of its files, with what it has written, to the rank that
 ends the save, which puts them into the card. So it is the same for a save in this thread, in another or in another process.
@@ -27,11 +27,11 @@ from titanplans.training.checkpoint.card import Card, write_card
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint beside its place, and renames it when it is whole.
+    """Writes a checkpoint into a temporary folder, and renames that when it is complete.
 
     Args:
         checkpoint: the step-N folder.
-        card: what the checkpoint says of itself; the files are filled in.
+        card: the checkpoint's card, without the files, which are added.
     """
 
     def __init__(self, checkpoint: Path, card: Card):
@@ -59,7 +59,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class _Results(list[WriteResult]):
-    """What a rank has written, and size and checksum of each of its files."""
+    """The results of one rank's writes, with the size and checksum of each file."""
 
     sums: dict[str, tuple[int, str]]
 
@@ -111,10 +111,10 @@ class CheckpointReader(FileSystemReader):
     """Reads a checkpoint of ours or of torchtitan's."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds.
+        """Return the index of the checkpoint.
 
         Raises:
-            ConfigError: its index is no checkpoint's, or holds what no checkpoint needs.
+            ConfigError: its index is not a checkpoint's, or holds objects that no checkpoint needs.
         """
         path = Path(self.path, ".metadata")
         try:
@@ -133,7 +133,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, which loads what is no tensor without running code, too."""
+    """torch's, which loads objects other than tensors without running code, too."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put numbers, strings, tensors, lists and dicts where they belong.

@@ -1,4 +1,4 @@
-"""Where an export reads weights: a distributed checkpoint, a Hugging Face folder, peft's files; and adapters beside a base.
+"""Where an export reads weights: a distributed checkpoint, a Hugging Face folder, peft's files; and adapters on a base.
 
 Each is the tensors by the model's own names, on meta, and what reads one of them whole: one process, tensor by tensor.
 """
@@ -77,7 +77,7 @@ def of_folder(plain: PreTrainedModel, folder: Path, what: str) -> dict[str, Lazy
     """Return the tensors of a Hugging Face folder by the names of the model `plain`, tied ones under each.
 
     Raises:
-        ConfigError, ModelError: it is damaged, of another model, or has two values of what is tied; begins with `what`.
+        ConfigError, ModelError: it is damaged, of another model, or has two values of tied weights; begins with `what`.
     """
     match = match_folder(plain, open_folder(folder))
     for name, again in match.again.items():
@@ -103,7 +103,7 @@ def of_adapter(model: nn.Module, folder: Path) -> Weights:
 
 
 def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
-    """Return the weights beside which adapters of the model `plain` stand: of a Hugging Face folder, or a checkpoint.
+    """Return the base weights of adapters of the model `plain`, from a Hugging Face folder or a checkpoint.
 
     Raises:
         ConfigError, ModelError: it is damaged, or of another model.
@@ -128,10 +128,10 @@ def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
 
 
 def beside(own: Weights, base: Weights, adapters: Mapping[str, Merge], least: torch.dtype | None) -> Weights:
-    """Return the weights of `base` with those of `own` in their place; what a job kept in NF4 is rounded as it was there.
+    """Return the weights of `base` with those of `own` in their place; weights that the job kept in NF4 are rounded alike.
 
     Args:
-        own: of adapters, and of what trained beside them.
+        own: of adapters, and of other trained modules.
         base: by the names of the model without adapters.
         adapters: as `merges` returns them.
         least: of the base's floating-point tensors at least this dtype; None: as they are.
@@ -161,7 +161,7 @@ def beside(own: Weights, base: Weights, adapters: Mapping[str, Merge], least: to
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Say nothing of the one process, of which torch warns although it was told so."""
+    """Silence torch's warning of the single process, which it was told about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

@@ -1,7 +1,7 @@
 """`check_job`: whether a job can run on this machine, with its data and its model, before a process group exists.
 
 Each rank can decide this alone, so all ranks refuse alike. Contradictions within a job are refused in
-`titanplans.config.compatibility`; what a checkpoint folder holds is read in `titanplans.training.checkpoint.match`.
+`titanplans.config.compatibility`; a checkpoint folder is checked in `titanplans.training.checkpoint.match`.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """One job in a folder: who writes there locks it, and another that wants to is refused.
 
 The lock is the system's, on `titanplans.lock` in the folder, and goes with the process that holds it, however that ends.
-What is in the file only says whose the lock is, or was. It is of the kind that belongs to a process (lockf, not flock), so
-a fork does not hold it, and network file systems mostly know it.
+The file's content only names the holder, or the last one. The lock belongs to a process (lockf, not flock), so a fork does
+not hold it, and most network file systems support it.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def _lock(folder: Path, what: str) -> Iterator[None]:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return who has written the file; nothing where it was left empty, or is just being written."""
+    """Return the holder that the file names; nothing if it is empty or being written."""
     with contextlib.suppress(ValueError):
         found = json.loads(os.pread(descriptor, 4096, 0))
         if isinstance(found, dict):

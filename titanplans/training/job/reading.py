@@ -11,7 +11,7 @@ from titanplans.errors import DataError, UserError
 
 @contextmanager
 def refusing(what: str, remedy: str, error: type[UserError] = DataError) -> Iterator[None]:
-    """Turn what a library raises in the body into an `error`: `what`, the reason that it gives, and the remedy.
+    """Turn an exception of a library in the body into an `error`: `what`, its reason, and the remedy.
 
     Raises:
         UserError: the body's own, unchanged, also where the library has raised another from it; otherwise `error`.

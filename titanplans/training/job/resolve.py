@@ -1,4 +1,4 @@
-"""The values that unset keys of a job get, some of which depend on the number of processes.
+"""The values of a job's unset keys; some depend on the number of processes.
 
 `titanplans.training.job.checks` and `titanplans.training.job.torchtitan_config` share them.
 """
@@ -120,7 +120,7 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
     else:
         why = f"is not the number of processes, {world_size}: make it so"
         if p.data_parallel_strategy != "ddp":
-            why += " (data_parallel_shard_degree = -1 takes what the others leave)"
+            why += " (data_parallel_shard_degree = -1 takes the rest)"
     raise ConfigError(f"parallelism.{what} {why}, or start {product}")
 
 
@@ -134,7 +134,7 @@ def global_batch_size(job: JobConfig, data_parallel: int) -> int:
     """Return the sequences in one optimizer step.
 
     Raises:
-        ConfigError: it is not a multiple of what the data-parallel ranks process at a time.
+        ConfigError: it is not a multiple of the sequences that the data-parallel ranks process at a time.
     """
     training = job.training
     at_a_time = training.local_batch_size * data_parallel

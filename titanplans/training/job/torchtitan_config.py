@@ -131,7 +131,7 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
         enable_fsdp_symm_mem=p.enable_fsdp_symm_mem,
         tensor_parallel_degree=p.tensor_parallel_degree,
         # torchtitan reads it only to refuse lengths that the degree does not divide, which plans split unevenly;
-        # what the job says reaches the plan by way of the model spec.
+        # the job's value reaches the plan through the model spec.
         enable_sequence_parallel=p.enable_sequence_parallel and divisible,
         pipeline_parallel_degree=p.pipeline_parallel_degree,
         context_parallel_degree=p.context_parallel_degree,

@@ -38,7 +38,7 @@ def fail(error: Exception, rank: int) -> int:
     """
     what, lines = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if REPORTS in os.environ:
-        leave_report(rank, how=f"failed: {one_line(what)}", traceback=lines)
+        leave_report(rank, how=f"failed: {first_line(what)}", traceback=lines)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
         # Not at the top: a mistake in a TOML file is reported without importing torch.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -48,17 +48,17 @@ def fail(error: Exception, rank: int) -> int:
         get_error_handler().record_exception(error)
     else:
         print(f"rank {rank}: {lines}", file=sys.stderr, end="")
-        print(f"error: rank {rank} failed: {one_line(what)}", file=sys.stderr)
+        print(f"error: rank {rank} failed: {first_line(what)}", file=sys.stderr)
     return 1
 
 
-def one_line(text: str) -> str:
+def first_line(text: str) -> str:
     """Return the first line of a message, which libraries continue with advice and stack frames."""
     return text.strip().partition("\n")[0]
 
 
 def mute_stdout() -> None:
-    """Send what is still printed nowhere: who read stdout has closed it, as `| head` does."""
+    """Discard further output: the reader of stdout has closed it, as `| head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

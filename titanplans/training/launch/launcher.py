@@ -171,7 +171,7 @@ def _attempt(
 
 
 def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
-    """Return how ranks are started: forked from this process, or as new ones, each of which imports the libraries (9 s).
+    """Return how ranks are started: forked from this process, or as new ones, which import the libraries (9 s each).
 
     A fork can't use an accelerator that its parent has looked at, nor macOS's libraries. Its parent's threads are not in it:
     a job with code of the user's, which may have started some, is not forked.

@@ -31,7 +31,7 @@ _NOT_WARNED = (
 def init_logging(rank: int) -> None:
     """Log to stdout: INFO and above on rank 0, warnings with the rank's number on the others.
 
-    Call it before the libraries are imported, some of which log while they are.
+    Call it before importing the libraries, since some log on import.
     """
     handler = _Screen(sys.stdout)
     who = "" if rank == 0 else f"rank {rank}: "

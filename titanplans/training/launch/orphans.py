@@ -1,6 +1,6 @@
 """A rank whose parent is gone ends: nobody else would stop it, restart it, or see how it ended.
 
-It is killed, not asked: what it leaves on the disk is whole at any moment (titanplans/training/checkpoint/folder.py). Needs
+It is killed, not asked: its files on the disk are consistent at any moment (titanplans/training/checkpoint/folder.py). Needs
 no torch, so that a rank which torchrun has started can ask for it before it imports anything.
 """
 

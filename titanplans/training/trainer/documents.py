@@ -28,7 +28,7 @@ BY_POSITION_IDS = frozenset((
     "starcoder2",
 ))
 # fmt: on
-"""Of transformers: positions that begin anew, of which it makes the masks of eager attention, SDPA and FlexAttention."""
+"""Of transformers: positions that restart, from which it makes the masks of eager attention, SDPA and FlexAttention."""
 
 
 def keyword(job: JobConfig, config: PretrainedConfig) -> str | None:

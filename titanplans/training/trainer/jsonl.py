@@ -1,6 +1,6 @@
 """`[metrics] enable_jsonl`: the figures of each logged step as a line of JSON, and how such a file is read.
 
-What the figures are is `titanplans.training.trainer.metrics`'s; they have the names that TensorBoard and W&B are given.
+`titanplans.training.trainer.metrics` defines the figures; they have the names that TensorBoard and W&B are given.
 """
 
 import json
@@ -32,7 +32,7 @@ class JsonlWriter:
             if self._file is None:
                 self._file = _open_from(self.path, step)
             self._file.write(json.dumps(row) + "\n")
-            self._file.flush()  # a run that is killed leaves what it has logged
+            self._file.flush()  # a killed run keeps its rows
 
     def close(self) -> None:
         """Close the file; `log` would open it again."""
@@ -45,7 +45,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the objects of such a file, in its order; a last line that was cut off by a kill is left out.
 
     Raises:
-        ConfigError: a line is no such object; names it.
+        ConfigError: a line is not such an object; names it.
     """
     rows = []
     with path.open("rb") as file:

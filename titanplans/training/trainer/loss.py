@@ -1,6 +1,6 @@
 """The loss of a job: ours, compiled with every option of [compile]; fused with the head where that can be.
 
-To it comes what the model adds: the balance of its routers.
+The model's router balance loss is added.
 """
 
 import logging
@@ -29,8 +29,8 @@ class CrossEntropyLoss(titan.BaseLoss):
     """A sum over tokens divided by those of the whole batch.
 
     Attributes:
-        added: returns what the newest forward adds to the mean over its tokens, or None. In training, not in validation.
-        objective: what is added to the cross entropy of a token. In training, not in validation.
+        added: returns the term that the newest forward adds to the mean over its tokens, or None. Only in training.
+        objective: terms added to the cross entropy of a token. Only in training.
     """
 
     added: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)

@@ -24,10 +24,10 @@ _EVENT = 512
 """Bytes of an event in the flight recorder, at least: `Entry` in torch's FlightRecorder.hpp, without its stack."""
 
 _PROCESS = 2**25
-"""Bytes that a process has of its own, at least: what it writes of the pages that it was forked with, and its heap."""
+"""Least bytes of a process's own: the forked pages that it writes to, and its heap."""
 
 _LARGE = 0.5
-"""The share of the memory from which on the log says what the job needs."""
+"""The share of the memory from which on the log states the job's need."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +37,19 @@ class Part(NamedTuple):
 
     bytes: int
     keys: str
-    """What it follows from, with values."""
+    """The keys that determine it, with values."""
     what: str
     remedy: str
 
 
 def check_memory(job: JobConfig, model: PreTrainedModel, world_size: int, device_type: str) -> None:
-    """Refuse a job that needs more memory than there is; log what it needs where that is much.
+    """Refuse a job that needs more memory than the machine has; log a need that is large.
 
     Args:
         model: on meta, with its adapters.
 
     Raises:
-        ConfigError: with what it needs at least, what there is, the largest part of it and the remedy.
+        ConfigError: with its least need, the machine's memory, the largest part and the remedy.
     """
     # torchrun says how many are on this machine; without it all are, or who started this one says nothing.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if "RANK" in os.environ else world_size))

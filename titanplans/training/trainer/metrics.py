@@ -1,7 +1,7 @@
-"""What a run logs: a line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
+"""A run's log: a line for each logged step, and the same figures for TensorBoard, W&B and metrics.jsonl.
 
 torchtitan's processor collects the figures and writes to TensorBoard and W&B. This one formats the line, adds the time
-left, and omits what is not known: MFU on a device without a published peak, device memory on a CPU.
+left, and omits unknown figures: MFU on a device without a published peak, device memory on a CPU.
 """
 
 import contextlib

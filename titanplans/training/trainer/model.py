@@ -68,11 +68,11 @@ class LanguageModel(BaseModel):
 
     lm: PreTrainedModel
     added: torch.Tensor | None = None
-    """What the newest forward adds to the loss: the balance of routers."""
+    """The router balance loss of the newest forward."""
     fused: FusedLoss | None = None
     """What computes the loss in the head, chunk by chunk; None: the forward gives logits."""
     objective: Objective = Objective()
-    """What the fused loss adds to the cross entropy of a token in training."""
+    """Terms that the fused loss adds to the cross entropy of a token in training."""
     labels: torch.Tensor | None = None
     """Of the next forward, for the fused loss: the trainer's and the validator's say them. Of others there are none."""
     on_fusion_failed: Callable[[NotFused], None] | None = None
@@ -139,7 +139,7 @@ class LanguageModel(BaseModel):
         the degrees, nor on how often the generator was used since. Then DDP, which needs values, is applied.
 
         Args:
-            buffer_device: where the buffers belong if not beside the parameters (CPU offload).
+            buffer_device: the device of the buffers if not that of the parameters (CPU offload).
         """
         modeling.initialize(self.lm, seed=torch.initial_seed())
         if buffer_device is not None:

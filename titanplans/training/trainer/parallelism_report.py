@@ -1,4 +1,4 @@
-"""Write and log a job's parallelism report: at the start what was applied to the model, after a step what was measured.
+"""Write and log a job's parallelism report: the applied parallelism at the start, the measured one after a step.
 
 Rank 0 writes it to `parallelism.json` in the job's dump folder. `titanplans.observe.report` says what it contains.
 """
@@ -40,7 +40,7 @@ class JobReport:
         steps_to_measure: how many are still to be measured.
 
     Raises:
-        ConfigError: what was to be compiled is not.
+        ConfigError: a component of [compile] was not compiled.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class JobReport:
             self.report.not_measured("metrics.measure_first_step = false")
 
     def start(self) -> None:
-        """Write and log what is known before the first step."""
+        """Write and log the part that is known before the first step."""
         self._write()
         for line in at_start(self.report.values):
             _log.info(line)

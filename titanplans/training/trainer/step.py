@@ -54,7 +54,7 @@ def clipping(clip: Clip) -> Iterator[None]:
     """Let torchtitan's `train_step` clip by `clip(parameters, max_norm)`, which returns the norm before clipping.
 
     `train_step` calls `torchtitan.distributed.utils.clip_grad_norm_`, which stacks the norms of all gradients. That
-    fails for plain tensors beside DTensors and for DTensors of several meshes, and it can't skip a step. It is replaced
+    fails for plain tensors among DTensors and for DTensors of several meshes, and it can't skip a step. It is replaced
     only while the body runs.
     """
 

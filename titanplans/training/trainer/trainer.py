@@ -127,7 +127,7 @@ class Trainer(torchtitan.trainer.Trainer):
         return True
 
     def train(self) -> None:
-        """Run the steps that are left, from the newest checkpoint on where there is one.
+        """Run the steps that are left, from the newest checkpoint if there is one.
 
         With `checkpoint.create_seed_checkpoint` save the initial weights as step 0 instead.
         """
@@ -230,7 +230,7 @@ class Trainer(torchtitan.trainer.Trainer):
         )
 
     def left(self) -> str:
-        """Return in words from where the job can go on, once what is being written is there."""
+        """Return in words from where the job can go on, once pending writes are done."""
         if not self.config.checkpoint.enable:
             return "nothing was saved (checkpoint.enable = false)"
         return self.checkpointer.left()  # pyrefly: ignore[missing-attribute]
@@ -272,7 +272,7 @@ class Trainer(torchtitan.trainer.Trainer):
         self._loaded_rng = state_dict["rng"]
 
     def close(self) -> None:
-        """Finish what is being written (checkpoint, metrics) and leave the process group."""
+        """Finish pending writes (checkpoint, metrics) and leave the process group."""
         self.checkpointer.maybe_wait_for_saving()
         super().close()
         torch.distributed.destroy_process_group()
