@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from titanplans.adapters.low_rank import adapted
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.values import show
-from titanplans.parallel.optimizers.build import Group
+from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.plan.adapted import is_factor
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, damage, read_card
@@ -164,7 +164,7 @@ def _weights_alone(checkpoint: Path, key: str, why: str) -> ConfigError:
     )
 
 
-def check_optimizer(checkpoint: Path, groups: Iterable[Group], key: str) -> None:
+def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str) -> None:
     """Refuse a checkpoint whose optimizer state is not what the job's optimizers have of their parameters.
 
     Args:
