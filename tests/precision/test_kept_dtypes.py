@@ -16,7 +16,7 @@ from titanplans.config import Float8
 from titanplans.errors import ModelError
 from titanplans.parallel import Degrees, FSDP2Config, ParallelError, ParallelManager
 from titanplans.parallel.fsdp.dtypes import split_dtypes
-from titanplans.parallel.fsdp.units import Unit, find_units, managed
+from titanplans.parallel.fsdp.units import FSDPUnit, find_units, managed
 from titanplans.precision.float8.conversion import convert_to_float8
 from titanplans.weights.save import save_weights
 
@@ -193,8 +193,8 @@ def test_units_of_what_is_kept():
     units = split_dtypes(model, find_units(model), torch.bfloat16)
     (block,) = [unit for unit in units if unit.role == "block"]
     assert block.inner == (
-        Unit(("layers.0.gate.proj",), "dtype"),
-        Unit(("layers.0.gate",), "dtype", kept=True),
+        FSDPUnit(("layers.0.gate.proj",), "dtype"),
+        FSDPUnit(("layers.0.gate",), "dtype", kept=True),
     )
     assert [*managed(model, block.inner[1], units)] == ["layers.0.gate.bias"]
     for dtype in (None, torch.float16):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from titanplans.adapters.low_rank import draw_factor
 from titanplans.errors import ModelError
-from titanplans.modeling.reference import Reference, Unit, tensors
+from titanplans.modeling.reference import InitUnit, Reference, tensors
 from titanplans.plan.adapted import is_factor
 from titanplans.plan.decoder import join, without_wrappers
 from titanplans.precision import nf4
@@ -96,7 +96,7 @@ def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
             targets[path]._parameters[name] = targets[source_path]._parameters[source_name]
 
 
-def _is_of(name: str, unit: Unit) -> bool:
+def _is_of(name: str, unit: InitUnit) -> bool:
     """Whether `unit` gives the tensor its value."""
     if unit.make is None:
         return name.rpartition(".")[0] == unit.path

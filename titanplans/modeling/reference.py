@@ -31,7 +31,7 @@ from titanplans.plan.decoder import join
 from titanplans.torch_private.autograd import version
 
 
-class Unit(NamedTuple):
+class InitUnit(NamedTuple):
     """A part of the reference that is initialised, and held in memory, by itself."""
 
     path: str
@@ -84,26 +84,26 @@ class Reference:
         self.tied: dict[str, str] = self.model.all_tied_weights_keys
         """Tied parameter -> the parameter it is tied to."""
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[InitUnit]:
         """All units, children before parents."""
         seen: set[nn.Module] = set()
 
-        def walk(path: str, module: nn.Module, owner: PreTrainedModel) -> Iterator[Unit]:
+        def walk(path: str, module: nn.Module, owner: PreTrainedModel) -> Iterator[InitUnit]:
             if module in seen:
                 return
             seen.add(module)
             if isinstance(module, PreTrainedModel):
                 owner = module
             if module in self._calls:
-                yield Unit(path, module, owner, self._calls[module])
+                yield InitUnit(path, module, owner, self._calls[module])
                 return
             for name, child in module.named_children():
                 yield from walk(join(path, name), child, owner)
-            yield Unit(path, module, owner, None)
+            yield InitUnit(path, module, owner, None)
 
         return walk("", self.model, self.model)
 
-    def values(self, unit: Unit) -> dict[str, torch.Tensor]:
+    def values(self, unit: InitUnit) -> dict[str, torch.Tensor]:
         """Parameters and buffers of a unit by full name, in full, on the device; tied ones are left out.
 
         Raises:
@@ -129,13 +129,13 @@ class Reference:
             finally:
                 unit.module._parameters.update(own)  # the values now live in the answer only
 
-    def _fill_with_nan(self, unit: Unit) -> None:
+    def _fill_with_nan(self, unit: InitUnit) -> None:
         for name, parameter in unit.module._parameters.items():
             if parameter is not None and parameter.is_meta and join(unit.path, name) not in self.tied:
                 full = torch.full_like(parameter, torch.nan, device=self.device)
                 unit.module._parameters[name] = _like(parameter, full)
 
-    def _run_init_weights(self, unit: Unit, members: dict[str, nn.Module]) -> None:
+    def _run_init_weights(self, unit: InitUnit, members: dict[str, nn.Module]) -> None:
         """What `PreTrainedModel.initialize_weights` does, on the modules of one unit."""
         own = {id(p) for module in members.values() for p in module._parameters.values()}
         others = {name: p for name, p in self.model.named_parameters() if id(p) not in own}
@@ -150,7 +150,7 @@ class Reference:
                     f"{unit.path or 'the model'!r}"
                 )
 
-    def _checked(self, unit: Unit, members: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    def _checked(self, unit: InitUnit, members: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
         values = {}
         for path, module in members.items():
             for name, value in tensors(module).items():
@@ -267,5 +267,5 @@ def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     return new
 
 
-def _initializer(unit: Unit) -> str:
+def _initializer(unit: InitUnit) -> str:
     return f"{type(unit.owner).__name__}._init_weights"

@@ -53,7 +53,7 @@ class Allowance(NamedTuple):
     """Fully qualified name of the module that needs it; "" for an end's."""
 
 
-class Bound(NamedTuple):
+class Allowances(NamedTuple):
     """What a part needs, one of each."""
 
     forward: tuple[Allowance, ...] = ()
@@ -109,7 +109,7 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
             handle.remove()
 
 
-def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Calls) -> dict[str, Bound]:
+def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Calls) -> dict[str, Allowances]:
     """Return what each block of `model` and each of its ends needs, by part.
 
     Args:
@@ -171,7 +171,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
                 add("loss", ExpectedCollective(("all_reduce",), (), call.tokens))
         else:
             add("head", ExpectedCollective(("all_gather",), (), call.tokens * even(vocabulary, degree)))
-    return {part: Bound(*map(tuple, directions)) for part, directions in needed.items()}
+    return {part: Allowances(*map(tuple, directions)) for part, directions in needed.items()}
 
 
 def _judged(applied: AppliedPlan) -> dict[str, Style]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.errors import PlanError
-from titanplans.observe.bound import Allowance, Bound, bound, exceeding, noted_calls, part_of
+from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, noted_calls, part_of
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.decoder import Decoder
@@ -31,7 +31,7 @@ class Communication:
     collectives: tuple[Collective, ...]
     """In the order in which they were issued."""
 
-    bounds: Mapping[str, Bound]
+    bounds: Mapping[str, Allowances]
     """By part: see `titanplans.observe.bound`."""
 
     gradients: Mapping[str, int]
@@ -52,7 +52,7 @@ class Communication:
 
     def needed(self, part: str, direction: str) -> tuple[Allowance, ...]:
         """Return the collectives that a part needs, "forward" or "backward"."""
-        return self.bounds.get(part, Bound())[_DIRECTIONS.index(direction)]
+        return self.bounds.get(part, Allowances())[_DIRECTIONS.index(direction)]
 
     def exceeding(self, part: str, direction: str) -> list[Collective]:
         """Return those of a part's collectives that are more, or larger, than it needs."""

@@ -23,7 +23,7 @@ from titanplans.observe.places import Places, follow
 from titanplans.torch_private.dispatch import FakeTensor, TorchDispatchMode, fake_mode_is_on
 
 
-class Record:
+class CollectiveRecord:
     """What was issued, in order.
 
     Attributes:
@@ -44,18 +44,18 @@ class Record:
 
 
 @contextmanager
-def record_collectives(model: nn.Module) -> Iterator[Record]:
+def record_collectives(model: nn.Module) -> Iterator[CollectiveRecord]:
     """Record the collectives of what runs inside, by the modules of `model`. Not to be entered twice at a time.
 
     Whatever fails in the recorder is kept in `record.guard.failure` and not raised; outside nothing of it is left.
     """
-    record = Record()
+    record = CollectiveRecord()
     with ExitStack() as stack:
         record.guard(_start, model, record, stack)
         yield record
 
 
-def _start(model: nn.Module, record: Record, stack: ExitStack) -> None:
+def _start(model: nn.Module, record: CollectiveRecord, stack: ExitStack) -> None:
     record.places = follow(model, stack, record.guard)
     stack.enter_context(_Mode(record, record.places))
 
@@ -63,7 +63,7 @@ def _start(model: nn.Module, record: Record, stack: ExitStack) -> None:
 class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, record: Record, places: Places):
+    def __init__(self, record: CollectiveRecord, places: Places):
         super().__init__()
         self.record, self.places = record, places
         # Otherwise fake tensors are those of DTensor, which asks for shapes, and of a compiler.

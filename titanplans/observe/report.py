@@ -31,7 +31,7 @@ from titanplans.observe.compilation import (
 from titanplans.observe.guard import Guard, reason
 from titanplans.observe.operators import Collective
 from titanplans.observe.places import Places
-from titanplans.observe.recorder import Record, record_collectives
+from titanplans.observe.recorder import CollectiveRecord, record_collectives
 from titanplans.plan.decoder import Decoder
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
@@ -85,7 +85,7 @@ class ParallelismReport:
             self.reasons.pop("graphs")  # there are none
 
     @contextmanager
-    def measuring(self, step: int) -> Iterator[Record]:
+    def measuring(self, step: int) -> Iterator[CollectiveRecord]:
         """Measure the training step that runs inside, and put it into the report; on every rank, or on none.
 
         The step computes what it would, a little slower; nothing stays in the model.
@@ -109,7 +109,7 @@ class ParallelismReport:
         if self.values["compile"] is not None:
             self._compilation(record, compilation)
 
-    def _compilation(self, record: Record, compilation: CompileRecord | None) -> None:
+    def _compilation(self, record: CollectiveRecord, compilation: CompileRecord | None) -> None:
         """Check what was to be compiled, as far as the step was recorded, and put it into the report."""
         failure, places = record.guard.failure, record.places
         if failure is not None or places is None or compilation is None:
@@ -161,7 +161,7 @@ class ParallelismReport:
                 found.setdefault(_ranks(one), (axis, one))
         return list(found.values())
 
-    def _communication(self, record: Record) -> dict[str, Any]:
+    def _communication(self, record: CollectiveRecord) -> dict[str, Any]:
         """What the step communicated: in all (`step`), each kind of block (`blocks`), and `other_modules`."""
         groups = {_ranks(mesh): name for name, mesh in self._named_meshes()}
         groups.setdefault(tuple(range(dist.get_world_size())), "world")

@@ -15,7 +15,7 @@ _NAME = "_parallelized"
 
 
 @dataclass
-class Record:
+class ParallelRecord:
     """The steps that a model has been through, and what each of them returned."""
 
     steps: list[str] = field(default_factory=list)
@@ -34,6 +34,6 @@ class Record:
     """FSDP2's check that each forward has images on all ranks or on none, if it has a tower whose blocks are units."""
 
 
-def record_of(model: nn.Module) -> Record:
+def record_of(model: nn.Module) -> ParallelRecord:
     """Return the record of `model`, which is empty before `parallelize`."""
-    return model.__dict__.setdefault(_NAME, Record())
+    return model.__dict__.setdefault(_NAME, ParallelRecord())

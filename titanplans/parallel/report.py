@@ -15,7 +15,7 @@ from titanplans.observe.compilation import is_compiled
 from titanplans.observe.places import fsdp_units
 from titanplans.observe.report import ParallelismReport
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
-from titanplans.parallel.record import Record, record_of
+from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.plan.decoder import find_decoder
 from titanplans.precision.float8.conversion import float8_report
 from titanplans.torch_private.modules import ActivationWrapper
@@ -59,7 +59,7 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
     )
 
 
-def _tensor_parallel(record: Record) -> dict[str, Any] | None:
+def _tensor_parallel(record: ParallelRecord) -> dict[str, Any] | None:
     if record.plan is None:
         return None
     options = record.plan.plan.options
@@ -71,7 +71,7 @@ def _tensor_parallel(record: Record) -> dict[str, Any] | None:
     }
 
 
-def _adapters(record: Record) -> dict[str, Any] | None:
+def _adapters(record: ParallelRecord) -> dict[str, Any] | None:
     done = record.adapters
     if done is None:
         return None
@@ -86,7 +86,7 @@ def _adapters(record: Record) -> dict[str, Any] | None:
     }
 
 
-def _recomputation(model: nn.Module, blocks: list[str], record: Record) -> dict[str, Any] | None:
+def _recomputation(model: nn.Module, blocks: list[str], record: ParallelRecord) -> dict[str, Any] | None:
     recomputed, kept = Counter(), 0
     for block in blocks:
         for module in model.get_submodule(block).modules():

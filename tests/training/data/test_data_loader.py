@@ -22,7 +22,7 @@ from titanplans.training.checkpoint.storage import Planner
 from titanplans.training.data import check_checkpoint
 from titanplans.training.data.corpus.sources import open_source
 from titanplans.training.data.loader import TextDataLoader, _live_as_long_as_the_rank
-from titanplans.training.data.streams import Place, merged
+from titanplans.training.data.streams import DataPosition, merged
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
 # Short documents and short windows: an epoch ends every few batches, and most batches begin and end
@@ -101,7 +101,7 @@ def flat(batches):
 def together(loaders):
     """The state that a checkpoint of all ranks holds: in a process group each rank's `state_dict` returns it."""
     states = [json.loads(loader.state_dict()["place"]) for loader in loaders]
-    return {"place": json.dumps(states[0] | merged(map(Place.from_json, states)).to_json())}
+    return {"place": json.dumps(states[0] | merged(map(DataPosition.from_json, states)).to_json())}
 
 
 # --- batches

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from titanplans.training.data.corpus.sources import Shuffled
 from titanplans.training.data.dataset import PackedText
-from titanplans.training.data.streams import Place, Share, Streams, divide, merged
+from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 
 
 class Corpus:
@@ -42,7 +42,7 @@ def run(source, place, share_size, ranks, workers, seq_len, steps):
     """The sequences of some steps in their order, and the place afterwards, as a checkpoint would hold it."""
     rows, places = [[] for _ in range(steps)], []
     for rank in range(ranks):
-        share = Share(share_size, rank, ranks, workers)
+        share = BatchSlice(share_size, rank, ranks, workers)
         windows = PackedText(source, Tokenizer(), seq_len, share, place, infinite=True)
         of_workers = [windows._batches(place, worker) for worker in range(workers)]
         cursors = dict(place.cursors)
@@ -51,8 +51,8 @@ def run(source, place, share_size, ranks, workers, seq_len, steps):
             assert batch.tokens.shape == (share_size, seq_len)
             rows[step] += batch.tokens.tolist()
             cursors |= batch.cursors
-        places.append(Place(place.streams, place.sequences + steps * share.global_batch, cursors))
-    return rows, Place.from_json(json.loads(json.dumps(merged(places).to_json())))
+        places.append(DataPosition(place.streams, place.sequences + steps * share.global_batch, cursors))
+    return rows, DataPosition.from_json(json.loads(json.dumps(merged(places).to_json())))
 
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
@@ -73,7 +73,7 @@ phases = st.lists(
 def test_no_token_is_read_twice_or_left_out_when_anything_changes_at_any_step(lengths, phases):
     source = source_of(lengths)
     size, ranks, workers, *_ = phases[0]
-    place = Place(divide(source.choose_streams, Share(size, 0, ranks, workers)))
+    place = DataPosition(divide(source.choose_streams, BatchSlice(size, 0, ranks, workers)))
     read = {stream: [] for stream in range(place.streams.count)}
     for size, ranks, workers, seq_len, steps in phases:
         first = place.sequences
@@ -96,7 +96,7 @@ def test_no_token_is_read_twice_or_left_out_when_anything_changes_at_any_step(le
 )
 def test_a_global_batch_is_the_same_on_any_number_of_ranks_and_workers(lengths, began_with, others):
     source = source_of(lengths)
-    start = Place(divide(source.choose_streams, Share(12 // began_with, 0, began_with)))
+    start = DataPosition(divide(source.choose_streams, BatchSlice(12 // began_with, 0, began_with)))
     undisturbed, _ = run(source, start, 12 // began_with, began_with, 1, 5, 1 + 2 * len(others))
     place, resumed = start, []
     for ranks, workers in others:
@@ -109,13 +109,13 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks_and_workers(lengths, 
 def test_ranks_and_workers_open_streams_of_their_own_and_each_stream_has_its_turn(
     size, ranks, workers, documents, data
 ):
-    streams = divide(source_of([1] * documents).choose_streams, Share(size, 0, ranks, workers))
+    streams = divide(source_of([1] * documents).choose_streams, BatchSlice(size, 0, ranks, workers))
     slots = size * ranks * workers
     assert streams.count * streams.in_a_row == slots
     opened = {}
     for rank in range(ranks):
         for worker in range(workers):
-            share = Share(size, rank, ranks, workers)
+            share = BatchSlice(size, rank, ranks, workers)
             numbers = [n for step in range(worker, 4 * workers, workers) for n in share.of(slots, step)]
             opened[rank, worker] = {streams.place(n)[0] for n in numbers}
     if documents >= ranks * workers:
@@ -130,7 +130,7 @@ def test_ranks_and_workers_open_streams_of_their_own_and_each_stream_has_its_tur
 
 def test_ranks_that_do_not_divide_the_streams_only_read_more():
     source = source_of([7] * 40)
-    start = Place(Streams(4))
+    start = DataPosition(Streams(4))
     expected, _ = run(source, start, 6, 1, 1, 5, 4)
     for ranks in (2, 3, 6):
         assert run(source, start, 6 // ranks, ranks, 1, 5, 4)[0] == expected

@@ -8,10 +8,10 @@ sharding independent of the world size; `gradient_sync` is for accumulation and 
 from titanplans.parallel.fsdp.conditions import shard_model
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.sharding import check_shard, shard, shard_size
-from titanplans.parallel.fsdp.units import Unit, find_units
+from titanplans.parallel.fsdp.units import FSDPUnit, find_units
 
 __all__ = [
-    "Unit",
+    "FSDPUnit",
     "check_shard",
     "find_units",
     "shard",

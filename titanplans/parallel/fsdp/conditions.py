@@ -9,7 +9,7 @@ from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.sharding import apply_units, check_mesh, check_unsharded, param_dtype
-from titanplans.parallel.fsdp.units import Unit, has_forward, has_parameters, refuse_ties
+from titanplans.parallel.fsdp.units import FSDPUnit, has_forward, has_parameters, refuse_ties
 from titanplans.plan.decoder import find_decoder
 
 Condition = Callable[[str, nn.Module], bool]
@@ -20,7 +20,7 @@ def shard_model(
     conditions: Sequence[Condition] | Mapping[str, Condition],
     mesh: DeviceMesh,
     config: FSDP2Config | None = None,
-) -> list[Unit]:
+) -> list[FSDPUnit]:
     """Shard each module of `model` for which a condition holds, and the root with the rest; in place.
 
     A unit may stand inside another one, which then holds only the rest. Modules without parameters
@@ -70,9 +70,9 @@ def shard_model(
         )
     chosen = {name for names in matched.values() for name in names}
     blocks = find_decoder(model, required=False).names
-    units = [Unit(("",), "root")]
+    units = [FSDPUnit(("",), "root")]
     units += [
-        Unit((name,), "condition", last=name in blocks[-1:])
+        FSDPUnit((name,), "condition", last=name in blocks[-1:])
         for name, _ in model.named_modules()
         if name in chosen
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.fsdp.units import Unit, flat, has_forward, refuse_ties
+from titanplans.parallel.fsdp.units import FSDPUnit, flat, has_forward, refuse_ties
 from titanplans.plan.decoder import join
 from titanplans.precision.kept_dtypes import keeps_float32
 
@@ -21,12 +21,12 @@ Kind = Hashable | None
 
 
 def split_dtypes(
-    model: nn.Module, units: Sequence[Unit], param_dtype: torch.dtype | None = None
-) -> list[Unit]:
+    model: nn.Module, units: Sequence[FSDPUnit], param_dtype: torch.dtype | None = None
+) -> list[FSDPUnit]:
     """Return `units`, each with the parts of it whose parameters have another dtype as units inside.
 
     The dtype of most elements stays. Frozen parameters of any dtype may stay, since they have no gradients to reduce. What
-    the model keeps in float32 where FSDP casts to `param_dtype` has units of its own (`Unit.kept`), frozen or not.
+    the model keeps in float32 where FSDP casts to `param_dtype` has units of its own (`FSDPUnit.kept`), frozen or not.
 
     Raises:
         ParallelError: a module itself holds parameters of two kinds; a parameter has no dimension.
@@ -72,10 +72,10 @@ def _refuse_dtypes(named: dict[Kind, str], module: str) -> ParallelError:
 
 def _split(
     model: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[FSDPUnit],
     kind: Callable[[str, nn.Parameter], Kind],
     refuse: Callable[[dict[Kind, str], str], ParallelError],
-) -> list[Unit]:
+) -> list[FSDPUnit]:
     """Return `units`, each with the parts of another kind as units inside, those first that stand inside others.
 
     `kind` is asked of each parameter; `refuse` makes the error of a module that has one of each kind.
@@ -106,7 +106,7 @@ def _split(
         inner += [(name, its) for name, its, *_ in parts if its not in (kept, None)]
         names = tuple(name for name in unit.names if name not in dict(inner))
         inside = tuple(
-            Unit(names, "dtype", kept=its is True or unit.kept) for names, its in _inner_units(inner)
+            FSDPUnit(names, "dtype", kept=its is True or unit.kept) for names, its in _inner_units(inner)
         )
         split.append(replace(unit, names=names, inner=inside, kept=kept is True or unit.kept))
     return split

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from titanplans.config import FSDP2Config
-from titanplans.parallel.fsdp.units import Unit, fsdp_module, managed
+from titanplans.parallel.fsdp.units import FSDPUnit, fsdp_module, managed
 
 
 def check_depth(config: FSDP2Config, option: str, units: int, ranks: int) -> None:
@@ -20,7 +20,7 @@ def check_depth(config: FSDP2Config, option: str, units: int, ranks: int) -> Non
         raise config.error(option, "parameters are sharded over 1 rank, so nothing is gathered: set it to 0")
 
 
-def chain_units(model: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
+def chain_units(model: nn.Module, units: Sequence[FSDPUnit], forward: int, backward: int) -> None:
     """Let each unit of `find_units` gather the next `forward` and `backward` ones; 0 leaves it to torch.
 
     Towers are chains of their own: a batch may come without images.
@@ -28,7 +28,7 @@ def chain_units(model: nn.Module, units: Sequence[Unit], forward: int, backward:
     if not forward and not backward:
         return
     root, *others = units
-    towers: dict[str, list[Unit]] = {}
+    towers: dict[str, list[FSDPUnit]] = {}
     for unit in others:
         stack = unit.names[0].rpartition(".")[0] if unit.role == "tower" else ""
         towers.setdefault(stack, []).append(unit)
@@ -53,5 +53,5 @@ def chain_units(model: nn.Module, units: Sequence[Unit], forward: int, backward:
                     module.set_modules_to_backward_prefetch(targets)
 
 
-def _params(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> list[nn.Parameter]:
+def _params(model: nn.Module, unit: FSDPUnit, units: Sequence[FSDPUnit]) -> list[nn.Parameter]:
     return [p for part in (unit, *unit.inner) for p in managed(model, part, units).values()]

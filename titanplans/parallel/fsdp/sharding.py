@@ -28,14 +28,14 @@ from titanplans.parallel.fsdp.construction import independent_of_world
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
-from titanplans.parallel.fsdp.units import Unit, find_units, fsdp_module
+from titanplans.parallel.fsdp.units import FSDPUnit, find_units, fsdp_module
 from titanplans.parallel.record import record_of
 from titanplans.split.parameters.replaced import replacing
 from titanplans.split.partial_gradients import summed
 from titanplans.torch_private.fsdp import fsdp_group
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]:
+def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[FSDPUnit]:
     """Shard `model` over the data-parallel `mesh`, in place, and return its units.
 
     Parameters may be DTensors on a TP mesh that comes from the same root mesh as `mesh`. Gradients
@@ -62,7 +62,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]
     return units
 
 
-def check_shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[Unit]:
+def check_shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[FSDPUnit]:
     """Return the units that `shard` would make, with nothing touched; raises what `shard` does."""
     check_unsharded(model)
     units = split_dtypes(model, find_units(model, config.fsdp_towers), param_dtype(config))
@@ -129,7 +129,7 @@ def shard_size(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
-def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: FSDP2Config) -> None:
+def apply_units(model: nn.Module, units: Sequence[FSDPUnit], mesh: DeviceMesh, config: FSDP2Config) -> None:
     """Shard the given units, the root among them, innermost first."""
     param = param_dtype(config)
     reduce, output = (
@@ -179,12 +179,12 @@ def apply_units(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, confi
                 module.set_symm_mem_for_comm()
 
 
-def _depth(unit: Unit) -> int:
+def _depth(unit: FSDPUnit) -> int:
     # Several modules in one unit stand beside each other, outside of every other unit but the root.
     return 0 if unit.role == "root" else max(name.count(".") for name in unit.names) + 1
 
 
-def _reshards(unit: Unit, config: FSDP2Config) -> bool | int:
+def _reshards(unit: FSDPUnit, config: FSDP2Config) -> bool | int:
     """Return `fully_shard`'s reshard_after_forward for `unit`."""
     match config.fsdp_reshard_after_forward:
         case "always":

@@ -20,14 +20,14 @@ Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "roo
 
 
 @dataclass(frozen=True)
-class Unit:
+class FSDPUnit:
     """Modules, by fully qualified name, whose parameters are communicated together."""
 
     names: tuple[str, ...]
     role: Role
     last: bool = False
     """The last block of the decoder: its backward comes first, while it is still gathered."""
-    inner: tuple["Unit", ...] = field(default=())
+    inner: tuple["FSDPUnit", ...] = field(default=())
     """Units inside this one that hold what has another dtype, or computes in another one, innermost first."""
     kept: bool = False
     """What it holds computes in float32, since the model keeps it so, whatever the others compute in."""
@@ -36,7 +36,7 @@ class Unit:
         return " + ".join(name or "the root" for name in self.names)
 
 
-def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> list[Unit]:
+def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> list[FSDPUnit]:
     """Return the units of a decoder in the order of its forward: root, towers, embedding, blocks, ends.
 
     The ends are norm and head. An embedding tied to the head joins them, at its own place in the
@@ -48,19 +48,19 @@ def find_units(model: nn.Module, towers: Literal["units", "root"] = "units") -> 
         ParallelError: a parameter is tied between two units that can't be one.
     """
     decoder = find_decoder(model)
-    units = [Unit(("",), "root")]
+    units = [FSDPUnit(("",), "root")]
     if towers == "units":
         blocks = (name for names in decoder.towers for name in names)
-        units += [Unit((name,), "tower") for name in blocks if has_parameters(model.get_submodule(name))]
+        units += [FSDPUnit((name,), "tower") for name in blocks if has_parameters(model.get_submodule(name))]
     if decoder.embedding is not None:
-        units.append(Unit((decoder.embedding,), "embedding"))
-    units += [Unit((name,), "block", last=name == decoder.names[-1]) for name in decoder.names]
+        units.append(FSDPUnit((decoder.embedding,), "embedding"))
+    units += [FSDPUnit((name,), "block", last=name == decoder.names[-1]) for name in decoder.names]
     if ends := tuple(name for name in (decoder.norm, decoder.head) if name is not None):
-        units.append(Unit(ends, "ends"))
+        units.append(FSDPUnit(ends, "ends"))
     return _join_tied(model, units)
 
 
-def managed(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
+def managed(model: nn.Module, unit: FSDPUnit, units: Sequence[FSDPUnit]) -> dict[str, nn.Parameter]:
     """Return the parameters of `unit` by name: all below it that no other of `units` takes."""
     others = {name for other in flat(units) if other.names != unit.names for name in other.names}
     params: dict[str, nn.Parameter] = {}
@@ -69,7 +69,7 @@ def managed(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> dict[str, nn
     return params
 
 
-def flat(units: Sequence[Unit]) -> Iterator[Unit]:
+def flat(units: Sequence[FSDPUnit]) -> Iterator[FSDPUnit]:
     """Yield each unit, and after it the units inside it."""
     for unit in units:
         yield unit
@@ -84,7 +84,7 @@ def _below(module: nn.Module, name: str, others: Collection[str]) -> dict[str, n
     return params
 
 
-def _join_tied(model: nn.Module, units: list[Unit]) -> list[Unit]:
+def _join_tied(model: nn.Module, units: list[FSDPUnit]) -> list[FSDPUnit]:
     """Make embedding and head one unit if they share a weight, and leave to the root what shares with it."""
     while tie := _first_tie(model, units):
         (first, name), (second, other) = tie
@@ -93,7 +93,7 @@ def _join_tied(model: nn.Module, units: list[Unit]) -> list[Unit]:
         if roles == {"embedding", "ends"}:
             embedding, ends = sorted((first, second), key=lambda unit: unit.role == "ends")
             at = units.index(embedding)
-            kept.insert(at, Unit(embedding.names + ends.names, "ends"))
+            kept.insert(at, FSDPUnit(embedding.names + ends.names, "ends"))
         elif roles in ({"root", "embedding"}, {"root", "ends"}):
             kept.insert(0, first if first.role == "root" else second)
         else:
@@ -102,22 +102,24 @@ def _join_tied(model: nn.Module, units: list[Unit]) -> list[Unit]:
     return units
 
 
-def refuse_ties(model: nn.Module, units: Sequence[Unit]) -> None:
+def refuse_ties(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
     """Raise ParallelError if two of `units` hold one parameter: FSDP2 can shard it only once."""
     if tie := _first_tie(model, units):
         (first, name), (second, other) = tie
         _refuse_tie(first, name, second, other)
 
 
-def _refuse_tie(first: Unit, name: str, second: Unit, other: str) -> None:
+def _refuse_tie(first: FSDPUnit, name: str, second: FSDPUnit, other: str) -> None:
     raise ParallelError(
         f"{name} and {other} are one parameter in two FSDP units ({first}; {second}): untie them, or shard by "
         "conditions that leave both modules to one unit"
     )
 
 
-def _first_tie(model: nn.Module, units: Sequence[Unit]) -> tuple[tuple[Unit, str], tuple[Unit, str]] | None:
-    seen: dict[int, tuple[Unit, str]] = {}
+def _first_tie(
+    model: nn.Module, units: Sequence[FSDPUnit]
+) -> tuple[tuple[FSDPUnit, str], tuple[FSDPUnit, str]] | None:
+    seen: dict[int, tuple[FSDPUnit, str]] = {}
     for unit in flat(units):
         for name, param in managed(model, unit, units).items():
             other = seen.setdefault(id(param), (unit, name))

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Group:
+class ParameterGroup:
     """Parameters that are updated alike."""
 
     optimizer: str
@@ -41,7 +41,7 @@ class Group:
         return f"{self.optimizer}: {tensors} of {count:,} numbers, {self.where}; {settings}"
 
 
-def group_parameters(model: nn.Module, options: Optimizer) -> list[Group]:
+def group_parameters(model: nn.Module, options: Optimizer) -> list[ParameterGroup]:
     """Return the trainable parameters of `model` in groups, in the order of the groups of `options`, the rest last.
 
     Args:
@@ -136,14 +136,14 @@ def _split(
     at: int,
     members: list[tuple[str, nn.Parameter, Role]],
     options: Optimizer,
-) -> Iterator[Group]:
+) -> Iterator[ParameterGroup]:
     """Yield the parameters of one group of the options by optimizer, and by whether they decay."""
 
     def value(key: str) -> Any:
         own = None if group is None else getattr(group, key)
         return getattr(options, key) if own is None else own
 
-    found: dict[tuple[str, bool], Group] = {}
+    found: dict[tuple[str, bool], ParameterGroup] = {}
     for name, parameter, role in members:
         kind = value("name")
         if group is None or group.name is None:
@@ -165,7 +165,7 @@ def _split(
             where = ("all others" if options.groups else "all") if group is None else f'"{group.pattern}"'
             if not decays:
                 where += ": what does not decay (vectors, biases, norms, marked _no_weight_decay)"
-            found[kind, decays] = Group(kind, settings, where)
+            found[kind, decays] = ParameterGroup(kind, settings, where)
         found[kind, decays].parameters[name] = parameter
     if group is not None:
         kinds = {kind for kind, _ in found}

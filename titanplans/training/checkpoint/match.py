@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.config import ConfigError, JobConfig
-from titanplans.parallel.optimizers.build import Group
+from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.plan.adapted import is_factor
 from titanplans.text import show
 from titanplans.training.checkpoint import folder
@@ -164,7 +164,7 @@ def _weights_alone(checkpoint: Path, key: str, why: str) -> ConfigError:
     )
 
 
-def check_optimizer(checkpoint: Path, groups: Iterable[Group], key: str) -> None:
+def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str) -> None:
     """Refuse a checkpoint whose optimizer state does not match the job's optimizers and their parameters.
 
     Args:

@@ -18,11 +18,11 @@ from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source
 from titanplans.training.data.packing import Window, pack, pack_conversations
-from titanplans.training.data.streams import Cursor, Place, Share
+from titanplans.training.data.streams import BatchSlice, Cursor, DataPosition
 from titanplans.training.job.reading import refusing
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """A rank's share of one global batch, each tensor `[share, seq_len]` int64."""
 
     tokens: torch.Tensor
@@ -51,8 +51,8 @@ class PackedText(IterableDataset):
         source: Source,
         tokenizer: BaseTokenizer,
         seq_len: int,
-        share: Share,
-        start: Place,
+        share: BatchSlice,
+        start: DataPosition,
         *,
         chat: ChatFormat | None = None,
         infinite: bool,
@@ -61,12 +61,12 @@ class PackedText(IterableDataset):
         self._chat, self._infinite = chat, infinite
         self.beginning = self.start = start
 
-    def __iter__(self) -> Iterator[Batch | DataError]:
+    def __iter__(self) -> Iterator[StepBatch | DataError]:
         start, self.start = self.start, self.beginning
         worker = get_worker_info()
         return self._batches(start, worker.id if worker is not None else 0)
 
-    def _batches(self, start: Place, worker: int) -> Iterator[Batch | DataError]:
+    def _batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch | DataError]:
         readers: dict[int, _Reader] = {}
         for step in itertools.count(worker, self._share.workers):
             windows, opened = [], {}
@@ -84,11 +84,11 @@ class PackedText(IterableDataset):
                 return
             yield self._batch(windows, {stream: reader.cursor for stream, reader in opened.items()})
 
-    def _is_over(self, start: Place, step: int, reader: "_Reader") -> bool:
+    def _is_over(self, start: DataPosition, step: int, reader: "_Reader") -> bool:
         """Whether a pass, which has one stream, came to its end before this step."""
         return start.sequences + step * self._share.global_batch >= reader.cursor.windows
 
-    def _reader(self, stream: int, start: Place) -> "_Reader":
+    def _reader(self, stream: int, start: DataPosition) -> "_Reader":
         cursor = start.cursors.get(stream, Cursor())
         documents = self._documents(stream, start.streams.count, cursor)
         # Of conversations, which are not cut, the offset says whether the first is the stream's next.
@@ -121,7 +121,7 @@ class PackedText(IterableDataset):
             ids = self._tokenizer.encode(text, add_bos=True, add_eos=True)
         return np.asarray(ids, dtype=np.int32)
 
-    def _batch(self, windows: list[Window | None], cursors: dict[int, Cursor]) -> Batch:
+    def _batch(self, windows: list[Window | None], cursors: dict[int, Cursor]) -> StepBatch:
         shape = len(windows), self._seq_len
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions = np.tile(np.arange(self._seq_len), (len(windows), 1))
@@ -131,7 +131,9 @@ class PackedText(IterableDataset):
                 tokens[row, :n], labels[row, :n] = window.inputs, window.labels
                 positions[row, :n] = window.positions
                 positions[row, n:] = np.arange(self._seq_len - n)
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(labels), cursors)
+        return StepBatch(
+            torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(labels), cursors
+        )
 
 
 class _Reader:

@@ -26,9 +26,9 @@ from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import PLACE, check_identity
 from titanplans.training.data.corpus.sources import open_source
-from titanplans.training.data.dataset import Batch, PackedText
+from titanplans.training.data.dataset import PackedText, StepBatch
 from titanplans.training.data.fingerprint import Fingerprint, check_files
-from titanplans.training.data.streams import Place, Share, Streams, divide, merged
+from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 from titanplans.training.launch.orphans import end_with_parent
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
@@ -101,9 +101,9 @@ class TextDataLoader(BaseDataLoader):
             chat=chat,
         )
         in_step = config.global_batch_size or local_batch_size * dp_world_size
-        self._share = Share(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
+        self._share = BatchSlice(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
         streams = divide(self._source.choose_streams, self._share) if config.infinite else Streams(1)
-        self._place = Place(streams)
+        self._place = DataPosition(streams)
         self._windows = PackedText(
             self._source, tokenizer, seq_len, self._share, self._place, chat=chat, infinite=config.infinite
         )
@@ -133,7 +133,7 @@ class TextDataLoader(BaseDataLoader):
         return self._batches(place, shares)
 
     def _batches(
-        self, place: Place, shares: Iterator[Batch | DataError]
+        self, place: DataPosition, shares: Iterator[StepBatch | DataError]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         self._place = place
         for share in shares:
@@ -183,7 +183,7 @@ class TextDataLoader(BaseDataLoader):
         newer = {_SPLIT_UP: self._identity[_SPLIT_UP]}  # a key that checkpoints of before do not have
         check_identity(newer | state["identity"], self._identity | same)
         check_files(saved, self._taken())
-        self._place = self._windows.start = Place.from_json(state)
+        self._place = self._windows.start = DataPosition.from_json(state)
         if (size := state["global_batch_size"]) != self._share.global_batch:
             logger.info(
                 f"a global batch has {self._share.global_batch} sequences now, and had {size} in the checkpoint: training "
@@ -217,7 +217,7 @@ def _end_when_the_rank_asks() -> None:
     os._exit(0)
 
 
-def _as_it_is(share: Batch | DataError) -> Batch | DataError:
+def _as_it_is(share: StepBatch | DataError) -> StepBatch | DataError:
     return share
 
 

@@ -37,7 +37,7 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchSlice:
     """What a data-parallel rank takes of each global batch: `size` sequences in a row."""
 
     size: int
@@ -57,7 +57,7 @@ class Share:
         return range(first, first + self.size)
 
 
-def divide(choose: Callable[[Sequence[int]], int], share: Share) -> Streams:
+def divide(choose: Callable[[Sequence[int]], int], share: BatchSlice) -> Streams:
     """Divide a corpus so that no two ranks, and no two workers, open the same stream, if it has enough documents.
 
     At best each sequence of a global batch has a stream of its own, and each worker other streams.
@@ -73,7 +73,7 @@ def divide(choose: Callable[[Sequence[int]], int], share: Share) -> Streams:
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """How far a run has read: the `sequences` that it has used, and where each stream goes on."""
 
     streams: Streams
@@ -91,13 +91,13 @@ class Place:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Place":
+    def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
         """Return the place that `to_json` wrote down."""
         cursors = {int(stream): Cursor(*cursor) for stream, cursor in values["cursors"].items()}
         return cls(Streams(values["streams"], values["in_a_row"]), values["sequences"], cursors)
 
 
-def merged(places: Iterable[Place]) -> Place:
+def merged(places: Iterable[DataPosition]) -> DataPosition:
     """Return the place of a run from those of its ranks, each of which knows the streams that it has read."""
     first, *others = places
     cursors = dict(first.cursors)
@@ -105,4 +105,4 @@ def merged(places: Iterable[Place]) -> Place:
         for stream, cursor in place.cursors.items():
             if stream not in cursors or cursors[stream].windows < cursor.windows:
                 cursors[stream] = cursor
-    return Place(first.streams, first.sequences, cursors)
+    return DataPosition(first.streams, first.sequences, cursors)

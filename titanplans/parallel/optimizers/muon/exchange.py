@@ -24,7 +24,7 @@ Box = tuple[tuple[int, int], ...]
 Placements = tuple[Placement, ...]
 
 
-class Share(NamedTuple):
+class MatrixShare(NamedTuple):
     """What one rank makes whole in a round: some or all matrices of one parameter."""
 
     index: int
@@ -36,7 +36,7 @@ class Share(NamedTuple):
     """What of the parameter it is: all but for a stack."""
 
 
-Round = dict[int, Share]
+Round = dict[int, MatrixShare]
 """What is made whole at the same time, by its owner's place in the mesh."""
 
 
@@ -50,11 +50,11 @@ def rounds_of(parameters: Mapping[int, tuple[tuple[int, ...], Placements]], rank
     for index, (shape, placements) in parameters.items():
         whole = tuple((0, size) for size in shape)
         if len(shape) == 2:
-            single.append(Share(index, shape, placements, whole))
+            single.append(MatrixShare(index, shape, placements, whole))
             continue
         blocks = ((rank, _chunk(shape[0], ranks, rank)) for rank in range(ranks))
         rounds.append(
-            {p: Share(index, shape, placements, (block, *whole[1:])) for p, block in blocks if block[1]}
+            {p: MatrixShare(index, shape, placements, (block, *whole[1:])) for p, block in blocks if block[1]}
         )
     single.sort(key=lambda share: -(min(share.shape) ** 2) * max(share.shape))  # stable: alike on all ranks
     return rounds + [dict(enumerate(single[at : at + ranks])) for at in range(0, len(single), ranks)]
@@ -81,7 +81,7 @@ class Exchange:
         places = {dist.get_group_rank(self._group, rank): place for place, rank in enumerate(ranks)}
         self._order = [places[rank] for rank in range(self.size)]  # the mesh may count ranks otherwise
 
-    def held(self, share: Share, place: int | None = None) -> Box:
+    def held(self, share: MatrixShare, place: int | None = None) -> Box:
         """Return what the rank at `place` of the mesh, or this one, has of a share's parameter."""
         key = share.shape, share.placements, self.me if place is None else place
         if key not in self._held:
@@ -93,7 +93,7 @@ class Exchange:
             self._held[key] = tuple(box)
         return self._held[key]
 
-    def own(self, share: Share, place: int | None = None) -> Box:
+    def own(self, share: MatrixShare, place: int | None = None) -> Box:
         """Return what the rank at `place` of the mesh, or this one, has of a share."""
         return tuple(map(_overlap, self.held(share, place), share.box))
 
@@ -113,7 +113,7 @@ class Exchange:
         boxes = {p: self.own(mine, p) for p in self._sources(mine, self.me)} if mine else {}
         return Gathering(mine, boxes, *self._all_to_all(to, boxes))
 
-    def scatter(self, part: Round, whole: torch.Tensor | None) -> Iterator[tuple[Share, torch.Tensor]]:
+    def scatter(self, part: Round, whole: torch.Tensor | None) -> Iterator[tuple[MatrixShare, torch.Tensor]]:
         """Send what each owner has made of its share back; yield what this rank has of each share, in its place.
 
         Args:
@@ -131,7 +131,7 @@ class Exchange:
         for owner, box in boxes.items():
             yield part[owner], parts[owner].view([size for _, size in box])
 
-    def _sources(self, share: Share, owner: int) -> list[int]:
+    def _sources(self, share: MatrixShare, owner: int) -> list[int]:
         """Return which ranks send to the owner: of those that hold copies the ones on its own side."""
         copies = [axis for axis, placement in enumerate(share.placements) if isinstance(placement, Replicate)]
         side = [self._at(owner)[axis] for axis in copies]
@@ -164,7 +164,7 @@ class Gathering:
     """Shards on their way to this rank."""
 
     def __init__(
-        self, mine: Share | None, boxes: Mapping[int, Box], parts: Mapping[int, torch.Tensor], work: Any
+        self, mine: MatrixShare | None, boxes: Mapping[int, Box], parts: Mapping[int, torch.Tensor], work: Any
     ):
         self._mine, self._boxes, self._parts, self._work = mine, boxes, parts, work
 

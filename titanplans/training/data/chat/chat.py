@@ -61,7 +61,7 @@ class Tokens:
 
 
 class ChatFormat:
-    """Reads rows as conversations, see `titanplans.training.data.corpus.rows.Reader`.
+    """Reads rows as conversations, see `titanplans.training.data.corpus.rows.RowFormat`.
 
     Args:
         chat: [training.chat].
@@ -89,7 +89,7 @@ class ChatFormat:
         self.identity = {"chat": f"{digest}, train_on = {chat.train_on!r}"}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """See Reader."""
+        """See RowFormat."""
         names = columns_of(there, self._chat, where)
         found = (
             names.messages_column,
@@ -101,12 +101,12 @@ class ChatFormat:
         return [*filter(None, found), *(name for name in ("tools",) if name in there)]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """See Reader. A conversation in which nothing counts has no tokens."""
+        """See RowFormat. A conversation in which nothing counts has no tokens."""
         tokens = self.tokens(conversation_of(row, self._chat, where), where)
         return {"conversation": tokens.to_bytes() if tokens.says_something else b"", "where": where}
 
     def table(self, table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int) -> "pyarrow.Table":
-        """See Reader."""
+        """See RowFormat."""
         import pyarrow
 
         names, records = self.columns(table.schema.names, file), []
@@ -120,7 +120,7 @@ class ChatFormat:
         return pyarrow.Table.from_pylist(records, schema)
 
     def documents(self, record: dict[str, Any]) -> Iterator[Tokens]:
-        """See Reader. What is left out or cut is logged: the first, and then each time that there are twice as many."""
+        """See RowFormat. What is left out or cut is logged: the first, and then each time that there are twice as many."""
         whole, where = Tokens.from_bytes(record["conversation"]), record["where"]
         tokens = self.fit(whole, where)
         if tokens is None or len(tokens) < len(whole):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TextColumn:
-    """Reads rows of text, see `titanplans.training.data.corpus.rows.Reader`."""
+    """Reads rows of text, see `titanplans.training.data.corpus.rows.RowFormat`."""
 
     may_be_columns = True
 
@@ -25,7 +25,7 @@ class TextColumn:
         self.identity = {"text_column": name}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
-        """See Reader."""
+        """See RowFormat."""
         if self.name not in there:
             found = ", ".join(map(repr, sorted(there)))
             raise DataError(
@@ -34,7 +34,7 @@ class TextColumn:
         return [self.name]
 
     def read(self, row: object, where: str) -> dict[str, Any]:
-        """See Reader."""
+        """See RowFormat."""
         if not isinstance(row, dict):
             raise DataError(
                 f"{where} holds a value of type {type(row).__name__} where there should be an object with "
@@ -44,7 +44,7 @@ class TextColumn:
         return {self.name: self._text(row[self.name], where)}
 
     def table(self, table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int) -> "pyarrow.Table":
-        """See Reader."""
+        """See RowFormat."""
         import pyarrow
 
         self.columns(table.schema.names, file)
@@ -57,7 +57,7 @@ class TextColumn:
         return pyarrow.table({self.name: column})
 
     def documents(self, record: dict[str, Any]) -> Iterator[str]:
-        """See Reader."""
+        """See RowFormat."""
         return pieces(self._text(record[self.name], "a row"))
 
     def _scalar(self, scalar: Any, where: str) -> str:

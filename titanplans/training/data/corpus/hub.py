@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.local import FORMATS, walk
 from titanplans.training.data.corpus.pieces import PIECE_BYTES
-from titanplans.training.data.corpus.rows import Reader, quietly, records
+from titanplans.training.data.corpus.rows import RowFormat, quietly, records
 from titanplans.training.job.reading import refusing
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TORCHTITAN_NAMES = {"c4": ("allenai/c4:en", None), "c4_validation": ("allenai/c4:en", "validation")}
 
 
-class Stream:
+class HubStream:
     """Documents of a hub data set, in its published order; later epochs visit its shards in another order.
 
     Args:
@@ -40,7 +40,7 @@ class Stream:
         DataError: the data set, the split or a column isn't there, or the hub can't be reached.
     """
 
-    def __init__(self, name: str, path: str | None, split: str, reader: Reader) -> None:
+    def __init__(self, name: str, path: str | None, split: str, reader: RowFormat) -> None:
         known, implied_split = _TORCHTITAN_NAMES.get(name, (name, None))
         repository, _, config = known.partition(":")
         split = implied_split or split
@@ -108,7 +108,7 @@ class _Tables:
     """
 
     builder: "ArrowBasedBuilder"
-    reader: Reader
+    reader: RowFormat
 
     def __call__(self, **shards: Any) -> Iterator[tuple[Any, "pyarrow.Table"]]:
         self.builder.info.features = None  # what is there, and nothing that is made of it
@@ -130,7 +130,7 @@ class _Tables:
 
 
 def _open(
-    name: str, path: str, config: str | None, split: str, reader: Reader
+    name: str, path: str, config: str | None, split: str, reader: RowFormat
 ) -> tuple["IterableDataset", dict[str, list[Any]] | None]:
     """The data set and its first document, None if there is none."""
     from datasets import ArrowBasedBuilder, Features, Value, load_dataset_builder

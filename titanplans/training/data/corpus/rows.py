@@ -1,6 +1,6 @@
 """Rows of .jsonl and .parquet files as documents: converted once to Arrow, in the cache of the `datasets` library.
 
-What a row is read as, a text or a conversation, is a `Reader`'s: in `column.py` and `chat.py`.
+What a row is read as, a text or a conversation, is a `RowFormat`'s: in `column.py` and `chat.py`.
 
 Rows of JSON are read here, a line at a time. The library's reader infers types from the first lines, turns what comes later
 into them, refuses a row that lacks another row's field, and ends the process at a line that is `null`.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class Reader(Protocol):
+class RowFormat(Protocol):
     """What rows are read as."""
 
     key: Any
@@ -68,7 +68,7 @@ class Table:
         DataError: a file can't be read, or a row can't be used; names the file, and of JSON the line.
     """
 
-    def __init__(self, files: Sequence[Path], file_format: str, reader: Reader) -> None:
+    def __init__(self, files: Sequence[Path], file_format: str, reader: RowFormat) -> None:
         states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         with quietly():
             rows = _arrow(states, file_format, reader)
@@ -91,7 +91,7 @@ class Table:
         return texts[offsets[i] : offsets[i + 1]]
 
 
-class Rows:
+class RowFiles:
     """Texts; a long row is cut into several documents. Every twentieth row is for validation."""
 
     def __init__(self, table: Table, files: list[tuple[str, Path]], split: str) -> None:
@@ -143,7 +143,7 @@ def quietly() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _arrow(states: list[tuple[str, int, int]], file_format: str, reader: Reader) -> "Dataset":
+def _arrow(states: list[tuple[str, int, int]], file_format: str, reader: RowFormat) -> "Dataset":
     """The rows as Arrow: in the cache, named by what was read; the first process to come makes it."""
     from datasets import Dataset, Features, Value, config
     from datasets.arrow_writer import ArrowWriter
@@ -169,7 +169,7 @@ def _arrow(states: list[tuple[str, int, int]], file_format: str, reader: Reader)
     return Dataset.from_file(str(path))
 
 
-def _parquet(file: str, reader: Reader) -> Iterator["pyarrow.Table"]:
+def _parquet(file: str, reader: RowFormat) -> Iterator["pyarrow.Table"]:
     from pyarrow.parquet import ParquetFile
 
     rows = 0
@@ -180,7 +180,7 @@ def _parquet(file: str, reader: Reader) -> Iterator["pyarrow.Table"]:
             rows += len(batch)
 
 
-def _json(file: str, reader: Reader) -> Iterator["pyarrow.Table"]:
+def _json(file: str, reader: RowFormat) -> Iterator["pyarrow.Table"]:
     """Tables of at most 1,000 rows, and of about 64 MB: Arrow's texts of one column of a table end at 2 GB."""
     batch, length = [], 0
     for record in records(file, reader):
@@ -192,14 +192,14 @@ def _json(file: str, reader: Reader) -> Iterator["pyarrow.Table"]:
     yield _table(batch, reader)
 
 
-def _table(batch: list[dict[str, Any]], reader: Reader) -> "pyarrow.Table":
+def _table(batch: list[dict[str, Any]], reader: RowFormat) -> "pyarrow.Table":
     import pyarrow
 
     schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in reader.features.items()])
     return pyarrow.Table.from_pylist(batch, schema)
 
 
-def records(file: str, reader: Reader) -> Iterator[dict[str, Any]]:
+def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     """The rows of a file of JSON. Raises DataError for the first that can't be used, or read; names its line."""
     for where, row in _objects(Path(file), columns=reader.may_be_columns):
         yield reader.read(row, where)

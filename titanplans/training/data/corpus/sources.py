@@ -15,9 +15,9 @@ from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.chat.conversations import Conversations
 from titanplans.training.data.corpus.column import TextColumn
-from titanplans.training.data.corpus.hub import Stream
+from titanplans.training.data.corpus.hub import HubStream
 from titanplans.training.data.corpus.local import FORMATS, TextFiles, find_files
-from titanplans.training.data.corpus.rows import Reader, Rows, Table
+from titanplans.training.data.corpus.rows import RowFiles, RowFormat, Table
 from titanplans.training.data.corpus.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
 from titanplans.training.data.split import check_split
 
@@ -50,7 +50,9 @@ class Source(Protocol):
 class Shuffled:
     """A Source over indexed documents: every epoch in another order, drawn from (seed, epoch)."""
 
-    def __init__(self, corpus: TextFiles | Rows | Conversations, identity: dict[str, Any], seed: int) -> None:
+    def __init__(
+        self, corpus: TextFiles | RowFiles | Conversations, identity: dict[str, Any], seed: int
+    ) -> None:
         self._corpus, self._seed = corpus, seed
         self.files = corpus.files
         self.summary = corpus.summary if isinstance(corpus, Conversations) else None
@@ -83,7 +85,7 @@ def open_source(
     text_column: str = "text",
     seed: int = 0,
     chat: ChatFormat | None = None,
-) -> Shuffled | Stream:
+) -> Shuffled | HubStream:
     """The corpus that the job's settings name.
 
     Args:
@@ -104,9 +106,9 @@ def open_source(
     if by_format and dataset_path is None:
         raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
     local = by_format or (dataset == "stdlib" and dataset_path is not None)
-    reader: Reader = chat or TextColumn(text_column)
+    reader: RowFormat = chat or TextColumn(text_column)
     if not local and dataset != "stdlib":
-        return Stream(dataset, dataset_path, split, reader)
+        return HubStream(dataset, dataset_path, split, reader)
     check_split(split)
     identity = {"dataset": dataset_path if local else "stdlib", "split": split}
     root, files, file_format = stdlib_root(), [], "text"
@@ -117,7 +119,7 @@ def open_source(
             f"dataset = {dataset_path or dataset!r}: holds texts, and training.chat.enable = true reads conversations; give "
             ".jsonl or .parquet files, or leave training.chat out"
         )
-    corpus: TextFiles | Rows | Conversations
+    corpus: TextFiles | RowFiles | Conversations
     if not local:
         corpus = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
     elif file_format == "text":
@@ -125,7 +127,7 @@ def open_source(
     else:
         named = [(file.relative_to(root).as_posix(), file) for file in files]
         table = Table(files, file_format, reader)
-        corpus = Conversations(table, named, split, chat) if chat else Rows(table, named, split)
+        corpus = Conversations(table, named, split, chat) if chat else RowFiles(table, named, split)
         identity |= reader.identity
     if len(corpus) == 0:
         what = chat.what_is_left_out() if chat else "no document"
