@@ -223,3 +223,11 @@ def _public() -> list[str]:
     import titanplans
 
     return titanplans.__all__
+
+
+def test_one_class_a_name():
+    """`Config` aside: torchtitan asks each of its parts for a nested class of this name."""
+    files = [file for package in ("titanplans", "plans") for file in (ROOT / package).rglob("*.py")]
+    trees = (ast.walk(ast.parse(file.read_text())) for file in files)
+    names = Counter(node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef))
+    assert [name for name, number in names.items() if number > 1 and name != "Config"] == []
