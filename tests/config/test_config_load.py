@@ -355,6 +355,16 @@ def test_a_contradiction_names_an_option_and_its_line(write, text, option):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("second", "line"), [("lr = 1\npattern = '('", 6), ("lr = -1\npattern = 'b'", 5), ("pattern = 'b'", 5)]
+)
+def test_a_table_of_a_list_is_named_by_its_own_line(write, second, line):
+    path = write(f"[[optimizer.groups]]\npattern = 'a'\nlr = 1.0\n[[optimizer.groups]]\n{second}")
+    with pytest.raises(OptionError) as caught:
+        load_job([path])
+    assert caught.value.where == f"{path}, line {line}"
+
+
 def test_a_run_shorter_than_its_warm_up_is_no_contradiction(write):
     job = load_job([write("[lr_scheduler]\nwarmup_steps = 20"), "--training.steps", "5"])
     assert job.training.steps == 5

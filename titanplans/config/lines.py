@@ -6,6 +6,8 @@ from typing import Any
 
 import tomli
 
+from titanplans.errors import OptionError
+
 
 @dataclass(frozen=True)
 class TomlSource:
@@ -15,9 +17,9 @@ class TomlSource:
     file: Path | None = None
     """Its file, if lines of it can be named."""
 
-    def at(self, key: str) -> str:
+    def at(self, key: str, value: Any = None) -> str:
         """Return the file with the line of a dotted key or of a section: "job.toml, line 3"."""
-        line = line_of(self.file.read_text(encoding="utf-8"), key) if self.file else None
+        line = line_of(self.file.read_text(encoding="utf-8"), key, value) if self.file else None
         return self.name if line is None else f"{self.name}, line {line}"
 
 
@@ -32,11 +34,22 @@ class KeyInFile:
         return f"{self.source.at(self.key)}: {self.key}"
 
 
-def line_of(text: str, key: str) -> int | None:
-    """Return the number of the line on which a dotted key, its section or its first table begins; None if none does."""
+def located(error: OptionError, place: object) -> OptionError:
+    """Return the error with the file and the line of its option; unchanged if `place` is not a `KeyInFile`."""
+    if not isinstance(place, KeyInFile):
+        return error
+    where = place.source.at(place.key)
+    if error.option.startswith(f"{place.key}."):  # a key of one table of a list, or a default there
+        inside = place.source.at(error.option, error.value)
+        where = where if inside == place.source.name else inside
+    return OptionError(error.option, error.value, error.why, where)
+
+
+def line_of(text: str, key: str, value: Any = None) -> int | None:
+    """Return the line number at which a dotted key (with this value) or a section first appears; None if it does not."""
     lines, name = text.split("\n"), key.rpartition(".")[2]
     for start in [number for number, line in enumerate(lines) if name in line]:
-        if _has(_shortest_document(lines, start + 1), key):
+        if _has(_shortest_document(lines, start + 1), key, value):
             return start + 1
     return None
 
@@ -51,11 +64,10 @@ def _shortest_document(lines: list[str], least: int) -> dict[str, Any]:
     return {}
 
 
-def _has(document: Any, key: str) -> bool:
-    for part in key.split("."):
-        if isinstance(document, list):
-            return True
-        if not isinstance(document, dict) or part not in document:
-            return False
-        document = document[part]
-    return True
+def _has(document: Any, key: str, value: Any) -> bool:
+    if isinstance(document, list):
+        return any(_has(item, key, value) for item in document)
+    name, _, rest = key.partition(".")
+    if not isinstance(document, dict) or name not in document:
+        return False
+    return _has(document[name], rest, value) if rest else value in (None, document[name])

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from titanplans.config.arguments import parse_arguments
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, find_flavor
-from titanplans.config.lines import KeyInFile, TomlSource
+from titanplans.config.lines import TomlSource, located
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, strategy_of
@@ -84,8 +84,7 @@ def _placed(places: dict[str, object]) -> Iterator[None]:
     except OptionError as error:
         section = error.option.rpartition(".")[0]  # of a key in a list of tables, their own
         place = places.get(error.option, places.get(section))
-        where = place.source.at(place.key) if isinstance(place, KeyInFile) else ""
-        raise OptionError(error.option, error.value, error.why, where) from error
+        raise located(error, place) from error
 
 
 def _select_configuration(values: dict[str, Any], name: str) -> str:

@@ -7,11 +7,11 @@ knows is refused with the nearest one that exists.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from titanplans.config.lines import KeyInFile, TomlSource
+from titanplans.config.lines import KeyInFile, TomlSource, located
 from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.values import from_text, from_toml
-from titanplans.errors import ConfigError, nearest
+from titanplans.errors import ConfigError, OptionError, nearest
 from titanplans.text import show
 
 _NOWHERE = TomlSource("")
@@ -81,7 +81,10 @@ class Layer:
         today = old.to if old else key
         if today not in keys():
             raise ConfigError(f"{where}: {unknown(key)}")
-        value = read(raw, keys()[today].hint, where)
+        try:
+            value = read(raw, keys()[today].hint, where)
+        except OptionError as error:  # of one table of a list
+            raise located(error, where) from error
         if self._written.setdefault(today, key) != key:
             raise ConfigError(f"{where}: {self._written[today]} is the same key; keep {today}")
         if old:
