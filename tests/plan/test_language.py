@@ -288,8 +288,8 @@ def test_a_convolution_that_counts_the_channels_of_all_ranks():
             degrees=[2],
         )
     assert str(error.value) == (
-        "plan key 'layers.0.attn.conv1d' (Packed on SplitConv1d): its groups = 36 are those of all ranks, and this rank gives "
-        "it 18 channels: name 'conv1d.groups' in local_attributes (in mlp_attributes if an MLP holds it), as "
+        "plan key 'layers.0.attn.conv1d' (Packed on SplitConv1d): its groups = 36 are those of all ranks, and this rank "
+        "gives it 18 channels: name 'conv1d.groups' in local_attributes (in mlp_attributes if an MLP holds it), as "
         "self.divided(attn, 'conv1d.groups') does"
     )
 
