@@ -425,7 +425,7 @@ REFUSED = {
     ),
     "memory": (
         ("verify", "llama", "--flavor", "3.1-70B", "--layers", "80", "--vocab-size", "128256"),
-        "a proof of 70,553,706,496 parameters in float64, one copy for each of 8 threads, needs more than 11,288.6 GB",
+        "a proof of 70,553,706,496 parameters in float64, one copy for each of 8 threads, needs more than 7,902.0 GB",
     ),
     "no torchrun": (
         ("verify", "gla", "--process-group", "--tp", "4"),

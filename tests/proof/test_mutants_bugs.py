@@ -25,8 +25,6 @@
         torchtune #2420)
     positions from a shard's length (transformers)                            test_positions_from_a_shard
     meta-initialised parameters left as garbage (flame #9; FLA #156)          test_garbage_after_meta
-    float8 silently not applied                                               none: there is no float8 option yet
-    async tensor parallelism that fuses nothing                               none: there is no such option yet
 
 All are proved at tp 2 with loss and sequence parallel unless said otherwise.
 """

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import zoo
 from faulty import leaving
 from mutants.architectures import ARCHITECTURES
 from plainly import verify
@@ -328,6 +329,10 @@ def test_ranks_that_are_not_there():
         Worlds("threads", Tiny().to("meta"))
 
 
-def test_more_ranks_than_heads_of_any_model_of_ours():
-    """Ranks are threads at any degree."""
-    assert threads.run(32, CPU, lambda world: len(world.gather_objects(1))) == 32
+def test_32_ranks():
+    def build():
+        sizes = {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 64, "head_dim": 4}
+        return zoo.build("qwen3", num_hidden_layers=1, **sizes)
+
+    report = verify(build, degrees=[32], loss_parallel=True, sequence_parallel=True)
+    assert report.passed, report.table()

@@ -46,7 +46,7 @@ def listing(model_types: Sequence[str] = ()) -> str:
             by = "heads" if plan.head_names == TPPlan.head_names else ", ".join(plan.head_names)
             rows.append((place, ", ".join(types) or "-", ", ".join(mixers) or "-", by or "nothing"))
     said = [line for name in model_types for line in _of_debug_flavor(name)]
-    more = [] if model_types else ["titanplans list MODEL_TYPE ...: what each rank has its part of"]
+    more = [] if model_types else ["titanplans list MODEL_TYPE ...: each rank's part"]
     return "\n".join([*columns(rows), *said, *(f"not loaded: {fault}" for fault in faulty_plans()), *more])
 
 
@@ -64,9 +64,7 @@ def _of_debug_flavor(name: str) -> list[str]:
             f"list {name}: no plan is registered for it{f'; did you mean {meant}?' if meant else ''}"
         )
     if "debug" not in modeling.available().get(name, ()):
-        return [
-            f"{name}: each rank has its part of what its plan says: there is no debug flavor of it to build"
-        ]
+        return [f"{name}: its split is not listed: there is no debug flavor of it to build"]
     kernels.install("cpu")  # some models can't be built without
     model = modeling.build(modeling.load_config(name, "debug"))
     found = split_by(model, plans[name], check_plan(model, 2))

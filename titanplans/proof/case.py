@@ -37,7 +37,7 @@ _ASKED = (
 
 
 class _Broken(Exception):
-    """A training that raised: where, and what."""
+    """A training that raised: the place, and the error."""
 
 
 def prove_case(

@@ -1,4 +1,4 @@
-"""The cases of one model and one plan: chosen, and proved, those of one reference together."""
+"""The cases of one model and one plan: chosen, and proved group by group, one reference for each."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -133,7 +133,7 @@ class Proof:
             for dtype, names in hidden.items()
             if names
         ]
-        # Of the plain scenario and the newest: what explained one failing case is tried on the next.
+        # Of the plain scenario and the newest: the explanation of one failing case is tried on the next.
         recorded = lru_cache(2)(lambda whole: self._reference(whole, recording=True, further=True))
         blame = Blame(
             lambda options, scenario: self._prove(recorded(scenario.whole), options, scenario), plain

@@ -13,7 +13,7 @@ from torch import nn
 from titanplans.apply.apply import check_plan
 from titanplans.errors import PlanError, either
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.plan import Plan, TPOptions
 from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Inputs, Sampler, randomise
 from titanplans.proof.cases import CONDITIONS, Proof, by_reference
@@ -79,7 +79,8 @@ def verify(
         losses: further ones, by name, each a function of logits, labels and the number of labels. Our loss goes
             backward through the model (`titanplans.parallel.cross_entropy`); of these the value and the gradient at
             the logits are compared.
-        ranks: "threads": all ranks in this process, on a CPU; "process_group": one rank in each process of the
+        ranks: "threads": all ranks in this process, on a CPU, each of which begins with a whole copy of the model: of a
+            large one, prove fewer blocks and a smaller vocabulary; "process_group": one rank in each process of the
             default group, each of which calls this and gets the same report.
         conditions: "pairs": cases that cover every pair of them; "each": every one, at the smallest degree; "plain": one
             step of one batch at every choice of options.
@@ -120,11 +121,11 @@ def verify(
         randomise(model, seed)
         if ranks == "process_group":
             _share(model)
-        plan_name = type(resolve_plan(plan, model, accepted[0])).__name__
+        plan_name = type(resolve_plan(plan, model, next(iter(accepted)))).__name__
         plain = Scenario(((MicroBatch(size=batch_size, length=seq_len),),), dtype=_name(dtype))
         sampler = Sampler(model, inputs, sequence_dim, seed)
         proof = Proof(model, plan, sampler, seed, losses, worlds, progress)
-        cases, trained = proof.cases(accepted, plain, conditions)
+        cases, trained = proof.cases([*accepted], plain, conditions)
         groups = by_reference(cases)
         results: dict[int, CaseResult] = {}
         subject = f"{type(model).__name__}, {plan_name}"
@@ -157,8 +158,8 @@ def accepted_cases(
     sequence_dim: int = 1,
     *,
     named: bool,
-) -> tuple[list[TPOptions], list[Refusal]]:
-    """Return the cases that strict application accepts, and the refused ones. Arguments as in `verify`.
+) -> tuple[dict[TPOptions, Plan], list[Refusal]]:
+    """Return the cases that strict application accepts, with their styles, and the refused ones. Arguments as in `verify`.
 
     Args:
         named: the degrees were named, so each must be accepted with some choice of options.
@@ -175,15 +176,14 @@ def accepted_cases(
             BOTH if sequence_parallel is None else (sequence_parallel,),
         )
     ]
-    accepted, refused = [], []
-    errors: list[PlanError] = []
+    accepted: dict[TPOptions, Plan] = {}
+    refused, errors = [], []
     with unpatched(model):
         for degree, group in itertools.groupby(grid, key=lambda options: options.degree):
             reasons: dict[str, list[TPOptions]] = {}
             for options in group:
                 try:
-                    check_plan(model, degree, plan=plan, **keywords(options))
-                    accepted.append(options)
+                    accepted[options] = check_plan(model, degree, plan=plan, **keywords(options))
                 except PlanError as error:
                     errors.append(error)
                     reasons.setdefault(str(error), []).append(options)

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.apply.apply import check_plan
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof.report import keywords
 from titanplans.proof.verify import DEGREES, accepted_cases
 
 _PLACE = ("layer_idx", "layer_id", "layer_number", "num_hidden_layers")
@@ -63,8 +61,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
         )
     except PlanError:
         return found  # the proof explains the refusal better
-    for options in cases:
-        styles = check_plan(model, options.degree, plan=subject.plan, **keywords(options))
+    for styles in cases.values():
         for block, described in zip(blocks, found, strict=True):
             prefix = f"{block.name}."
             described.append(

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the three commands; it refuses by a VerifyError."""
     parser = _VerifyParser(
         prog="titanplans",
-        description="Prove that a plan splits a model right, list the plans, or say what async tensor parallelism fuses.",
+        description="Prove that a plan splits a model right, list the plans, or tell what async tensor parallelism fuses.",
         allow_abbrev=False,
     )
     add_commands(parser.add_subparsers(dest="command", metavar="{verify,list,async-tp}", required=True))
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def add_commands(commands: Any) -> None:
     """Add the three commands to `commands`, argparse's subparsers."""
     listed = commands.add_parser("list", help="the registered plans, with their model types and token mixers")
-    words = "only their plans, and what of their mixers these split"
+    words = "only their plans, with each rank's part of their mixers"
     listed.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help=words)
     words = "of each: file and lines of the plan, what a rank has a part of, the largest degree of each size"
     listed.add_argument("--long", action="store_true", help=words)
@@ -64,11 +64,11 @@ def add_commands(commands: Any) -> None:
         "async-tp",
         help="which collectives async tensor parallelism would fuse with matrix products",
         description="Decide, without a GPU, which gathers and scatters of each block async tensor parallelism would "
-        "fuse with matrix products, and say what stands between the others and theirs.",
+        "fuse with matrix products, and name the operators that keep the others apart from theirs.",
         epilog=_ASYNC_TP_EXAMPLES,
         **shared,
     )
-    _add_subject(async_tp, tokens="128, or what an image needs", degrees="the job's, or 2")
+    _add_subject(async_tp, tokens="128, or more for an image", degrees="the job's, or 2")
     async_tp.set_defaults(loss_parallel=None, sequence_parallel=None, ranks="threads")
 
 
@@ -103,7 +103,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    _add_subject(parser, tokens="16, or what an image needs", degrees="those of 2, 4, 8 that fit")
+    _add_subject(parser, tokens="16, or more for an image", degrees="those of 2, 4, 8 that fit")
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
@@ -152,7 +152,7 @@ def _add_subject(parser: argparse.ArgumentParser, *, tokens: str, degrees: str) 
     add(
         "--float8-filter-unaligned",
         action="store_true",
-        help="leave out of float8 what has sizes that are no multiples of 16",
+        help="leave modules whose sizes are not multiples of 16 out of float8",
     )
     add(
         "--lora",

@@ -32,6 +32,11 @@ _COPIES = 12
 steps, AdamW's moments; and values, gradients and moments of the run that measures units."""
 
 
+_KEPT = 6
+"""Copies that a proof keeps while ranks begin with one each: the model, its weights and gradients of three steps after the
+training, and the ranks' shards."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The model and the inputs of a proof."""
@@ -197,7 +202,7 @@ def check_memory(
         VerifyError: names what the proof needs, what there is, and the remedies.
     """
     parameters = sum(p.numel() for p in model.parameters())
-    needed = (_COPIES + copies) * parameters * dtype.itemsize
+    needed = max(_COPIES, _KEPT + copies) * parameters * dtype.itemsize
     if device.type == "cpu" and dist.is_initialized():
         needed *= int(os.environ["LOCAL_WORLD_SIZE"])
     there, named = memory(device), dict(model.named_parameters(remove_duplicate=False))
@@ -213,6 +218,6 @@ def check_memory(
         raise VerifyError(
             f"a proof of {parameters:,} parameters in {str(dtype).removeprefix('torch.')}"
             f"{f', one copy for each of {copies} threads,' if copies else ''} needs more than "
-            f"{needed / 1e9:,.1f} GB, and there are {there / 1e9:,.1f} GB: fewer --layers, a smaller --vocab-size or a "
-            "smaller flavor"
+            f"{needed / 1e9:,.1f} GB, and there are {there / 1e9:,.1f} GB: fewer --layers, a smaller --vocab-size, --tp or "
+            "flavor"
         )

@@ -113,7 +113,7 @@ def prove(
         processes = available_cores()
     else:
         torch.set_num_threads(threads)
-    sizes = _sizes(model, resolve_plan(subject.plan, model, accepted[0]))
+    sizes = _sizes(model, resolve_plan(subject.plan, model, next(iter(accepted))))
     sizes |= {"batch_size": prepared.batch_size, "seq_len": prepared.seq_len}
     if prepared.make is not None:
         model = prepared.make()

@@ -1,4 +1,4 @@
-"""The conditions of a proof, as data: those of one micro batch, and of one training.
+"""The conditions of a micro batch and of a training, as data.
 
 sample.py makes their tensors; titanplans/proof/compare/training.py runs them.
 """
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro batch. The defaults are those of a plain one."""
+    """One micro batch, by default a plain one."""
 
     size: int = 2
     """Sequences."""

@@ -25,7 +25,7 @@ class Script:
 def write_script(
     scenario: Scenario, sampler: Sampler, device: torch.device, logits: torch.Size | None
 ) -> Script:
-    """Return the tensors of `scenario`, those of floating point in its dtype. `logits` as for `Sampler.sample`."""
+    """Return the tensors of `scenario`, floating-point ones in its dtype. `logits` as for `Sampler.sample`."""
     dtype = getattr(torch, scenario.dtype)
 
     def place(sample: Sample) -> Sample:

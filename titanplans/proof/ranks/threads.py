@@ -33,7 +33,6 @@ T = TypeVar("T")
 class ThreadWorld:
     """The world (titanplans/proof/ranks/world.py) as one of the threads sees it."""
 
-    name = "threads"
     exact = True
 
     def __init__(self, mesh: DeviceMesh, rank: int, meeting: Meeting):

@@ -27,8 +27,6 @@ SMALL = 2**27
 class World(Protocol):
     """The ranks over which a case is split, as one of them sees them."""
 
-    name: str
-    """threads or process_group."""
     mesh: DeviceMesh
     """1-D, "tp"."""
     first: bool
@@ -57,7 +55,6 @@ class World(Protocol):
 class ProcessWorld:
     """One rank in each process of the default process group, over gloo or NCCL."""
 
-    name = "process_group"
     exact = False  # kernels that sum by atomic operations give each rank different bits
     asked: Collection[str] = ()
 
