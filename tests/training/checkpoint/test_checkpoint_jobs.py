@@ -241,6 +241,7 @@ FOUR = {
     "tp 2 x fsdp 2": (TP, "--parallelism.data_parallel_shard_degree=2"),
     "tp 4": ("--parallelism.tensor_parallel_degree=4",),
     "fsdp 4": ("--parallelism.data_parallel_shard_degree=4",),
+    "tp 2 x 2 replicas": (TP, "--parallelism.data_parallel_replicate_degree=2"),
     "hsdp": ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"),
     "ddp": ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=4"),
 }
