@@ -280,8 +280,12 @@ REFUSED = {
     ),
     "in no name of a Linear": lambda: applied(per_op(force_recompute_mm_shapes_by_fqns=("router",))),
     "nothing else is kept": lambda: per_op(matmuls="none", keep_attention=False, keep_collectives=False),
-    "checkpointed already": lambda: [applied(policy, model) for model in [Tiny()] for policy in (MLP, FULL)],
-    "is checkpointed already": lambda: [applied(BUDGET, model) for model in [Tiny()] for _ in range(2)],
+    "already has activation": lambda: [
+        applied(policy, model) for model in [Tiny()] for policy in (MLP, FULL)
+    ],
+    "already has activation checkpointing": lambda: [
+        applied(BUDGET, model) for model in [Tiny()] for _ in range(2)
+    ],
     "recomputes its blocks itself": lambda: applied(FULL, checkpointing_itself()),
 }
 

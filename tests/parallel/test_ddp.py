@@ -412,7 +412,7 @@ def test_names_are_the_model_s_and_options_reach_torch(results):
         ("tp", "take FSDP2Config with dp_replicate"),
         ("fsdp", "take FSDP2Config with dp_replicate"),
         ("meta", "embed.weight"),
-        ("twice", "replicated already"),
+        ("twice", "already replicated"),
         ("frozen", "all parameters are frozen"),
         ("whole", "compile its blocks one by one"),
         ("wrapped", "compile its blocks one by one"),

@@ -149,11 +149,11 @@ def twice(manager, model):
 
 
 REFUSED = {
-    "is sharded already": (FSDP2Config(), None, build, twice),
+    "is already sharded": (FSDP2Config(), None, build, twice),
     "config = dict: give FSDP2Config": ({}, None),
     "degrees = dict: give Degrees": (FSDP2Config(), {"tp": 1}),
     "model is a str": (FSDP2Config(), None, lambda: "model"),
-    "temperature is a single number": (FSDP2Config(), None, lambda: with_number()),
+    "temperature has no dimension": (FSDP2Config(), None, lambda: with_number()),
     "on a CPU torch.autocast supports only bfloat16": (FSDP2Config(autocast_dtype="float32"), None),
     "parameters and buffers are on meta": (
         DDPConfig(activation_checkpoint={"mode": "full"}),

@@ -1,1 +1,1 @@
-"""What a step communicates and compiles: counted by the recorder, held against the bound, and reported."""
+"""The communication and compilation of a step: recorded, compared with the bound, and reported."""

@@ -1,6 +1,6 @@
-"""The collectives of a split model beside the least that it needs, part by part, forward and backward.
+"""The collectives of a split model, compared with the fewest that it needs, part by part, forward and backward.
 
-What is issued is recorded by `recorder`, what is needed is said by `bound`. Numbers of elements are of whole tensors,
+`recorder` records the issued ones, `bound` gives the needed ones. Numbers of elements are of whole tensors,
 as the published formulas count; bytes are what one rank receives on a ring.
 """
 
@@ -173,7 +173,7 @@ def count_communication(
 def summed_gradients(model: nn.Module, applied: AppliedPlan) -> dict[str, nn.Parameter]:
     """Return the replicated parameters of a split model whose gradient is a sum over the ranks, by name.
 
-    Whoever reduces the gradients, FSDP or the optimizer, sums them once a step: see `partial_gradients`.
+    FSDP or the optimizer, which reduces the gradients, sums them once a step: see `partial_gradients`.
     """
     partial = {name for name, layout in applied.layouts.items() if layout.gradient.is_partial()}
     return {

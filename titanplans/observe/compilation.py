@@ -1,9 +1,9 @@
-"""What became of the blocks that were to be compiled: graphs, graph breaks, recompilations, and what ran eagerly.
+"""Blocks that were to be compiled: their graphs, graph breaks and recompilations, and code that ran eagerly.
 
 torch.compile gives up in silence or with a warning: switched off by an environment variable, an error that is
 suppressed, the limit of recompilations, a compiled module that was replaced by another. Here three of torch's own
-accounts are read: whether the compiled call was called (`places`), what the compiler says it made while the block
-ran, and at each later frame whether what was made was found.
+accounts are read: whether the compiled call was called (`places`), the compiler's own count of graphs while the block
+ran, and at each later frame whether compiled code was found.
 """
 
 import re
@@ -31,14 +31,14 @@ _EVERY_COMPILATION = 1_000_000
 """How many of its compilations torch is to remember meanwhile; by itself 64."""
 
 _AT_BREAKS = ("Unsupported", "SkipFrame")
-"""What the compiler can't trace next to a graph break; it runs eagerly, as it has to."""
+"""Code next to a graph break that the compiler can't trace: it has to run eagerly."""
 
 _LIMIT = "Dynamo recompile limit exceeded"
 
 
 @dataclass
 class Compilation:
-    """What the compiler did while one module ran."""
+    """The compiler's work while one module ran."""
 
     graphs: int = 0
     """That were made. A block that is like one before needs none of its own."""
@@ -74,10 +74,10 @@ class Compilation:
 
 
 class CompileRecord:
-    """What the compiler did, module by module; made by `record_compilation`.
+    """The compiler's work, module by module; made by `record_compilation`.
 
     Attributes:
-        by_module: by the module's name; None for what runs outside of the model.
+        by_module: by the module's name; None for code outside of the model.
         guard: of the record's own code; after a failure the record is incomplete.
     """
 
@@ -121,7 +121,7 @@ class CompileRecord:
 
 @contextmanager
 def record_compilation(places: Places) -> Iterator[CompileRecord]:
-    """Record what the compiler does in the step that `places` follows."""
+    """Record the compiler's work in the step that `places` follows."""
     record = CompileRecord()
     previous: Any = None
 
@@ -153,22 +153,22 @@ def is_compiled(block: nn.Module) -> bool:
 
 
 def check_still_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Refuse that one of `blocks`, all of which were compiled, has lost its compiled call.
+    """Raise an error if one of `blocks`, all compiled, has lost its compiled call.
 
     Raises:
         ParallelError: naming the first.
     """
     if lost := [block for block in blocks if not is_compiled(model.get_submodule(block))]:
         raise ParallelError(
-            f"compile: {lost[0]} was to be compiled, and is not: replace, copy or wrap a block before it is "
-            "compiled, not after; or switch compile off"
+            f"compile: {lost[0]} was to be compiled, but has no compiled call: replace, copy or wrap a block before it "
+            "is compiled, not after; or switch compile off"
         )
 
 
 def check_compiled(
     blocks: Iterable[str], optional: Sequence[str], places: Places, record: CompileRecord
 ) -> None:
-    """Refuse that one of `blocks`, all of which were to be compiled, ran eagerly.
+    """Raise an error if one of `blocks`, all to be compiled, ran eagerly.
 
     Args:
         blocks: fully qualified names.
@@ -192,7 +192,7 @@ def check_compiled(
 
 
 def outside_blocks(record: CompileRecord, blocks: Collection[str]) -> Compilation:
-    """Return what the compiler did outside of the model, and in it outside of `blocks`: the head may compute the loss."""
+    """Return the compiler's work outside of `blocks`, in the model or not: the head may compute the loss."""
     outside = Compilation()
     for name, entry in record.by_module.items():
         if name is None or not any(name == block or name.startswith(f"{block}.") for block in blocks):
@@ -218,13 +218,13 @@ def check_outside_blocks(record: CompileRecord, components: Sequence[str], block
     if outside.graphs + outside.found < len(components):
         raise ParallelError(
             f"compile.components has {' and '.join(components)}, but outside the blocks {outside.graphs} graphs were made: "
-            "what trains is not what prepare_loss or prepare_optimizer returned, or torch.compile is switched off; "
-            "use that, or leave it out of components"
+            "train with the results of prepare_loss and prepare_optimizer, and see that torch.compile is not switched "
+            "off; or remove them from components"
         )
 
 
 def _short(why: str) -> str:
-    """The compiler's reason for a graph break on one line: what it is, and what stood there."""
+    """The compiler's reason for a graph break on one line: its name, and the code there."""
     what, _, rest = why.partition("\n")
     where = rest.partition("Developer debug context:")[2].strip().partition("\n")[0]
     where = re.sub(r" at 0x[0-9a-f]+", "", where)

@@ -6,7 +6,7 @@
 
 A graph is read in inductor's last hook for passes of one's own, after the pass that fuses (`micro_pipeline_tp_pass`).
 A graph that comes out of a compile cache never passes there. So while a record is installed inductor leaves out its
-cache of graphs, and AOTAutograd's with it. What stands between a collective and its product is `async_tp`'s.
+cache of graphs, and AOTAutograd's with it. `async_tp` reads the operators between a collective and its product.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from titanplans.torch_private.dispatch import OpOverload
 
 
 class Graph(NamedTuple):
-    """What is known of one graph."""
+    """One graph, as far as it is known."""
 
     compile_id: str
     """dynamo's number of the frame and of its compilation, such as "0/0"; forward and backward share it."""
@@ -57,7 +57,7 @@ def is_backward(graph: torch.fx.Graph) -> bool:
 
 
 class GraphRecord(graph_pass()):  # pyrefly: ignore[invalid-inheritance]
-    """A hook of inductor's that changes nothing, and what it has seen. Made by `install_record`."""
+    """A hook of inductor's that changes nothing, and records each graph. Made by `install_record`."""
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
@@ -94,7 +94,7 @@ def installed_record() -> GraphRecord | None:
 
 @contextmanager
 def recording_graphs() -> Iterator[GraphRecord]:
-    """Record the graphs that inductor finishes inside, also beside a record that is installed.
+    """Record the graphs that inductor finishes inside; a record that is installed stays.
 
     Raises:
         ParallelError: another hook was put in the record's place, so graphs went unseen.
@@ -105,7 +105,7 @@ def recording_graphs() -> Iterator[GraphRecord]:
         if record not in own_passes(LAST_PASSES):
             raise ParallelError(
                 "torch._inductor.config.post_grad_custom_post_pass was replaced while graphs were recorded, and some went "
-                "unseen: append to what is there, or set it before"
+                "unseen: append to the existing hooks, or set it before"
             )
     finally:
         set_own_passes(LAST_PASSES, [p for p in own_passes(LAST_PASSES) if p is not record])

@@ -1,4 +1,4 @@
-"""What separates the observer from what it observes: a failure of its own code is kept, and never ends a run."""
+"""The guard between the observer and the run: a failure of the observer's code is kept, and never ends a run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 class Guard:
     """Runs the observer's own code. After its first failure nothing more of it is run.
 
-    The step that is observed is never run through a guard: what that raises, such as running out of memory, is raised.
+    The step that is observed is never run through a guard: its exceptions, such as running out of memory, are raised.
 
     Attributes:
         failure: the exception, or None.
@@ -17,12 +17,12 @@ class Guard:
         self.failure: Exception | None = None
 
     def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what `call(*args)` returns; None if it fails, or something failed before."""
+        """Return the result of `call(*args)`; None if it fails, or a call failed before."""
         if self.failure is not None:
             return None
         try:
             return call(*args)
-        except Exception as error:  # noqa: BLE001  whatever it is, it must not end the run
+        except Exception as error:  # noqa: BLE001  no failure of the observer may end the run
             self.failure = error
             return None
 

@@ -7,7 +7,7 @@
 
 Nothing is hooked: forward hooks would be traced into a compiled block, which would be compiled once more when they go.
 Instead the call of each module is wrapped where `nn.Module.__call__` looks for a compiled one, and FSDP2's units where
-they gather and reduce. Inside of what is compiled nothing is touched. torch's `CommDebugMode` is not used: it knows no
+they gather and reduce. Compiled code is left untouched. torch's `CommDebugMode` is not used: it knows no
 sizes, and books a collective of the backward on the module whose outputs' gradients came last.
 """
 
@@ -60,7 +60,7 @@ class Places:
         self._note()
 
     def now(self) -> tuple[str | None, Phase]:
-        """Return the module and the phase; what a compiled graph recomputes is backward, as one graph does both."""
+        """Return the module and the phase; a compiled graph's recomputation counts as backward, as one graph does both."""
         backward = in_backward()
         if backward:
             self._outside = "update"
@@ -75,7 +75,7 @@ class Places:
         return None, self._outside
 
     def log_begins(self) -> None:
-        """What comes now is for the log alone, and not in every step."""
+        """From now on collectives are for the log alone, and not in every step."""
         self._logging = True
 
     def enter(self, name: str, compiled: bool) -> None:
@@ -95,7 +95,7 @@ class Places:
     def _note(self) -> None:
         self.on_change(self.module)
         self.module = self._stack[-1] if self._stack else None
-        if not in_backward():  # what a recomputation makes is never run backward
+        if not in_backward():  # nodes of a recomputation are never run backward
             self._numbers.append(sequence_number())
             self._modules.append(self.module)
 
@@ -114,7 +114,7 @@ def follow(model: nn.Module, stack: ExitStack, guard: Guard) -> Places:
 
     Args:
         model: split or not, compiled or not.
-        stack: what is wrapped becomes again what it was when it closes.
+        stack: unwraps everything when it closes.
         guard: of the observer.
     """
     places = Places(model)

@@ -5,9 +5,9 @@
     record.collectives
 
 A passive look at the dispatcher, on a process group, on ranks that are threads, and, ten times as fast, on one rank
-whose peers do not exist; under a `FakeTensorMode` no size is too large. What a compiled block
-issues is seen, too: inductor's code calls the operators as eager code does. Where the step is at that moment is
-`places`', what an operator does `operators`'. Not seen is what a replayed CUDA graph sends.
+whose peers do not exist; under a `FakeTensorMode` no size is too large. The collectives of a compiled block are seen,
+too: inductor's code calls the operators as eager code does. `places` tells where the step is at that moment, `operators`
+describes an operator. The collectives of a replayed CUDA graph are not seen.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from titanplans.torch_private.dispatch import FakeTensor, TorchDispatchMode, fak
 
 
 class CollectiveRecord:
-    """What was issued, in order.
+    """The issued collectives, in order.
 
     Attributes:
         collectives: those over more than one rank.
@@ -38,7 +38,7 @@ class CollectiveRecord:
         self.guard = Guard()
 
     def log_begins(self) -> None:
-        """What comes now is for the log alone, and not in every step."""
+        """From now on collectives are for the log alone, and not in every step."""
         if self.places is not None:
             self.places.log_begins()
 
@@ -75,7 +75,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as if this were not here, and see what the compiled code calls."""
+        """Compile as if this were not here, and see the calls of the compiled code."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

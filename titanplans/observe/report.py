@@ -1,11 +1,11 @@
-"""The parallelism report: what was done to a model, and what one training step communicated and compiled.
+"""The parallelism report: how a model was made parallel, and how one training step communicated and compiled.
 
     report = parallelism_report(...)            # titanplans.parallel.report, once the model is parallel
     with report.measuring(step=1):
         ...                                     # a whole training step
     report.values                               # plain dicts, lists, numbers: docs/observe.md
 
-What is in it was read off the model, counted as it happened, or given by torch. A field that can't be known is None,
+Its values are read off the model, counted as they happen, or given by torch. A field that can't be known is None,
 and `reasons` says why: a failure of the observer never ends the run. When the report is written is the
 training loop's matter, in which words it is logged `summary`'s.
 """
@@ -45,13 +45,13 @@ _Row = tuple[tuple[str, Any], ...]
 
 
 class ParallelismReport:
-    """The report on one model; `measuring` fills in what a step does.
+    """The report on one model; `measuring` fills in the part of a step.
 
     Args:
         model: parallelised.
         mesh: a `Mesh`, or torchtitan's ParallelDims.
         decoder: its parts.
-        done: what was done to the model: each field's name, and what reads it. The field `compile`, where it is not
+        done: the static fields: each one's name, and the function that reads it. The field `compile`, where it is not
             None, has the `components` that were to be compiled.
 
     Attributes:
@@ -88,13 +88,13 @@ class ParallelismReport:
     def measuring(self, step: int) -> Iterator[CollectiveRecord]:
         """Measure the training step that runs inside, and put it into the report; on every rank, or on none.
 
-        The step computes what it would, a little slower; nothing stays in the model.
+        The step computes the same, a little slower; nothing stays in the model.
 
         Args:
             step: its number, for the report.
 
         Raises:
-            ParallelError: what was to be compiled ran eagerly.
+            ParallelError: a component that was to be compiled ran eagerly.
         """
         compilation = None
         with ExitStack() as stack:
@@ -110,7 +110,7 @@ class ParallelismReport:
             self._compilation(record, compilation)
 
     def _compilation(self, record: CollectiveRecord, compilation: CompileRecord | None) -> None:
-        """Check what was to be compiled, as far as the step was recorded, and put it into the report."""
+        """Check the components that were to be compiled, as far as the step was recorded, and fill in the graphs."""
         failure, places = record.guard.failure, record.places
         if failure is not None or places is None or compilation is None:
             self._fill(("graphs",), dict, failure)
@@ -162,7 +162,7 @@ class ParallelismReport:
         return list(found.values())
 
     def _communication(self, record: CollectiveRecord) -> dict[str, Any]:
-        """What the step communicated: in all (`step`), each kind of block (`blocks`), and `other_modules`."""
+        """The step's communication: in all (`step`), each kind of block (`blocks`), and `other_modules`."""
         groups = {_ranks(mesh): name for name, mesh in self._named_meshes()}
         groups.setdefault(tuple(range(dist.get_world_size())), "world")
         found = [_Issued(c, groups, self._part(c.module)) for c in record.collectives]
@@ -197,7 +197,7 @@ class ParallelismReport:
         return next((b for b in self.blocks if f"{module}.".startswith(f"{b}.")), module or None)
 
     def _graphs(self, places: Places, record: CompileRecord) -> dict[str, Any]:
-        """What the compiler made: of the blocks, class by class, and outside of them."""
+        """The compiler's graphs: of the blocks, class by class, and outside of them."""
         kinds: dict[str, list[str]] = {}
         for block in self.blocks if self._to_compile("model") else ():
             kinds.setdefault(self._class(block), []).append(block)

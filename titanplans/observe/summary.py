@@ -9,7 +9,7 @@ Report = dict[str, Any]
 
 
 def at_start(report: Report) -> list[str]:
-    """Return what was done to the model, as lines."""
+    """Return the static part of the report as lines."""
     meshes = [
         f"{name} {mesh['ranks']} ({mesh['backend']})" for name, mesh in (report["meshes"] or {}).items()
     ]
@@ -49,7 +49,7 @@ def _done(report: Report) -> Iterator[str]:
 
 
 def after_step(report: Report) -> list[str]:
-    """Return what the measured step did, as lines."""
+    """Return the measured part of the report as lines."""
     step, number = report["step"], report["measured_after_step"]
     if step is None:
         lines = [f"Step {number}: collectives not counted: {report['reasons']['step']}"]

@@ -46,7 +46,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> None:
     Args:
         model: with its values, on the mesh's device; recomputed and compiled block by block, if at all, before this.
         mesh: 1-D: the ranks that read different data.
-        config: the options; what they say of recomputation and compile has been done.
+        config: the options; recomputation and compile have been applied already.
 
     Raises:
         ParallelError: the model can't be replicated. Before anything is sent.
@@ -125,7 +125,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
             axes = tensor.device_mesh.mesh_dim_names
             raise ParallelError(f"ddp with {name} split over the mesh {axes}: {NOT_FOR_DDP}")
     if isinstance(model, DDP):
-        raise ParallelError(f"{name_of}: it is replicated already; once is enough")
+        raise ParallelError(f"{name_of}: it is already replicated by DDP; remove the second call")
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:
         raise ParallelError(
@@ -163,15 +163,15 @@ def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
     """Refuse a model without what `config` says was done to it: done after, it would not do what it says."""
     if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
         raise ParallelError(
-            "ddp with compile.enable = true, and no block of the model is compiled: call apply_compile "
-            "before, or set it to false"
+            "ddp with compile.enable = true, but no block of the model is compiled: call apply_compile "
+            "first, or set compile.enable to false"
         )
     mode = config.activation_checkpoint.mode
     recomputes = any(map(is_recomputed, model.modules()))
     if mode != "none" and not recomputes:
         raise ParallelError(
-            f'ddp with activation_checkpoint.mode = "{mode}", and nothing of the model is recomputed: apply the policy '
-            "before, or set it to none"
+            f'ddp with activation_checkpoint.mode = "{mode}", but no module is checkpointed: apply the policy '
+            "first, or set the mode to none"
         )
 
 

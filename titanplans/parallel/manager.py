@@ -4,7 +4,7 @@
         manager = ParallelManager(FSDP2Config(), Degrees(tp=2))
         model = manager.parallelize(model)
 
-It holds the meshes and one model, and adds nothing to them: what it does is in `parallelize`, `gradients`,
+It holds the meshes and one model, and adds nothing to them: its steps are in `parallelize`, `gradients`,
 `gradient_sync`, `loss`, `ddp` and `megatron_fsdp`, each of use without it.
 """
 
@@ -47,7 +47,7 @@ class ParallelManager:
         degrees: how many ranks to each axis; None gives all of them to data parallelism.
         device_type: "cuda", "cpu", …; None for the accelerator that torch sees, if the process group has a
             backend for it, or else the CPU.
-        dump_folder: for what a step writes, such as the picture of a memory budget.
+        dump_folder: the folder for files that a step writes, such as the picture of a memory budget.
 
     Raises:
         ParallelError: the process group has no such backend; the degrees don't fit the number of ranks, or not the strategy.
@@ -82,7 +82,7 @@ class ParallelManager:
         return torch.empty(0, device=kind).device
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Return `model` parallelised: itself, changed in place, or under Megatron-FSDP what is wrapped around it.
+        """Return `model` parallelised: itself, changed in place; under Megatron-FSDP its wrapper.
 
         Build the optimizer on the result's parameters, or hand an older one to `prepare_optimizer`. A model on meta has no
         values yet: give it some (`manager.to_empty()`, then its initialisation or a checkpoint) before its first forward,
@@ -152,7 +152,7 @@ class ParallelManager:
         return optimizer if compiled is None else compile_optimizer(optimizer, compiled)
 
     def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:
-        """Return the context for forward and backward of one micro batch, of which `last` is the step's last.
+        """Return the context for forward and backward of one micro batch; `last` marks the step's last one.
 
         What waits for the last is the strategy's (`fsdp_defer_grad_sync`, `defer_grad_sync`).
         """
@@ -218,7 +218,7 @@ class ParallelManager:
         Gradients are summed over ranks, so a loss is divided by the tokens of all of them, not of one's own.
 
         Args:
-            logits: [..., vocabulary], sharded over it or not; or what a `FusedLoss` has put in their place.
+            logits: [..., vocabulary], sharded over it or not; or a `FusedLoss`'s deferred logits.
             labels: [...], the next tokens; -100 where one does not count.
             tokens: `count_tokens` of the step's labels; None where these are all of them.
             label_smoothing, z_loss: see `loss.cross_entropy`.
@@ -262,14 +262,14 @@ def _device_type(asked: str | None) -> str:
         ParallelError: the group has no backend for `asked`.
     """
     if not dist.is_initialized():
-        return asked or default_device_type()  # the mesh says what is missing
+        return asked or default_device_type()  # the mesh names the missing backend
     there = group_device_types()
     if asked is None:
         found = default_device_type()
         return found if found in there else "cpu"
     if asked not in there:
         raise ParallelError(
-            f"device_type = {asked!r}, and the process group has backends for {', '.join(there)}: bring it up by "
+            f"device_type = {asked!r}, but the process group has backends for {', '.join(there)}: initialize it by "
             f"process_group({asked!r}), or leave device_type out"
         )
     return asked

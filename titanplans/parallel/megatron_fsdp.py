@@ -1,11 +1,11 @@
 """Megatron-FSDP: sharding by the package megatron-fsdp (0.6), whose options are handed through. Never run on a GPU.
 
-The package needs CUDA. What lives here is what we know it to get wrong without an error:
+The package needs CUDA. This file works around its known silent errors:
 
 - With a shard group of one rank it doubles gradients in each micro batch (Megatron-LM #6660): refused.
 - When an optimizer is registered, it takes a step with zero gradients, which counts and decays weights (#5974):
   `register_optimizer` suppresses that step. `megatron_fsdp.fully_shard` also drops parameter groups: not used.
-- Under strategies 0 and 1 each micro batch would reduce again what was accumulated before: `accumulate`.
+- Under strategies 0 and 1 each micro batch would reduce the accumulated gradients again: `accumulate`.
 
 Tensor parallelism, copies (HSDP), and recomputed or compiled blocks are refused: nobody has shown them to be right.
 """
@@ -142,8 +142,8 @@ def _refuse_model(model: nn.Module) -> None:
     done = [name for name, module in model.named_modules() if is_recomputed(module) or compiled_call(module)]
     if split or done:
         raise ParallelError(
-            f"megatron_fsdp: {(split + done)[0] or 'the model'} is split, recomputed or compiled, and that was never shown "
-            f"to be right; leave it out, or {_INSTEAD}"
+            f"megatron_fsdp: {(split + done)[0] or 'the model'} is split, recomputed or compiled, which is not tested with "
+            f"Megatron-FSDP; leave it out, or {_INSTEAD}"
         )
 
 

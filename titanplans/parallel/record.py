@@ -16,20 +16,20 @@ _NAME = "_parallelized"
 
 @dataclass
 class ParallelRecord:
-    """The steps that a model has been through, and what each of them returned."""
+    """The steps of `parallelize` that a model has been through, and their results."""
 
     steps: list[str] = field(default_factory=list)
     """In the order in which they were taken."""
 
     roles: Roles | None = None
-    """What each parameter is to an optimizer, as the model was before the first step."""
+    """The role of each parameter for an optimizer, read before the first step."""
     replicas: DeviceMesh | None = None
     """The ranks over which DDP replicates the model."""
     plan: AppliedPlan | None = None
     float8: Conversion | None = None
     adapters: Adapters | None = None
     policy: str | None = None
-    """What recomputes, in words."""
+    """The policy of recomputation, in words."""
     image_check: RemovableHandle | None = None
     """FSDP2's check that each forward has images on all ranks or on none, if it has a tower whose blocks are units."""
 

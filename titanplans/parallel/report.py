@@ -1,6 +1,6 @@
-"""What was done to a model, for its parallelism report: read off the model and its strategy, once it is parallel.
+"""The static part of a model's parallelism report: read off the model and its strategy, once it is parallel.
 
-What a step then communicates and compiles, and the report itself, is `titanplans.observe.report`'s.
+The report itself, and its part that a step measures, are in `titanplans.observe.report`.
 """
 
 from collections import Counter

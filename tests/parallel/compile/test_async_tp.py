@@ -91,7 +91,7 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
         async_tp.check_fused(mesh)
     with caplog.at_level(logging.WARNING):
         assert async_tp.check_fused(mesh, "warn") == (0, 0, 4)
-    assert "titanplans async-tp says what is in the way" in caplog.text
+    assert "titanplans async-tp names each obstacle" in caplog.text
     with recording_graphs() as record:
         run(border)  # the same again, after dynamo has forgotten it
     assert len(record.graphs) == 2, "no graph came unseen out of a compile cache"

@@ -146,8 +146,8 @@ def test_a_world_of_4096_is_no_more_work_than_one_of_8():
     ("names", "words"),
     [
         ("ep", "no mesh is called 'ep': there are pp, dp_replicate, dp_shard, cp, tp, dp, fsdp, dp_cp"),
-        (["tp", "fsdp"], "the order is pp"),
-        (["fsdp", "cp"], "a mesh of fsdp and cp can't be had"),
+        (["tp", "fsdp"], "in the order pp"),
+        (["fsdp", "cp"], "no mesh of fsdp and cp"),
         (["dp", "fsdp"], "each at most once"),
         ([], "no mesh is called"),
     ],
@@ -158,7 +158,7 @@ def test_what_is_no_mesh(names, words):
 
 
 def test_no_process_group():
-    with pytest.raises(ParallelError, match="build it inside process_group"):
+    with pytest.raises(ParallelError, match=r"build the mesh inside process_group\(\)"):
         Mesh(Degrees(), "cpu")
 
 

@@ -3,7 +3,7 @@
 The ranks do not exist (`titanplans.proof.ranks.fake.fake_ranks`), the model is on the CPU. Each block is compiled by
 dynamo, AOTAutograd and inductor as in training, partitioner, decompositions and passes included, up to the point
 where inductor would write kernels: its pass that fuses runs on the graph. In place of kernels the graph as it was
-before its passes runs on the CPU, so that the backward is captured too, and what stands between graphs gets values.
+before its passes runs on the CPU, so that the backward is captured too, and code between graphs gets values.
 The pass asks for NCCL and for symmetric memory; for its duration it is told that both are there.
 """
 
@@ -131,7 +131,7 @@ def _run_alone(module: torch.fx.GraphModule, *inputs: Any) -> Any:
 
 
 class _Alone(TorchDispatchMode):
-    """Collectives without other ranks: they hold what this one does, and add zeros to it."""
+    """Collectives without other ranks: each holds this rank's values, and adds zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         issued = operation_of(func)

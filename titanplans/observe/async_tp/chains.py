@@ -18,7 +18,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 """Matrix products, in any form that a Linear takes."""
 
 LONG = (*PRODUCTS, "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward", "flex_attention")
-"""What takes long enough to hide a collective behind, beside attention: matrix products of any kind."""
+"""Operators that take long enough to hide a collective, attention aside: matrix products of any kind."""
 
 VIEWS = ("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 
@@ -27,7 +27,7 @@ class Chain(NamedTuple):
     """The way from a collective to the product next to it."""
 
     steps: tuple[torch.fx.Node, ...]
-    """What stands between, from the collective on."""
+    """The operators between, from the collective on."""
 
     product: torch.fx.Node
 
@@ -38,7 +38,7 @@ def operation(node: torch.fx.Node) -> str | None:
 
 
 def name_of(node: torch.fx.Node) -> str:
-    """Return the name of a node's operator, without namespace and overload; of other nodes, what they are."""
+    """Return the name of a node's operator, without namespace and overload; of other nodes, their kind."""
     node = in_order(node)
     if isinstance(node.target, OpOverload):
         return schema(node.target).name.partition("::")[2]
@@ -111,7 +111,7 @@ def edge(collective: torch.fx.Node) -> torch.fx.Node:
 
 
 def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return the nodes of which `node` is made, but for the graph's inputs."""
+    """Return the nodes on which `node` depends, without the graph's inputs."""
     found: set[torch.fx.Node] = set()
     waiting = list(node.all_input_nodes)
     while waiting:
@@ -123,7 +123,7 @@ def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
 
 
 def descendants(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return the nodes that are made of `node`, the graph's output among them."""
+    """Return the nodes that depend on `node`, the graph's output among them."""
     found: set[torch.fx.Node] = set()
     waiting = list(node.users)
     while waiting:
@@ -141,7 +141,7 @@ def is_alone(start: torch.fx.Node) -> bool:
 
 
 def nearest_products(start: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the nearest products of which the input of a collective is made."""
+    """Return the nearest products on which the input of a collective depends."""
     found, seen, waiting = [], set(), list(start.all_input_nodes)
     while waiting:
         node = waiting.pop()
@@ -165,14 +165,14 @@ def summed_products(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _cats(piece: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The concatenations of pieces of what a gather gives."""
+    """The concatenations of pieces of a gather's result."""
     if name_of(piece) in ("split", "split_with_sizes", "slice"):
         for user in piece.users:
             yield from (cat for cat in (*user.users, user) if name_of(cat) == "cat")
 
 
 def _whole(piece: torch.fx.Node) -> torch.fx.Node | None:
-    """What a piece is one of."""
+    """The tensor that a piece belongs to."""
     if name_of(piece) == "slice":
         return piece.all_input_nodes[0]
     if name_of(piece) == "getitem" and name_of(split := piece.all_input_nodes[0]).startswith("split"):

@@ -19,10 +19,10 @@ from titanplans.observe.async_tp.chains import (
 from titanplans.torch_private.compile import is_erased
 
 BEGINS = "no product reads the gradient of what comes before the sharded stream"
-"""What becomes of the backward's gather there."""
+"""The obstacle of the backward's gather there."""
 
 FUSED = "a fused product"
-"""What a collective is overlapped with where nothing but another fused operator stands before its wait."""
+"""The product that a collective is overlapped with, where only another fused operator stands before its wait."""
 
 _MIRRORED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
@@ -162,6 +162,6 @@ class _Names:
         return self.of(products, region) or ((FUSED,) if products else ())
 
     def step(self, node: torch.fx.Node) -> str:
-        """Return a node's operator; what a norm consists of is the norm."""
+        """Return a node's operator, or the norm that it is a part of."""
         name = self.module(node)
         return name if "norm" in name.lower() else name_of(node)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is computed again in the backward, by an `ActivationCheckpoint` of the options.
+"""Activation checkpointing: which activations are recomputed in the backward, by an `ActivationCheckpoint` of the options.
 
 `apply` finds the modules and wraps them; `operators` keeps the outputs of some operators of a recomputed block;
 `keep_mixer` keeps a whole module. All of it is torch's own recomputation.

@@ -99,7 +99,7 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
             block = find_block(model.get_submodule(name), name)
             if any(map(is_recomputed, block.module.modules())):
                 raise ParallelError(
-                    f"{type(model).__name__} is checkpointed already: once is enough; build the model again"
+                    f"{type(model).__name__} already has activation checkpointing: build the model again"
                 )
             if options.mode == "mlp":
                 found.append(block.mlp)

@@ -1,7 +1,7 @@
 """A module inside of a recomputed block that is kept, whatever kernels it is made of: the block's token mixer.
 
 It runs once; the recomputation around it gets the output that the forward kept. Works where operators can't be told
-apart (Triton kernels, autograd.Functions), but not in a compiled block. What is kept belongs to one checkpointed call,
+apart (Triton kernels, autograd.Functions), but not in a compiled block. A kept output belongs to one checkpointed call,
 whose forward runs on one thread and whose recomputation on one thread, too.
 """
 
@@ -61,7 +61,7 @@ class _Run(AbstractContextManager[None]):
 class Kept(ActivationWrapper):
     """A module that runs once, in the forward: its activations are kept, although those around it are not.
 
-    In the recomputation it returns what it returned in the forward, and leaves the random generators as it
+    In the recomputation it returns the output of the forward, and leaves the random generators as it
     left them then, so that dropout after it drops the same.
 
     Args:
@@ -74,7 +74,7 @@ class Kept(ActivationWrapper):
         self.preserve_rng_state = preserve_rng_state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, or return what it returned."""
+        """Call the module, or return its output of the forward."""
         call, recomputes = _running.calls[-1] if _running.calls else (None, False)
         if call is None:
             return checkpointed(self)(*args, **kwargs)

@@ -120,8 +120,8 @@ def _find(options: ActivationCheckpoint) -> frozenset[Any]:
         if any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
             raise options.error(
                 _OPERATORS,
-                f'"{name}" draws random numbers: kept, it would not draw them again, and what is recomputed after it would '
-                "draw others than the forward did; leave it out",
+                f'"{name}" draws random numbers: kept, it would not draw them again, and later operators would draw other '
+                "numbers in the recomputation than in the forward; leave it out",
             )
         found |= ops
     return frozenset(found)

@@ -1,9 +1,9 @@
-"""Async tensor parallelism: what it needs, how it is switched on, and whether anything was fused.
+"""Async tensor parallelism: its requirements, its switch, and a check that something was fused.
 
 inductor's pass `micro_pipeline_tp` replaces an all-gather and the matrix products that read it, or a product and
 the reduce-scatter of it, by one operator that works in pieces, so that a piece is sent while another is
-multiplied. Where it finds no such pair it leaves the graph as it is and says nothing. `expose` lets it find more,
-and what it leaves `overlap` overlaps with products that do not wait for it. What was fused and overlapped is
+multiplied. Where it finds no such pair it leaves the graph unchanged and says nothing. `expose` lets it find more;
+`overlap` overlaps the remaining collectives with products that do not wait for them. Both are
 counted in the finished graphs (`titanplans.observe.graphs`), and nothing fused is an error. Which collectives
 of which model can be fused is decided without a GPU by `titanplans async-tp`.
 """
@@ -70,7 +70,7 @@ def enable(model: nn.Module, mesh: Any) -> None:
 
 
 def install_passes() -> None:
-    """Let inductor's pass find more products, and overlap what it leaves; hooks of the user's own run before.
+    """Let inductor's pass find more products, and overlap the remaining collectives; the user's own hooks run before.
 
     See `expose` and `overlap`. Records of finished graphs stay the last.
     """
@@ -101,7 +101,7 @@ def prepare(model: nn.Module) -> None:
 
 
 def check_fused(mesh: Any, unfused: str = "error") -> Fused:
-    """Count what was fused and overlapped in the graphs compiled so far; after the first forward and backward.
+    """Count fused and overlapped collectives in the graphs compiled so far; after the first forward and backward.
 
     Args:
         mesh: a `Mesh`, or torchtitan's ParallelDims.
@@ -116,8 +116,9 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
     record = installed_record()
     if record is None:
         raise ParallelError(
-            "enable_async_tensor_parallel: what was fused is unknown, since inductor's graphs are not recorded: switch it "
-            "on by async_tp.enable, and append to torch._inductor.config.post_grad_custom_post_pass instead of replacing it"
+            "enable_async_tensor_parallel: inductor's graphs are not recorded, so fused collectives can't be counted: "
+            "switch it on by async_tp.enable, and append to torch._inductor.config.post_grad_custom_post_pass instead of "
+            "replacing it"
         )
     group = tuple(dist.get_process_group_ranks(mesh.get_mesh("tp").get_group()))
     found = [c for c in record.collectives(group) if c.operation in ("all_gather", "reduce_scatter")]
@@ -132,12 +133,12 @@ def check_fused(mesh: Any, unfused: str = "error") -> Fused:
         )
         return result
     if (failure := record.guard.failure) is not None:
-        _log.warning(f"Async TP: what was fused is unknown: {reason(failure)}")
+        _log.warning(f"Async TP: fused collectives were not counted: {reason(failure)}")
         return result
     there = f"none of {result.total} gathers and scatters" if found else "no gather and no scatter"
     message = (
         f"enable_async_tensor_parallel: {there} in {len(record.graphs)} compiled graphs was fused with a matrix product; "
-        "titanplans async-tp says what is in the way: change that, drop the option, or set "
+        "titanplans async-tp names each obstacle: remove it, drop the option, or set "
         'async_tensor_parallel_unfused to "warn"'
     )
     if unfused == "error":

@@ -148,7 +148,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, compile_config: Compile)
     for group in optimizer.param_groups:
         if group.get("fused"):
             raise ParallelError(
-                "a fused optimizer step is one kernel, of which nothing is left to compile: leave 'optimizer' out of "
+                "a fused optimizer step is one kernel and leaves nothing to compile: remove 'optimizer' from "
                 "compile.components, or choose foreach"
             )
         if group.get("foreach") and group.get("capturable") is False:

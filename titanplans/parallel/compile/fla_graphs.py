@@ -1,7 +1,7 @@
 """Where the graphs of a compiled block end that holds modules of flash-linear-attention: at its kernels, and only there.
 
 FLA takes its kernels out of every graph (`torch.compiler.disable`), but one call too deep: inside of autograd
-Functions, where a graph can't be taken up again. What stands around a kernel there (a guard of its inputs, a
+Functions, where a graph can't be taken up again. The code around a kernel there (a guard of its inputs, a
 reshape) would become graphs of an operator or two, each with guards to check at every call and with a place among the
 compilations of one function that torch counts. So the module around such a kernel leaves the graph whole.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from titanplans.plan.decoder import holds_fla, of_fla
+from titanplans.split.state import specialise, subclass
 from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
 
 
@@ -45,7 +46,7 @@ def end_graphs_at_kernels(block: nn.Module) -> None:
     for module in block.modules():
         cls = type(module)
         if of_fla(cls) and next(module.children(), None) is None and _leads_out(cls):
-            module.__class__ = _out_of_graphs(cls)
+            specialise(module, _out_of_graphs(cls))
     break_graphs_in_calls()
 
 
@@ -84,12 +85,6 @@ def _names(code: CodeType) -> Iterator[str]:
 
 @cache
 def _out_of_graphs(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass `cls`, under the same name, with a forward that no graph holds; one for all blocks, which share graphs."""
-    namespace = {
-        "forward": torch.compiler.disable(
-            cls.forward, reason=f"{cls.__name__} calls a kernel of flash-linear-attention"
-        ),
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-    }
-    return type(cls.__name__, (cls,), namespace)
+    """Return a subclass of `cls`, under the same name, whose forward stays out of graphs; blocks share it."""
+    reason = f"{cls.__name__} calls a kernel of flash-linear-attention"
+    return subclass(cls, {"forward": torch.compiler.disable(cls.forward, reason=reason)})

@@ -37,13 +37,13 @@ def check_switched_on() -> None:
         )
     if dynamo_config().suppress_errors:
         raise ParallelError(
-            "compile.enable = true, but what can't be compiled is to run eagerly without an error "
+            "compile.enable = true, but errors of the compiler are suppressed, and what fails would run eagerly "
             "(TORCHDYNAMO_SUPPRESS_ERRORS in the environment, or torch._dynamo.config.suppress_errors): unset it"
         )
 
 
 def count_kinds(blocks: Iterable[nn.Module]) -> int:
-    """Return how many kinds of blocks there are that can't share what is compiled.
+    """Return the number of kinds of blocks; blocks of one kind share compiled code.
 
     Blocks are of one kind if their modules are of the same classes, have the same flags and names of variants (a
     layer's number is neither), and parameters of the same shapes.

@@ -84,7 +84,7 @@ def _fill(start: torch.fx.Node, windows: Sequence[tuple[torch.fx.Node, torch.fx.
     """Bring products behind `start`: let it begin before those that stand before it, or delay them.
 
     Where a sum of gradients is scattered, they are the weight gradients of the same projections; else any of the same
-    region. Over the border of a region none is delayed, since what it reads is kept meanwhile.
+    region. None is delayed over the border of a region, since its inputs would be kept that long.
 
     Args:
         start: issues a collective.
@@ -112,7 +112,7 @@ def _advance(
     free: Sequence[torch.fx.Node],
     order: Mapping[torch.fx.Node, int],
 ) -> None:
-    """Let `start` begin, with what it needs, where the region begins that holds the last product of `free`."""
+    """Move `start` and its inputs to the beginning of the region of the last product of `free`."""
     borders = [order[node] for node in order if operation(node) in _BORDERS]
     begin = max((place for place in borders if place < order[free[-1]]), default=-1)
     first = next(node for node in free if order[node] > begin)
@@ -124,7 +124,7 @@ def _advance(
 def _delay(
     start: torch.fx.Node, products: Collection[torch.fx.Node], order: Mapping[torch.fx.Node, int]
 ) -> None:
-    """Move `products`, and what is made of them before `start`, behind `start`."""
+    """Move `products`, and their descendants before `start`, behind `start`."""
     made = {*products, *(node for product in products for node in descendants(product))}
     for node in sorted(made, key=order.__getitem__, reverse=True):
         if order[node] < order[start]:
@@ -132,7 +132,7 @@ def _delay(
 
 
 def _sources(product: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return what a product reads, before it was laid out for it."""
+    """Return the inputs of a product, before operators that change their layout alone."""
 
     def source(node: torch.fx.Node) -> torch.fx.Node:
         while name_of(node) in _LAYOUTS:

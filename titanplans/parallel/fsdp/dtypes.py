@@ -1,4 +1,4 @@
-"""Units inside units, for what has another dtype than the rest of one, or computes in another one.
+"""Units inside units, for parameters with another dtype, or compute dtype, than the rest of a unit.
 
 FSDP2 gathers a unit in one dtype and reduces its gradients in one dtype.
 """
@@ -17,7 +17,7 @@ from titanplans.plan.decoder import join
 from titanplans.precision.kept_dtypes import keeps_float32
 
 Kind = Hashable | None
-"""What the parameters of a unit have in common; None of a parameter that fits any unit."""
+"""The properties that the parameters of a unit share; None for a parameter that fits any unit."""
 
 
 def split_dtypes(
@@ -33,9 +33,7 @@ def split_dtypes(
     """
     for name, param in model.named_parameters():
         if param.ndim == 0:
-            raise ParallelError(
-                f"{name} is a single number without a dimension, of which FSDP can shard none: give it the shape (1,)"
-            )
+            raise ParallelError(f"{name} has no dimension that FSDP could shard: give it the shape (1,)")
     split = list(units)
     keeps = keeps_float32(model, param_dtype)
     if any(keeps(name) for name, _ in model.named_parameters()):

@@ -44,7 +44,7 @@ def accumulate(
             once; "nothing": gradients are summed in each backward. Only the last backward waits for its
             reductions: before it, `.grad` may be incomplete on a device with streams.
         keep_gathered: keep parameters gathered from one micro batch to the next, so that later forwards
-            gather only what is freed between forward and backward.
+            gather only the units that are freed between forward and backward.
 
     Raises:
         ParallelError: `model` is not sharded by FSDP, or is a part of a model that is, or `defer` can't be honoured.
@@ -91,9 +91,9 @@ def forget_gradients(model: nn.Module) -> None:
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Gather all parameters once, for any number of forwards without gradients; free them at the end.
 
-    Afterwards, also if a forward raised, each unit frees between forward and backward what it did
-    before. Memory: a whole copy of the parameters in `param_dtype`. An optimizer's step or a state dict
-    loaded inside would not be seen by the forwards; saving a state dict inside frees what it saves.
+    Afterwards, also if a forward raised, each unit frees the same parameters between forward and backward
+    as before. Memory: a whole copy of the parameters in `param_dtype`. An optimizer's step or a state dict
+    loaded inside would not be seen by the forwards; saving a state dict inside frees the saved parameters.
 
     Args:
         model: a model sharded by FSDP2, the root.

@@ -1,6 +1,6 @@
-"""FSDP2 on a decoder: what each unit keeps gathered, its dtypes, where its shards lie.
+"""FSDP2 on a decoder: for each unit, its dtypes, its mesh and whether it stays gathered.
 
-Which modules are units is in `units`, what is gathered ahead in `prefetch`. A mesh of one rank shards nothing; mixed
+`units` decides which modules are units, `prefetch` which are gathered ahead. A mesh of one rank shards nothing; mixed
 precision and offload work there, too. Gradients are summed, not averaged: the loss is divided by the number of tokens
 of the whole batch before the backward.
 """
@@ -44,7 +44,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[FSDPU
     Args:
         model: a decoder (`titanplans.plan.decoder`), before its first forward, on meta or not.
         mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
-        config: the options, of which those of FSDP2, mixed precision and offload are read.
+        config: the options of FSDP2, mixed precision and offload.
 
     Raises:
         PlanError: `model` has no list of blocks.
@@ -73,11 +73,11 @@ def check_shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise ParallelError if `model`, or a part of it, is sharded already."""
+    """Raise ParallelError if `model`, or a part of it, is already sharded."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ParallelError(
-                f"{type(model).__name__} is sharded already ({name or 'the root'}): once is enough; build the model again"
+                f"{type(model).__name__} is already sharded by FSDP ({name or 'the root'}): build the model again"
             )
 
 
@@ -101,14 +101,14 @@ def check_mesh(mesh: DeviceMesh, config: FSDP2Config) -> None:
         if ranks not in divisors:
             raise config.error(
                 "fsdp_reshard_after_forward",
-                f"parameters are sharded over {size} ranks, of which {either(divisors)} can hold a copy",
+                f"parameters are sharded over {size} ranks: {either(divisors)} of them can hold a copy",
             )
         if ranks not in (1, size) and mesh.size() != dist.get_world_size():
             # FSDP2 makes the smaller groups rank by rank, under one name for all: they wait for each other for ever.
             raise config.error(
                 "fsdp_reshard_after_forward",
                 f"torch can reshard to some ranks only where data parallelism covers all {dist.get_world_size()} ranks, "
-                f"here {mesh.size()}: take default, or degrees of 1 beside it",
+                f"here {mesh.size()}: take default, or set the other degrees to 1",
             )
     if config.pin_cpu_memory and not torch.accelerator.is_available():
         raise config.error("pin_cpu_memory", "there is no accelerator to pin for: leave it out")
@@ -148,7 +148,7 @@ def apply_units(model: nn.Module, units: Sequence[FSDPUnit], mesh: DeviceMesh, c
         for unit in sorted(units, key=_depth, reverse=True):
             for part in (*unit.inner, unit):
                 modules = [model.get_submodule(name) for name in part.names]
-                reshard = _reshards(unit, config)  # what is inside a unit lives as long as the unit itself
+                reshard = _reshards(unit, config)  # an inner unit lives as long as its outer one
                 to_some = not isinstance(reshard, bool)
                 policy = outside if part.role == "root" else inside
                 if part.kept:  # the model casts its inputs itself, as it does without FSDP
@@ -180,7 +180,7 @@ def apply_units(model: nn.Module, units: Sequence[FSDPUnit], mesh: DeviceMesh, c
 
 
 def _depth(unit: FSDPUnit) -> int:
-    # Several modules in one unit stand beside each other, outside of every other unit but the root.
+    # The modules of one unit have one depth, outside of every other unit but the root.
     return 0 if unit.role == "root" else max(name.count(".") for name in unit.names) + 1
 
 

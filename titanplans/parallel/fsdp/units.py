@@ -2,7 +2,7 @@
 
 A unit is a module, or several that share one, with all parameters below it that no unit inside it
 takes. Found by structure, before anything is sharded, so that what FSDP2 would refuse at the first
-forward (a parameter tied across units) is settled or refused here. What is split off for its dtype
+forward (a parameter tied across units) is settled or refused here. Units that are split off for their dtype
 is in `dtypes`, how units are sharded in `sharding`; units by a user's own conditions are in `conditions`.
 """
 
@@ -28,9 +28,9 @@ class FSDPUnit:
     last: bool = False
     """The last block of the decoder: its backward comes first, while it is still gathered."""
     inner: tuple["FSDPUnit", ...] = field(default=())
-    """Units inside this one that hold what has another dtype, or computes in another one, innermost first."""
+    """Units inside this one, of parameters with another dtype or another compute dtype, innermost first."""
     kept: bool = False
-    """What it holds computes in float32, since the model keeps it so, whatever the others compute in."""
+    """Its parameters compute in float32, since the model keeps them so, whatever the others' dtype."""
 
     def __str__(self) -> str:
         return " + ".join(name or "the root" for name in self.names)

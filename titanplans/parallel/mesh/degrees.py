@@ -19,7 +19,7 @@ NOT_FOR_DDP = (
 class Degrees:
     """The degrees of parallelism; the product of all but `ep` is the number of processes.
 
-    At most one may be -1: what the others leave of the world. `as_sizes` has the order of the mesh's axes.
+    At most one may be -1: it is inferred from the number of processes. `as_sizes` has the order of the mesh's axes.
     """
 
     dp_replicate: int = 1
@@ -42,7 +42,7 @@ class Degrees:
                     f"{name} = {degree!r}: a degree is a whole number, 1 or more, or -1 to infer it"
                 )
             if degree < 1 and (degree != -1 or name == "ep"):
-                inferred = "" if name == "ep" else ", or -1 for what the others leave"
+                inferred = "" if name == "ep" else ", or -1 to infer it"
                 raise ParallelError(f"{name} = {degree}: a degree is 1 or more{inferred}")
         free = [name for name, degree in self._items() if degree == -1]
         if len(free) > 1:

@@ -71,9 +71,7 @@ class Mesh:
 
     def __init__(self, degrees: Degrees, device_type: str):
         if not dist.is_initialized():
-            raise ParallelError(
-                "a mesh needs a process group, and none is up: build it inside process_group()"
-            )
+            raise ParallelError("no process group is initialized: build the mesh inside process_group()")
         self.world_size = dist.get_world_size()
         self.degrees = degrees.resolve(self.world_size)
         sizes = self.degrees.as_sizes()
@@ -137,7 +135,7 @@ class Mesh:
         axes = [order.index(axis) for name in key for axis in _COMBINED.get(name, (name,))]
         if axes != sorted(set(axes)):
             raise ParallelError(
-                f"a mesh of {' and '.join(key)} can't be had: the order is {', '.join(order)}, each at most once"
+                f"no mesh of {' and '.join(key)}: name dimensions in the order {', '.join(order)}, each at most once"
             )
 
     def __repr__(self) -> str:

@@ -60,7 +60,7 @@ def process_group(
 
     Args:
         device_type: "cuda", "cpu", …; None for the accelerator that torch sees, or else the CPU.
-        cpu_offload: also bring up gloo for tensors on the CPU, beside the accelerator's backend.
+        cpu_offload: also initialize gloo, for tensors on the CPU, next to the accelerator's backend.
         timeout: of every collective of the default group; `Mesh` gives its groups the same.
         threads: intra-op CPU threads of this process, until the end of the body. "auto": the cores of
             this process' affinity mask, shared evenly by the ranks of the machine. With OMP_NUM_THREADS
@@ -68,13 +68,13 @@ def process_group(
             wherever a machine has several ranks, does not count.
 
     Raises:
-        ParallelError: a group is up already; torchrun's variables are set in part or make no sense; the
+        ParallelError: a group is already initialized; torchrun's variables are set in part or make no sense; the
             device is not there; `threads` or `timeout` is not positive.
     """
     if dist.is_initialized():
         raise ParallelError(
-            f"a process group is up already ({dist.get_backend()}, {dist.get_world_size()} ranks): "
-            "use that one, or destroy_process_group() first"
+            f"a process group is already initialized ({dist.get_backend()}, {dist.get_world_size()} ranks): "
+            "use it, or call destroy_process_group() first"
         )
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise ParallelError(f"timeout = {timeout}: give a time above 0, as datetime.timedelta(minutes=10)")

@@ -89,6 +89,6 @@ def _this_start(store: dist.Store, ranks: Ranks, timeout: timedelta) -> str:
                 return start
         time.sleep(_SECONDS)  # a wait of the store's own would log that it has ended
     raise ParallelError(
-        f"not all of {ranks.world_size} ranks have come within {timeout.total_seconds():.0f} s: a machine is missing, or "
-        "slower; [comm] init_timeout_seconds is how long the others wait"
+        f"fewer than {ranks.world_size} ranks connected within {timeout.total_seconds():.0f} s: start the missing "
+        "machine, or raise [comm] init_timeout_seconds, for which the others wait"
     )

@@ -10,7 +10,7 @@ from titanplans.split.parameters.replaced import successor_of
 
 
 def carry_over(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let the groups of `optimizer` hold what has replaced their parameters; their options stay.
+    """Let the groups of `optimizer` hold the tensors that have replaced their parameters; their options stay.
 
     Args:
         optimizer: any; before its first step, if it was made before `parallelize`.

@@ -1,4 +1,4 @@
-"""Muon, of whole matrices, however they are sharded: the optimizer, its products, and what it sends."""
+"""Muon, of whole matrices, however they are sharded: the optimizer, its products, and its communication."""
 
 from titanplans.parallel.optimizers.muon.optimizer import Muon
 

@@ -1,7 +1,7 @@
-"""Whole matrices out of their shards, each on one rank, and back: what a step of Muon sends.
+"""Whole matrices out of their shards, each on one rank, and back: the communication of a step of Muon.
 
 The ranks of a mesh take turns at owning matrices: in a round each rank owns one. All shards of a matrix go to its owner by
-one all-to-all, and what the owner makes of it goes back by another. So no rank holds more than a matrix or two, the work is
+one all-to-all, and the owner's result goes back by another. So no rank holds more than a matrix or two, the work is
 shared, and each rank sends and gets about as much as its shards, in bfloat16, which Muon's products are computed in.
 
 A stack of matrices (experts) is dealt out in blocks. Where it is sharded by expert over all ranks, nothing is sent.
@@ -33,15 +33,15 @@ class MatrixShare(NamedTuple):
     """The parameter's."""
     placements: Placements
     box: Box
-    """What of the parameter it is: all but for a stack."""
+    """Its part of the parameter: the whole, except of a stack."""
 
 
 Round = dict[int, MatrixShare]
-"""What is made whole at the same time, by its owner's place in the mesh."""
+"""The matrices that are gathered at the same time, by their owner's place in the mesh."""
 
 
 def rounds_of(parameters: Mapping[int, tuple[tuple[int, ...], Placements]], ranks: int) -> list[Round]:
-    """Deal parameters, of which shape and placements are given, out to the ranks of a mesh.
+    """Deal parameters out to the ranks of a mesh, by their shapes and placements.
 
     A stack is one round, in blocks; single matrices are dealt out from the costliest on.
     """
@@ -61,7 +61,7 @@ def rounds_of(parameters: Mapping[int, tuple[tuple[int, ...], Placements]], rank
 
 
 class Exchange:
-    """The all-to-alls of the ranks of one mesh, each of which takes part in each call.
+    """The all-to-alls of the ranks of one mesh. Every rank takes part in every call.
 
     Args:
         mesh: that the parameters lie on; None: this rank has them whole, and sends nothing.
@@ -82,7 +82,7 @@ class Exchange:
         self._order = [places[rank] for rank in range(self.size)]  # the mesh may count ranks otherwise
 
     def held(self, share: MatrixShare, place: int | None = None) -> Box:
-        """Return what the rank at `place` of the mesh, or this one, has of a share's parameter."""
+        """Return the box of a share's parameter that the rank at `place` of the mesh, or this one, holds."""
         key = share.shape, share.placements, self.me if place is None else place
         if key not in self._held:
             box, at = [(0, size) for size in share.shape], self._at(key[2])
@@ -94,7 +94,7 @@ class Exchange:
         return self._held[key]
 
     def own(self, share: MatrixShare, place: int | None = None) -> Box:
-        """Return what the rank at `place` of the mesh, or this one, has of a share."""
+        """Return the box of a share that the rank at `place` of the mesh, or this one, holds."""
         return tuple(map(_overlap, self.held(share, place), share.box))
 
     def gather(self, part: Round, pieces: Mapping[int, torch.Tensor]) -> "Gathering":
@@ -102,7 +102,7 @@ class Exchange:
 
         Args:
             part: the round.
-            pieces: what this rank has of each share's parameter, by the parameter's index.
+            pieces: this rank's shard of each share's parameter, by the parameter's index.
         """
         to = {}
         for owner, share in part.items():
@@ -114,7 +114,7 @@ class Exchange:
         return Gathering(mine, boxes, *self._all_to_all(to, boxes))
 
     def scatter(self, part: Round, whole: torch.Tensor | None) -> Iterator[tuple[MatrixShare, torch.Tensor]]:
-        """Send what each owner has made of its share back; yield what this rank has of each share, in its place.
+        """Send each owner's result back; yield this rank's part of each share, with that share.
 
         Args:
             part: the round.
@@ -140,7 +140,7 @@ class Exchange:
     def _all_to_all(
         self, to: Mapping[int, torch.Tensor], boxes: Mapping[int, Box]
     ) -> tuple[dict[int, torch.Tensor], Any]:
-        """Send a flat tensor to each rank; return what each sends, the numbers of a box, and what to wait for."""
+        """Send a flat tensor to each rank; return the received ones, each the numbers of a box, and the work to wait for."""
         if self.size == 1:
             return dict(to), None
         empty = torch.empty(0, dtype=torch.bfloat16, device=self._device)

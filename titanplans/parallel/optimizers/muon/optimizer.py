@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
             yield part, directions, exchange.gather(part, directions)
 
     def _direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Update the momentum of `param`; return this rank's part of what is to be orthogonalised, a new tensor."""
+        """Update the momentum of `param`; return this rank's part of the matrix to orthogonalise, a new tensor."""
         grad, state = param.grad, self.state[param]
         assert grad is not None
         if "momentum_buffer" not in state:
