@@ -29,7 +29,11 @@ def language_model(objective=Objective()) -> LanguageModel:  # noqa: B008
 def losses(fused, model):
     """The loss of a step, and that of a validation."""
     loss = CrossEntropyLoss.Config(fused=fused, label_smoothing=0.2, z_loss=0.1).build()
-    model.fused, model.objective, model.on_fusion_failed = loss.fuse(model.lm), loss.objective, loss.on_fusion_failed
+    model.fused, model.objective, model.on_fusion_failed = (
+        loss.fuse(model.lm),
+        loss.objective,
+        loss.on_fusion_failed,
+    )
     found = []
     for training, tokens in ((True, torch.tensor(24)), (False, None)):
         model.train(training)
