@@ -45,11 +45,11 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def one_line(left: Callable[[], str]) -> Iterator[None]:
-    """Make one line of a disk that refuses in the body.
+def one_line(resume_point: Callable[[], str]) -> Iterator[None]:
+    """Turn the error of a disk that refuses a write in the body into one line.
 
     Args:
-        left: asked then from where the job can go on.
+        resume_point: says from where the job can resume.
 
     Raises:
         NotSaved: the disk refused.
@@ -60,5 +60,5 @@ def one_line(left: Callable[[], str]) -> Iterator[None]:
         if not is_refusal(error):
             raise
         raise NotSaved(
-            f"{error.filename or 'a file'} can't be written ({reason(error)}); {left()}"
+            f"{error.filename or 'a file'} can't be written ({reason(error)}); {resume_point()}"
         ) from error

@@ -55,7 +55,14 @@ class Options:
     refuses: ClassVar[Callable[[Any], Refusals] | None] = None
     """Yields the contradictions within such a group: an option, and the reason with the remedy."""
 
-    def __init_subclass__(cls, *, refuses: Callable[[Any], Refusals] | None = None) -> None:
+    def __init_subclass__(
+        cls,
+        *,
+        section: str | None = None,
+        of_bool: dict[bool, dict[str, Any]] | None = None,
+        refuses: Callable[[Any], Refusals] | None = None,
+    ) -> None:
+        cls.section, cls.of_bool = cls.section if section is None else section, of_bool
         cls.refuses = staticmethod(refuses) if refuses else None
         dataclasses.dataclass(frozen=True, kw_only=True, init=False)(cls)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import Job, descendants, gone
 
-from titanplans.training.launch.launcher import _store_on_this_machine
+from titanplans.training.launch.launcher import _local_store
 from titanplans.training.launch.main import main
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads processes from /proc")
@@ -165,7 +165,7 @@ def test_what_a_killed_launcher_leaves_ends(job, when):
 
 
 def test_only_this_machine_reaches_the_store():
-    store = _store_on_this_machine()
+    store = _local_store()
     listening = [
         line.split()[1]
         for table in ("tcp", "tcp6")

@@ -1,6 +1,6 @@
 """Saving and loading: [checkpoint]."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
@@ -16,10 +16,8 @@ KeepLatest = Annotated[
 LoadStep = Annotated[int, Ge(-1)]
 
 
-class Checkpoint(Options, refuses=groups.checkpoint):
+class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Distributed checkpoints, in step-N folders. A run whose folder holds any resumes from the newest."""
-
-    section: ClassVar[str] = "checkpoint"
 
     enable: bool = False
     """Save and load checkpoints."""

@@ -1,16 +1,14 @@
 """[lora]: low-rank adapters of frozen weights, carried out by `titanplans.adapters`."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.values import FractionBelowOne, Positive32, PositiveFloat
 
 
-class LoRA(Options, refuses=groups.lora):
+class LoRA(Options, section="lora", refuses=groups.lora):
     """Low-rank adapters of Linear modules, the only ones that train (LoRA); rank switches it on."""
-
-    section: ClassVar[str] = "lora"
 
     rank: Positive32 | None = None
     """Rows of each lora_A, columns of each lora_B; unset: no adapters."""

@@ -1,16 +1,12 @@
 """The training objective: [loss]."""
 
-from typing import ClassVar
-
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.values import FractionBelowOne, NaturalFloat, PositiveInt
 
 
-class Loss(Options, refuses=groups.loss):
+class Loss(Options, section="loss", refuses=groups.loss):
     """The cross entropy of the next token, and how it is computed."""
-
-    section: ClassVar[str] = "loss"
 
     fused: bool | None = None
     """Compute it in the head, a chunk of tokens at a time, so that the logits of a chunk alone exist; unset: unless the head

@@ -1,6 +1,6 @@
 """The model and its data: [model], [training], [training.dataloader], [training.chat], [validation]."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
@@ -29,10 +29,8 @@ class PlanOption(Options):
     """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""
 
 
-class Model(PlanOption, refuses=groups.model):
+class Model(PlanOption, section="model", refuses=groups.model):
     """The model: a name and a flavor, a config.json, or a class of your own."""
-
-    section: ClassVar[str] = "model"
 
     name: Name | None = None
     """Architecture, such as "gla" or "transformer"; unset, and no config or Hugging Face folder: "gla"."""
@@ -53,10 +51,8 @@ class Model(PlanOption, refuses=groups.model):
     """Folder with the tokenizer.json; unset: the folder of initial_load_in_hf, or titanplans' own small tokenizer."""
 
 
-class DataLoader(Options):
+class DataLoader(Options, section="dataloader"):
     """Worker processes that prepare the batches."""
-
-    section: ClassVar[str] = "dataloader"
 
     num_workers: NaturalInt = 0
     """Worker processes a rank; 0: the training process itself."""
@@ -71,14 +67,13 @@ class DataLoader(Options):
     """Batches that each worker prepares in advance; needs num_workers above 0; unset: torch's choice."""
 
 
-class Chat(Options, refuses=groups.chat):
+class Chat(
+    Options, section="training.chat", of_bool={True: {"enable": True}, False: {}}, refuses=groups.chat
+):
     """Conversations instead of text: written out by a chat template, and only the assistant's words count in the loss.
 
     Holds for validation, too.
     """
-
-    section: ClassVar[str] = "training.chat"
-    of_bool: ClassVar = {True: {"enable": True}, False: {}}
 
     enable: bool = False
     """Read rows of messages, or of a prompt and its completion, instead of text."""
@@ -166,10 +161,10 @@ class Batches(Options):
     """Optimizer steps, in all, a resumed run's earlier ones included."""
 
 
-class Training(Freezing, MixedPrecision, Autocast, Offload, Batches, refuses=groups.training):
+class Training(
+    Freezing, MixedPrecision, Autocast, Offload, Batches, section="training", refuses=groups.training
+):
     """[training]: data, batch, steps and precision."""
-
-    section: ClassVar[str] = "training"
 
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of the parameters, gradients and optimizer states that are kept."""
@@ -185,10 +180,8 @@ class Training(Freezing, MixedPrecision, Autocast, Offload, Batches, refuses=gro
     chat: Chat = Chat()
 
 
-class Validation(Options):
+class Validation(Options, section="validation"):
     """The loss on held-out text during training."""
-
-    section: ClassVar[str] = "validation"
 
     enable: bool = False
     """Validate at step 1 and every freq steps."""

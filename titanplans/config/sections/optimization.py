@@ -1,7 +1,7 @@
 """How the weights change: [optimizer] with [[optimizer.groups]], and [lr_scheduler]."""
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
@@ -30,10 +30,8 @@ NewtonSchulzSteps = Annotated[int, Ge(1), Lt(100)]
 ScaleRule = Literal["match_rms_adamw", "original"]
 
 
-class OptimizerGroup(Options, refuses=groups.optimizer_group):
+class OptimizerGroup(Options, section="optimizer.groups", refuses=groups.optimizer_group):
     """Parameters whose names match a pattern, and their own settings. Unset keys are those of [optimizer]."""
-
-    section: ClassVar[str] = "optimizer.groups"
 
     pattern: Pattern = ""
     """Regular expression that is searched in the names of trainable parameters, as state dicts have them. The first group
@@ -70,10 +68,8 @@ class OptimizerGroup(Options, refuses=groups.optimizer_group):
     """Of Muon: how the update is scaled by the shape of its matrix."""
 
 
-class Optimizer(Options, refuses=groups.optimizer):
+class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """How parameters are updated; groups of them may differ."""
-
-    section: ClassVar[str] = "optimizer"
 
     name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
     """Optimizer. Muon is for the matrices of hidden layers; embedding, head, norms, biases and convolutions have AdamW."""
@@ -116,10 +112,8 @@ class Optimizer(Options, refuses=groups.optimizer):
     """Groups of parameters by pattern, each a table [[optimizer.groups]], with the keys below."""
 
 
-class LRScheduler(Options):
+class LRScheduler(Options, section="lr_scheduler"):
     """Linear warm-up, then constant, then decay. A run shorter than the warm-up stays in it."""
-
-    section: ClassVar[str] = "lr_scheduler"
 
     warmup_steps: NaturalInt = 200
     """Steps over which the learning rate rises to optimizer.lr."""

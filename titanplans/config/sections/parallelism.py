@@ -3,7 +3,7 @@
 Options that a strategy of `strategies` shares with a section are a group here, from which both are made.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
@@ -101,10 +101,8 @@ class FSDP2(Options):
     """Let FSDP communicate through symmetric memory (CUDA, compute capability 9.0 or newer)."""
 
 
-class Parallelism(FSDP2, TensorParallel, ParallelDegrees):
+class Parallelism(FSDP2, TensorParallel, ParallelDegrees, section="parallelism"):
     """[parallelism]: the degrees, tensor parallelism and FSDP2."""
-
-    section: ClassVar[str] = "parallelism"
 
 
 class MixedPrecision(Options):
@@ -140,10 +138,8 @@ class Autocast(Options):
     """Run the forward under torch.autocast, operator by operator; unset: not, but under ddp in mixed_precision_param."""
 
 
-class DDP(Options):
+class DDP(Options, section="ddp"):
     """Under parallelism.data_parallel_strategy = "ddp": a whole model on each process, whose gradients are summed."""
-
-    section: ClassVar[str] = "ddp"
 
     bucket_cap_mb: PositiveFloat | None = None
     """MiB of gradients that one all-reduce sums; unset: torch's 25, and 1 for the first."""
@@ -167,11 +163,13 @@ class DDP(Options):
     """Cut a compiled block's graph where buckets end; for blocks larger than a bucket."""
 
 
-class ActivationCheckpoint(Options, refuses=groups.activation_checkpoint):
+class ActivationCheckpoint(
+    Options,
+    section="activation_checkpoint",
+    of_bool={True: {"mode": "full"}, False: {"mode": "none"}},
+    refuses=groups.activation_checkpoint,
+):
     """Activations that are computed again in the backward pass, instead of kept."""
-
-    section: ClassVar[str] = "activation_checkpoint"
-    of_bool: ClassVar = {True: {"mode": "full"}, False: {"mode": "none"}}
 
     mode: Literal["selective", "full", "mlp", "keep_mixer", "memory_budget", "none"] = "none"
     """Every layer (full), some (selective), of each layer the MLP (mlp) or all but the token mixer (keep_mixer), as many as
@@ -217,11 +215,10 @@ class ActivationCheckpoint(Options, refuses=groups.activation_checkpoint):
     """Record what is recomputed, for a mismatch's error message; slow."""
 
 
-class Compile(Options, refuses=groups.compiled):
+class Compile(
+    Options, section="compile", of_bool={True: {"enable": True}, False: {}}, refuses=groups.compiled
+):
     """torch.compile."""
-
-    section: ClassVar[str] = "compile"
-    of_bool: ClassVar = {True: {"enable": True}, False: {}}
 
     enable: bool = False
     """Compile the components; without it the other keys of this section wait."""

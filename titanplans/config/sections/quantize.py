@@ -1,15 +1,13 @@
 """[quantize.linear.float8]: Linear modules that multiply in float8. Carried out by `titanplans.precision.float8`."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 
 
-class Float8(Options, refuses=groups.float8):
+class Float8(Options, section="quantize.linear.float8", refuses=groups.float8):
     """Linear modules that multiply in float8, by torchao; recipe_name switches it on."""
-
-    section: ClassVar[str] = "quantize.linear.float8"
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """One scale a tensor (tensorwise), one a row (rowwise), or rows with weights' gradients in high precision

@@ -1,6 +1,6 @@
 """How a job runs and its output: [job], [metrics], [profiling], [comm], [debug], [experimental]."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -16,10 +16,8 @@ FilePrefix = Annotated[
 ]
 
 
-class Job(Options):
+class Job(Options, section="job"):
     """The job as a whole."""
-
-    section: ClassVar[str] = "job"
 
     dump_folder: FilePath = "./outputs"
     """Folder for everything the job writes: checkpoints, metrics, traces."""
@@ -34,10 +32,8 @@ class Job(Options):
     """File, relative to dump_folder, into which the configuration that torchtitan was given is written as JSON."""
 
 
-class Metrics(Options):
+class Metrics(Options, section="metrics"):
     """The log: its figures, interval and destinations."""
-
-    section: ClassVar[str] = "metrics"
 
     log_freq: PositiveInt = 10
     """Steps between two log lines; the first step is always logged."""
@@ -64,10 +60,8 @@ class Metrics(Options):
     """Record what the run's first step communicates and compiles, for dump_folder/parallelism.json."""
 
 
-class Profiling(Options, refuses=groups.profiling):
+class Profiling(Options, section="profiling", refuses=groups.profiling):
     """Traces of where time and memory go."""
-
-    section: ClassVar[str] = "profiling"
 
     enable_profiling: bool = False
     """Record traces with torch.profiler."""
@@ -103,10 +97,8 @@ class Profiling(Options, refuses=groups.profiling):
     """Folder of the snapshots, relative to dump_folder."""
 
 
-class Comm(Options):
+class Comm(Options, section="comm"):
     """Communication between the ranks."""
-
-    section: ClassVar[str] = "comm"
 
     init_timeout_seconds: Seconds = 300
     """Seconds that a collective may take up to the end of the first step (start-up and compilation)."""
@@ -124,10 +116,8 @@ class Comm(Options):
     """How the names of the flight recorder's files begin."""
 
 
-class Debug(Options, refuses=groups.debug):
+class Debug(Options, section="debug", refuses=groups.debug):
     """Reproducibility and checks."""
-
-    section: ClassVar[str] = "debug"
 
     seed: Seed | None = None
     """Seed of the weights and of every random choice; unset: rank 0 draws one."""
@@ -142,10 +132,8 @@ class Debug(Options, refuses=groups.debug):
     """Record the forward trace of every operation, to find where a bad gradient comes from; very slow."""
 
 
-class Experimental(Options):
+class Experimental(Options, section="experimental"):
     """Code of the user's own."""
-
-    section: ClassVar[str] = "experimental"
 
     custom_import: str = ""
     """Dotted name of a module to import before the model is built: where a package registers its plans."""

@@ -130,13 +130,13 @@ class CheckpointLoader(torchtitan.components.checkpointer.CheckpointManager):
                 if isinstance(cause, UserError):
                     raise cause from None
                 if isinstance(cause, OSError):
-                    raise NotSaved(f"{what} ({disk.reason(cause)}); {self.left()}") from failed
+                    raise NotSaved(f"{what} ({disk.reason(cause)}); {self.resume_point()}") from failed
                 if cause is not None:
                     raise RuntimeError(f"{what}: {type(cause).__name__}: {cause}") from failed
             raise
 
-    def left(self) -> str:
-        """Return in words from where the job can go on, once pending writes are done."""
+    def resume_point(self) -> str:
+        """Return from where the job can resume, in words, once pending writes are done."""
         self.maybe_wait_for_saving()
         return folder.newest(self.path)
 

@@ -92,7 +92,8 @@ class CheckpointManager(CheckpointLoader):
         if self._should_save(curr_step, last_step) and not self.finite():
             raise Diverged(
                 f"step {curr_step} is not saved: since the last checkpoint a loss, a gradient's norm or a weight was not "
-                f"finite; {self.left()}. Start the job again with a lower optimizer.lr or more lr_scheduler.warmup_steps"
+                f"finite; {self.resume_point()}. Start the job again with a lower optimizer.lr or more "
+                "lr_scheduler.warmup_steps"
             )
         saved = super()._save(curr_step, last_step)
         if saved:
@@ -179,7 +180,7 @@ class CheckpointManager(CheckpointLoader):
             if dist.get_rank() == 0:
                 folder.discard(self.path)
             raise NotSaved(
-                f"step {curr_step} can't be saved in {self.path}: {error}; {self.left()}"
+                f"step {curr_step} can't be saved in {self.path}: {error}; {self.resume_point()}"
             ) from error
         logger.info(f"{checkpoint} is a Hugging Face folder, in {self.export_dtype}")
 
@@ -206,5 +207,6 @@ class CheckpointManager(CheckpointLoader):
         free = of_all(shutil.disk_usage(self.path).free)[0]
         if free < needed:
             raise NotSaved(
-                f"{self.path} has {free / 1e9:,.2f} GB free, but a checkpoint takes {needed / 1e9:,.2f} GB; {self.left()}"
+                f"{self.path} has {free / 1e9:,.2f} GB free, but a checkpoint takes {needed / 1e9:,.2f} GB; "
+                f"{self.resume_point()}"
             )

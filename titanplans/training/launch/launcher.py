@@ -77,7 +77,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
     from titanplans.training.checkpoint.match import finished
 
     # The store lives here, so that it outlives every rank and its port is known before they start.
-    store = _store_on_this_machine()
+    store = _local_store()
     method = start_method(job)
     if method == "fork":
         importlib.import_module("titanplans.training.job.torchtitan_config")  # the Trainer, once for all
@@ -85,7 +85,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
         left = restarts - restart
         folder = Path(tempfile.mkdtemp(prefix="titanplans-"))
         try:
-            asked, processes, failed = _attempt(job, ranks, restart, store.port, folder, method)
+            asked, processes, failed = _run_ranks(job, ranks, restart, store.port, folder, method)
         finally:
             shutil.rmtree(folder)
         if not failed:
@@ -120,7 +120,7 @@ def launch(job: JobConfig, ranks: int, restarts: int = 0) -> int:
     return 1
 
 
-def _store_on_this_machine() -> TCPStore:
+def _local_store() -> TCPStore:
     """Return a store that only this machine can reach: whoever reaches it may write to it."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.bind((_HOST, 0))
@@ -128,26 +128,26 @@ def _store_on_this_machine() -> TCPStore:
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _attempt(
+def _run_ranks(
     job: JobConfig, ranks: int, restart: int, port: int, folder: Path, method: str
 ) -> tuple[bool, list[BaseProcess], list[Failure]]:
     """Start the ranks and wait for their end; return whether SIGTERM arrived, the processes, and which failed."""
     processes: list[BaseProcess] = []
     asked = False
 
-    def hand_on() -> None:
+    def forward_sigterm() -> None:
         nonlocal asked
         asked = True
         for process in processes:
             process.terminate()
 
-    with stop_on_signals(first_sigterm=hand_on if job.checkpoint.save_on_signal else None):
+    with stop_on_signals(first_sigterm=forward_sigterm if job.checkpoint.save_on_signal else None):
         try:
             # A signal that arrives meanwhile waits: a fork has the handlers of its parent.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
             try:
                 context = multiprocessing.start_processes(
-                    _run,
+                    _rank_process,
                     args=(job, ranks, restart, port, folder, os.getpid()),
                     nprocs=ranks,
                     join=False,
@@ -157,16 +157,16 @@ def _attempt(
                 processes += context.processes
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            _wait(processes, lambda codes: any(codes) or None not in codes)
+            _wait_until(processes, lambda codes: any(codes) or None not in codes)
             failed = failures(processes, folder)
             if failed and not is_decided(failed):
-                _wait(processes, lambda codes: None not in codes, _GRACE_SECONDS)
+                _wait_until(processes, lambda codes: None not in codes, _GRACE_SECONDS)
                 failed = failures(processes, folder)
         except Stopped as stopped:
-            _stop(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
+            _terminate(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
             print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
             raise
-    _stop(processes, _GRACE_SECONDS)
+    _terminate(processes, _GRACE_SECONDS)
     return asked, processes, failed
 
 
@@ -181,7 +181,7 @@ def start_method(job: JobConfig) -> Literal["fork", "spawn"]:
     return "fork" if forks else "spawn"
 
 
-def _run(
+def _rank_process(
     local_rank: int, job: JobConfig, ranks: int, restart: int, port: int, folder: Path, launcher: int
 ) -> None:
     """The environment is torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html."""
@@ -208,7 +208,7 @@ def _run(
     finish(run_rank(job))
 
 
-def _wait(
+def _wait_until(
     processes: list[BaseProcess], enough: Callable[[list[int | None]], bool], seconds: float = math.inf
 ) -> None:
     """Wait until `enough` accepts the exit codes (None: running), or until the time is over."""
@@ -222,11 +222,11 @@ def _wait(
         connection.wait(running, timeout=min(_SECONDS_TO_LOOK, left))
 
 
-def _stop(processes: list[BaseProcess], seconds: float) -> None:
+def _terminate(processes: list[BaseProcess], seconds: float) -> None:
     """End the processes by SIGTERM, and those left after some seconds by SIGKILL."""
     for process in processes:
         process.terminate()
-    _wait(processes, lambda codes: None not in codes, seconds)
+    _wait_until(processes, lambda codes: None not in codes, seconds)
     for process in processes:
         process.kill()
         process.join()

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
                     f"--max-restarts {restarts}"
                 )
             init_logging(rank)
-            with one_line(lambda: _left(job)):
+            with one_line(lambda: _resume_point(job)):
                 for note in job.notes:
                     logging.getLogger(__name__).info(note)  # rank 0's alone reach the screen
                 return _run(job, torchrun, restarts)
@@ -97,7 +97,7 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
         return run_rank(job)
 
 
-def _left(job: JobConfig) -> str:
+def _resume_point(job: JobConfig) -> str:
     from titanplans.training.checkpoint.folder import newest
     from titanplans.training.checkpoint.match import own_folder
 

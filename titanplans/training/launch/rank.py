@@ -63,7 +63,7 @@ def _train(job: JobConfig, rank: int, asked: threading.Event) -> None:
         trainer = Trainer(trainer_config(job))
     trainer.asked_to_end = asked.is_set
     gc.freeze()  # half a million objects of the libraries, which each collection before a save would look through
-    with disk.one_line(trainer.left):
+    with disk.one_line(trainer.resume_point):
         try:
             trainer.train()
         except Stopped:

@@ -192,7 +192,7 @@ class Trainer(torchtitan.trainer.Trainer):
             if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
                     f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "
-                    f"(training.skip_nan_inf_limit), so training can't recover; {self.left()}. Resume with a lower "
+                    f"(training.skip_nan_inf_limit), so training can't recover; {self.resume_point()}. Resume with a lower "
                     "optimizer.lr, or exclude the data of those steps"
                 )
             return norms[-1]
@@ -225,15 +225,15 @@ class Trainer(torchtitan.trainer.Trainer):
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
-            f"step {self.step}: the {what} is not finite, so the weights are lost; {self.left()}. Start the job again with "
-            "a lower optimizer.lr or more lr_scheduler.warmup_steps"
+            f"step {self.step}: the {what} is not finite, so the weights are lost; {self.resume_point()}. Start the job "
+            "again with a lower optimizer.lr or more lr_scheduler.warmup_steps"
         )
 
-    def left(self) -> str:
-        """Return in words from where the job can go on, once pending writes are done."""
+    def resume_point(self) -> str:
+        """Return from where the job can resume, in words, once pending writes are done."""
         if not self.config.checkpoint.enable:
             return "nothing was saved (checkpoint.enable = false)"
-        return self.checkpointer.left()  # pyrefly: ignore[missing-attribute]
+        return self.checkpointer.resume_point()  # pyrefly: ignore[missing-attribute]
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """torchtitan's, with gradients summed over ranks when the strategy says so."""
