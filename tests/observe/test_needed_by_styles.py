@@ -3,15 +3,14 @@
 import pytest
 import torch
 import zoo
+from faulty import installed
 
 from titanplans import TPOptions, apply_plan, kernels, modeling, registered_plans
 from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.observe.communication import Communication, count_communication
-from titanplans.plan.styles.norms import SplitNorm
-from titanplans.plan.styles.projections import Packed, RowwiseInRegion
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.collectives import gather, group_of, sum_in_region
+from titanplans.split.collectives import gather, sum_in_region
 from titanplans.split.parameters.local_parameters import local_parameter
 
 KINDS = {
@@ -81,30 +80,38 @@ def test_so_do_those_of_all_other_families(name):
         assert count(name, CHOICES[0], variant).minimal
 
 
-class SummedTwice(RowwiseInRegion):
-    def _sum(self, group, module, args, output):
-        return sum_in_region(super()._sum(group, module, args, output), group) / group[1]
+def summed_twice(style):
+    def install(right, module, border):
+        right(module, border)
+        ranks = border.group[1]
+        module.register_forward_hook(lambda _, args, output: sum_in_region(output, border.group) / ranks)
+
+    return installed(style, install)
 
 
-class ReadTwice(Packed):
-    def install(self, module, mesh):
+def read_twice(style):
+    def install(right, module, border):
+        right(module, border)
         module.register_forward_hook(
             lambda module, args, output: output + 0 * local_parameter(module, "weight").sum()
         )
 
+    return installed(style, install)
 
-class Gathering(SplitNorm):
+
+def gathering(style):
     """It sends the width to average one number."""
 
-    def install(self, module, mesh):
-        super().install(module, mesh)
-        group = group_of(mesh)
+    def install(right, module, border):
+        right(module, border)
 
         def gathered(module, args):
             (x,) = args
-            return (x + 0 * gather(x, x.ndim - 1, x.shape[-1] * group[1], group).sum(),)
+            return (x + 0 * gather(x, x.ndim - 1, x.shape[-1] * border.group[1], border.group).sum(),)
 
         module.register_forward_pre_hook(gathered)
+
+    return installed(style, install)
 
 
 def with_style(name, key, make):
@@ -113,7 +120,7 @@ def with_style(name, key, make):
     class Wasteful(registered_plans()[name]):
         def attn_plan(self, attn):
             plan = super().attn_plan(attn)
-            return plan | {key: make(self, plan[key])}
+            return plan | {key: make(plan[key])}
 
     return Wasteful
 
@@ -121,14 +128,9 @@ def with_style(name, key, make):
 @pytest.mark.parametrize(
     ("name", "key", "make", "sent"),
     [
-        ("mamba", "x_proj", lambda plan, style: SummedTwice(), ("all_reduce", "all_reduce")),
-        (
-            "phi3",
-            "qkv_proj",
-            lambda plan, style: ReadTwice(sections=style.sections, degree=style.degree),
-            ("all_to_all", "all_to_all"),
-        ),
-        ("olmo2", "q_norm", lambda plan, style: Gathering(), ("all_gather", "reduce_scatter")),
+        ("mamba", "x_proj", summed_twice, ("all_reduce", "all_reduce")),
+        ("phi3", "qkv_proj", read_twice, ("all_to_all", "all_to_all")),
+        ("olmo2", "q_norm", gathering, ("all_gather", "reduce_scatter")),
     ],
 )
 def test_a_style_that_sends_more_is_found_and_placed(name, key, make, sent):
