@@ -48,7 +48,10 @@ def test_a_single_process():
         options = dist.group.WORLD._get_backend(process.device).options
         assert options._timeout == timedelta(seconds=77)
         dist.all_reduce(torch.ones(1))
-        with pytest.raises(ParallelError, match=r"already initialized \(gloo, 1 ranks\)"), process_group("cpu"):
+        with (
+            pytest.raises(ParallelError, match=r"already initialized \(gloo, 1 ranks\)"),
+            process_group("cpu"),
+        ):
             pass
         assert dist.is_initialized()
     assert not dist.is_initialized()
