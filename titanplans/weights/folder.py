@@ -3,12 +3,11 @@
     model.safetensors                                    one file, or
     model.safetensors.index.json, model-0000N-of-M...    an index, and the files that it names
 
-Headers are read and checked first, so that a damaged folder is refused before a value is read. Nothing is unpickled, and
-an index names files of its own folder alone; those may be links, as they are in the hub's cache.
+safetensors checks the headers of all files first, so that a damaged folder is refused before a value is read. Nothing is
+unpickled, and an index names files of its own folder only; those may be links, as in the hub's cache.
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from titanplans.errors import ModelError
 from titanplans.weights.lazy import Box, LazyTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
+_INDEX_LIMIT = 100_000_000  # bytes; as safetensors allows a header
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -42,7 +41,7 @@ class Folder:
 
     Attributes:
         path: the folder.
-        stored: name -> where and what it is.
+        stored: name -> its file, dtype and shape.
         bytes_read: bytes of values that `tensors` have read so far.
     """
 
@@ -53,7 +52,7 @@ class Folder:
 
     @property
     def tensors(self) -> dict[str, LazyTensor]:
-        """Name -> tensor, of which a part is read when it is asked for."""
+        """Name -> tensor, read in parts, each when it is asked for."""
 
         def lazy(name: str, stored: Stored) -> LazyTensor:
             return LazyTensor(name, stored.shape, stored.dtype, lambda box: self._read(name, stored, box))
@@ -85,19 +84,17 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         path: a folder with model.safetensors, or model.safetensors.index.json and the files that it names.
 
     Raises:
-        ModelError: there is no such folder, it holds pickles alone, the index names what is not there or lies elsewhere, a
-            file is damaged or cut short, or a tensor is in two files.
+        ModelError: there is no such folder, it holds pickles only, the index names a file or tensor that is missing or lies
+            elsewhere, a file is damaged or cut short, or a tensor is in two files.
     """
     folder = Path(path)
     if not os.path.isdir(folder):
-        raise ModelError(f"{folder} is no folder: name the Hugging Face folder that holds the weights")
+        raise ModelError(f"{folder} is not a directory: name the Hugging Face folder that holds the weights")
     index, single = folder / INDEX, folder / SINGLE
     if os.path.exists(index):
         named = _read_index(index)
         if os.path.exists(single) and SINGLE not in named.values():
-            raise ModelError(
-                f"{folder} holds {SINGLE}, and an index of other files: which is the model? Remove one of the two"
-            )
+            raise ModelError(f"{folder} holds {SINGLE}, and an index of other files: remove one of the two")
     elif os.path.exists(single):
         named = {}
     else:
@@ -107,7 +104,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         for name, entry in _read_header(folder / file).items():
             if name in stored:
                 raise ModelError(
-                    f"{folder}: {name} is in {stored[name].file.name} and in {file}: which one holds? Write the folder anew"
+                    f"{folder}: {name} is in {stored[name].file.name} and in {file}: keep one of them"
                 )
             stored[name] = entry
     wrong = [name for name, file in named.items() if name not in stored or stored[name].file.name != file]
@@ -129,84 +126,43 @@ def _read_index(index: Path) -> dict[str, str]:
         plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
         if not plain or not file.endswith(".safetensors"):
             raise ModelError(
-                f"{index} says that {name} is in {file!r}: an index names .safetensors of its own folder alone, without a "
-                "path"
+                f"{index} says that {name} is in {file!r}: an index names .safetensors files of its own folder only, "
+                "without a path"
             )
     return named
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
-    """Return what the header of a .safetensors file says, once it is known to be right."""
+    """Return the tensors of a .safetensors file by name; safetensors checks its header, and its size, as it opens it."""
     if not file.exists():
         raise ModelError(
             f"{file} is not there, though the index names it: the folder is incomplete, fetch it"
         )
     if not file.is_file():
-        raise ModelError(f"{file} is no file")  # a pipe, which would be waited for
+        raise ModelError(f"{file} is not a regular file")  # reading a pipe would wait
+    stored = {}
     try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-                raise ModelError(
-                    f"{file} is no safetensors file, or is cut short: it has {size:,} bytes, and its first eight announce a "
-                    f"header of {length:,}"
-                )
-            header = stream.read(length)
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no dict
+                entry = opened.get_slice(name)
+                if (dtype := DTYPES.get(entry.get_dtype())) is None:
+                    raise ModelError(
+                        f"{file}: {name} has the type {entry.get_dtype()}, which no model here has"
+                    )
+                stored[name] = Stored(file, dtype, tuple(entry.get_shape()))
+    except SafetensorError as error:
+        raise ModelError(f"{file} is damaged or cut short: {_reason(error)}; fetch it again") from error
     except OSError as error:
-        raise ModelError(f"{file} can't be read: {error.strerror}") from error
-    values = _json(header, file)
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} is damaged: its header is no JSON object")
-    values.pop("__metadata__", None)
-    stored, places = {}, []
-    for name, entry in values.items():
-        dtype, shape, (start, stop) = _entry(file, name, entry)
-        stored[name] = Stored(file, dtype, shape)
-        places.append((start, stop, name))
-    end, last = 0, "the header"
-    for start, stop, name in sorted(places):
-        if start != end:
-            what = f"overlaps with {last}" if start < end else f"leaves a gap behind {last}"
-            raise ModelError(f"{file} is damaged: {name} {what} (offset {start:,}, expected {end:,})")
-        end, last = stop, name
-    if (found := size - 8 - length) != end:
-        raise ModelError(
-            f"{file} is {'cut short' if found < end else 'damaged'}: its tensors take {end:,} bytes behind the header, and "
-            f"it has {found:,}{f'; the last tensor is {last}' if stored else ''}; fetch it again"
-        )
+        raise ModelError(f"{file} can't be read: {_reason(error)}") from error
     return stored
-
-
-def _entry(file: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
-    """Return dtype, shape and offsets of a tensor."""
-
-    def naturals(values: Any) -> list[int]:
-        right = isinstance(values, list) and all(
-            type(value) is int and 0 <= value < 2**63 for value in values
-        )
-        return values if right else [-1]
-
-    if not isinstance(entry, dict) or (shape := naturals(entry.get("shape"))) == [-1]:
-        raise ModelError(f"{file} is damaged: its header gives {name} no shape")
-    if len(offsets := naturals(entry.get("data_offsets"))) != 2:
-        raise ModelError(f"{file} is damaged: its header gives {name} no place")
-    if (dtype := DTYPES.get(str(entry.get("dtype")))) is None:
-        raise ModelError(f"{file}: {name} has the type {entry.get('dtype')!r}, which no model here has")
-    if (needed := math.prod(shape) * dtype.itemsize) != offsets[1] - offsets[0]:
-        raise ModelError(
-            f"{file} is damaged: {name}, {tuple(shape)} of {entry['dtype']}, takes {needed:,} bytes, and its header gives "
-            f"it {offsets[1] - offsets[0]:,}"
-        )
-    return dtype, tuple(shape), (offsets[0], offsets[1])
 
 
 def _bytes(file: Path) -> bytes:
     try:
         if not file.is_file():
-            raise ModelError(f"{file} is no file")
-        if (size := file.stat().st_size) > _HEADER_LIMIT:
-            raise ModelError(f"{file} has {size:,} bytes, and an index has {_HEADER_LIMIT:,} at most")
+            raise ModelError(f"{file} is not a regular file")
+        if (size := file.stat().st_size) > _INDEX_LIMIT:
+            raise ModelError(f"{file} has {size:,} bytes, and an index has {_INDEX_LIMIT:,} at most")
         return file.read_bytes()
     except OSError as error:
         raise ModelError(f"{file} can't be read: {error.strerror}") from error
@@ -230,12 +186,12 @@ def _json(text: bytes, file: Path) -> Any:
 
 
 def _nothing(folder: Path) -> str:
-    """Why a folder without safetensors can't be taken."""
+    """Return why a folder without safetensors is refused."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         return (
             f"{folder} holds its weights as pickles ({pickles[0]}{_more(len(pickles) - 1, 'file')}), which can run code "
-            "when they are read: they are never read here. Where you trust their origin, write them anew as safetensors, by "
+            "when they are read: they are never read here. If you trust their origin, convert them to safetensors by "
             "transformers' from_pretrained and save_pretrained"
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}"

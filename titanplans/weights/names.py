@@ -60,8 +60,8 @@ def from_published(
     def add(target: str, tensor: LazyTensor) -> None:
         if target in tensors:
             raise ModelError(
-                f"{tensors[target].name} and {tensor.name} are both {target} of this model: which one holds? Remove one "
-                "from the folder"
+                f"{tensors[target].name} and {tensor.name} are both {target} of this model: remove one of them from "
+                "the folder"
             )
         tensors[target] = tensor
 
