@@ -446,7 +446,7 @@ WHY = {
     ),
     "limit": ("layers.1 was to be compiled, but ran eagerly", "recompile limit"),
     "marked": ("layers.2 was to be compiled, but ran eagerly", "torch.compiler.disable"),
-    "lost before": ("layers.1 was to be compiled, and is not", "after"),
+    "lost before": ("layers.1 was to be compiled, but has no compiled call", "after"),
     "lost later": ("layers.1 was to be compiled, but ran eagerly", "never called"),
 }
 
