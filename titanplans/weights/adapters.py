@@ -44,7 +44,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str], *, base_model: str | None = None) -> None:
-    """Write the adapters of `model`, and what trains beside them, as peft does. Collective; rank 0 writes.
+    """Write the adapters of `model`, and the other trained parameters, as peft does. Collective; rank 0 writes.
 
     Args:
         model: with adapters, split in any way or not at all.
@@ -75,7 +75,7 @@ def gathered_adapter(
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write peft's two files, the weights first beside their place; `tensors` have peft's names, and one process writes.
+    """Write peft's two files, the weights first under a temporary name; `tensors` have peft's names, and one process writes.
 
     Raises:
         OSError: the disk is full, or refuses.
@@ -88,7 +88,7 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: dict[str, to
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Give the adapters of `model`, and what trains beside them, the values of peft's files; each rank keeps its part.
+    """Give the adapters of `model`, and the other trained parameters, the values of peft's files; each rank keeps its part.
 
     Args:
         model: with memory and with adapters of the same rank, alpha and modules, split in any way or not at all. They are

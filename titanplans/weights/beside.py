@@ -13,10 +13,10 @@ from titanplans.weights.gather import from_first, rank
 
 @contextmanager
 def written_beside(target: Path) -> Iterator[Path]:
-    """Give the body a new folder beside `target`, which gets its name once the body is done. Collective.
+    """Give the body a temporary folder next to `target`, renamed to `target` once the body is done. Collective.
 
     Raises:
-        ModelError: on every rank: there is something at `target`, or beside it from a process that writes, or was killed.
+        ModelError: on every rank: `target` exists, or the temporary folder of a process that writes or was killed.
         NotSaved: on every rank: the system refuses.
     """
     directory = target.with_name(f".{target.name}.writing")
@@ -49,11 +49,11 @@ def _refuse_existing(target: Path, directory: Path) -> None:
 
 
 def on_first_rank(action: Callable[[], None], path: Path, *, then: Callable[[], None] = lambda: None) -> None:
-    """Do `action` on rank 0, and `then` on every rank; raise on every rank what has failed.
+    """Do `action` on rank 0, and `then` on every rank; raise its error on every rank.
 
     Args:
         action: writes files.
-        path: what it writes, for the error.
+        path: the written path, for the error.
         then: done though it has failed.
 
     Raises:

@@ -96,7 +96,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def refuse_full(directory: Path, needed: int) -> None:
-    """Refuse, before anything is written, what the disk has no room for; `needed` in bytes."""
+    """Raise an error, before anything is written, if the disk has no room for `needed` bytes."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise NotSaved(

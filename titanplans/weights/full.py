@@ -1,7 +1,7 @@
 """Full state dicts to split models and back, and those of their optimizers.
 
-What is gathered is on the CPU of rank 0; what is loaded is there, or on every rank. Tensor by tensor: no rank has more than
-its part, one whole tensor, and rank 0 the state.
+Gathered tensors are on the CPU of rank 0; tensors to load are there, or on every rank. Tensor by tensor: no rank has
+more than its part, one whole tensor, and rank 0 the state.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -53,7 +53,7 @@ def load_full_state_dict(
         model: split, sharded, replicated or whole, with memory.
         state: on rank 0, from which each tensor is broadcast, and None elsewhere; or the same on every rank, and nothing
             is sent. A tied parameter may have any of its names.
-        strict: whether every tensor of the model must be there. What the model lacks is refused in any case.
+        strict: whether every tensor of the model must be there. Tensors that the model lacks are refused in any case.
 
     Raises:
         ModelError: on every rank: names are missing or unexpected, shapes differ, or the model has no memory yet.

@@ -38,7 +38,7 @@ def gather(
 def stored(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of the state dict, each by its first name; and of tied ones, the first name by each other.
 
-    They are the model's own: what is written into them is written into the model.
+    They are the model's own memory: writing into them changes the model.
     """
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -72,7 +72,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     there = full.untyped_storage()
-    # A replica is the model's own memory. What was padded to be gathered is a view of more than itself.
+    # A replica is the model's own memory. A tensor that was padded to be gathered is a view of a larger one.
     is_view = there.data_ptr() == local.untyped_storage().data_ptr() or there.nbytes() != full.nbytes
     return full.to("cpu", copy=is_view).contiguous()
 

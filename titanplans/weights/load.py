@@ -1,6 +1,6 @@
 """From a Hugging Face folder into a model that is already split: every rank reads its own parts, and nothing else.
 
-What is in a folder, and under which names, is compared with the model before a value is read. No communication, but where
+The tensors of a folder, and their names, are compared with the model before a value is read. No communication, but where
 a folder has two values for tied weights.
 """
 
@@ -54,7 +54,7 @@ class Match(NamedTuple):
     tensors: dict[str, LazyTensor]
     """What to read: a tied weight once."""
     again: dict[str, LazyTensor]
-    """What the folder holds of tied weights beside that."""
+    """The folder's other copies of tied weights."""
     tied: dict[str, str]
     """Tied parameter -> the one that it is tied to."""
     missing: tuple[str, ...]
@@ -75,10 +75,10 @@ def load_weights(
         folder: safetensors with transformers' published names: one file, or an index of many.
         strict: whether it is an error that the folder lacks a tensor of the model or holds one more. If not, what it lacks
             keeps its value.
-        seed: of what no folder holds, such as adapters; the same on every rank.
+        seed: for the tensors that no folder holds, such as adapters; the same on every rank.
 
     Returns:
-        What was read, and what was not.
+        The tensors that were read, and those that were not.
 
     Raises:
         ModelError: the folder is damaged or of another model; a tensor is still on the meta device, or has 16 bits where
@@ -125,7 +125,7 @@ def load_weights(
 
 
 def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True) -> Match:
-    """Compare what is in a folder with the model: names, shapes and dtypes. No value is read.
+    """Compare the tensors of a folder with the model's: names, shapes and dtypes. No value is read.
 
     Args:
         model: as for `load_weights`; it may lie on meta.
@@ -141,7 +141,7 @@ def match_folder(model: PreTrainedModel, folder: Folder, *, strict: bool = True)
             f"{type(model).__name__} has no config of transformers, so which names it has in a folder is not known: "
             "give load_weights the model that modeling.build made"
         )
-    # The model as it is published: whoever has split this one has changed classes, and names.
+    # The model as it is published: a split one has other classes, and other names.
     plain = build(config)
     tensors, unexpected = from_published(plain, folder.tensors)
     expected: dict[str, torch.Tensor] = plain.state_dict()

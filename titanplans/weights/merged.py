@@ -1,4 +1,4 @@
-"""Adapters added to the weights beside which they stand, tensor by tensor: a model as any other, to be handed on."""
+"""Adapters added to their base weights, tensor by tensor: a model without adapters, to be published."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """What older releases of flash-linear-attention have stored otherwise, in the form of transformers' conversions.
 
 transformers' own table has no models of FLA, and FLA's own conversions run in its `load_state_dict` alone, or in scripts.
-What a release computes otherwise (norms over all heads, `norm_first`) is no matter of names, and is refused by its shapes.
+Where a release computes differently (norms over all heads, `norm_first`), names do not help: its shapes are refused.
 """
 
 from collections.abc import Collection
@@ -52,7 +52,7 @@ OLDER = (
 
 
 def older_conversions(model_type: str, module: str, published: Collection[str]) -> list[WeightTransform]:
-    """Return the conversions that a folder with these names needs beside transformers' own.
+    """Return the conversions that a folder with these names needs in addition to transformers' own.
 
     Args:
         model_type: the config's.

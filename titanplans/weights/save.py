@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder: published names, safetensors of a chosen size, config.json and tokenizer beside them.
+"""A model as a Hugging Face folder: published names, safetensors of a chosen size, with config.json and tokenizer.
 
 Headers are known before a value is, so each tensor is gathered, written to its place and forgotten. The folder is written
-beside its place, `.NAME.writing`, brought to the disk, and renamed when it is whole.
+as `.NAME.writing` in the same folder, synced to the disk, and renamed when it is whole.
 """
 
 import copy
@@ -59,7 +59,7 @@ def save_weights(
 
     Raises:
         ModelError: on every rank: the folder is there, or the model holds what transformers does not know.
-        NotSaved: on every rank: the disk is full, or refuses. What was written is removed.
+        NotSaved: on every rank: the disk is full, or refuses. The written part is removed.
     """
     config = _generating(model) if config is None else config
     target = Path(folder)
@@ -83,7 +83,7 @@ def _generating(model: nn.Module) -> PretrainedConfig:
 
 
 def lazily(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> dict[str, LazyTensor]:
-    """Return tensors that `read(name)` gives whole; the last one is kept, of which parts may be asked for one by one.
+    """Return tensors that `read(name)` gives whole; the last one is kept, so that its parts may be read one by one.
 
     Args:
         tensors: shapes and dtypes; may lie on meta.
@@ -190,7 +190,7 @@ def check_names(plain: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Laz
     if wrong:
         more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ModelError(
-            f"what is saved is no {type(plain).__name__} of its config: {'; '.join(wrong[:_SHOWN])}{more}"
+            f"these are not the weights of a {type(plain).__name__} of its config: {'; '.join(wrong[:_SHOWN])}{more}"
         )
 
 

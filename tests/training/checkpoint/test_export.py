@@ -211,7 +211,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     lines = {case: text.replace(str(tmp_path), "").replace(str(at), "at") for case, (_, text) in said.items()}
     other = lines.pop("another, no card")
     assert other.startswith(
-        "error: what is saved is no GLAForCausalLM of its config: model.embeddings.weight is (4096, 32)"
+        "error: these are not the weights of a GLAForCausalLM of its config: model.embeddings.weight is (4096, 32)"
     )
     metadata = "it holds no distributed checkpoint (.metadata)"
     assert lines == {

@@ -1,6 +1,6 @@
 """Text in, batches out: corpora, the committed tokenizer, packing, and a loader that resumes exactly.
 
-What is exported here imports no torchtitan, so that a job can be checked before its device is chosen
+Exported names import no torchtitan, so that a job can be checked before its device is chosen
 (`training/device.py` comes before the first torchtitan import). The loader is
 `titanplans.training.data.loader.TextDataLoader`.
 """

@@ -37,7 +37,7 @@ def check_dataset(
         text_column: see there.
         tokenizer_path: with `seq_len`, also asks whether the data hold one sequence of that length.
         seq_len: tokens in a sequence.
-        chat: reads rows as conversations, one of which is enough.
+        chat: reads rows as conversations; reading one is enough.
 
     Raises:
         DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable

@@ -1,6 +1,6 @@
 """The windows of one data-parallel rank, as an iterable that can begin at any place of a run.
 
-No token is ever saved: whoever goes on tokenises the document that a stream stopped in.
+No token is ever saved: a resumed run tokenises the document again in which a stream stopped.
 """
 
 import itertools

@@ -50,7 +50,7 @@ class Fingerprint:
         return cls(contents, max(written.values(), default=0), paths, written)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the values that a checkpoint keeps."""
         return {"contents": self.files, "newest": self.newest}
 
     @classmethod

@@ -105,7 +105,7 @@ def pack_conversations(
         packing: as many as fit; else one in a window.
 
     Yields:
-        Windows, in each of which something counts.
+        Windows with at least one token that counts each.
     """
     parts: list[Tokens] = []
     held, last = 0, None

@@ -38,7 +38,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """What a data-parallel rank takes of each global batch: `size` sequences in a row."""
+    """A data-parallel rank's part of each global batch: `size` consecutive sequences."""
 
     size: int
     rank: int
@@ -98,7 +98,7 @@ class DataPosition:
 
 
 def merged(places: Iterable[DataPosition]) -> DataPosition:
-    """Return the place of a run from those of its ranks, each of which knows the streams that it has read."""
+    """Return the position of a run, merged from those of its ranks, which each know the streams that they have read."""
     first, *others = places
     cursors = dict(first.cursors)
     for place in others:

@@ -120,7 +120,7 @@ class ChatFormat:
         return pyarrow.Table.from_pylist(records, schema)
 
     def documents(self, record: dict[str, Any]) -> Iterator[Tokens]:
-        """See RowFormat. What is left out or cut is logged: the first, and then each time that there are twice as many."""
+        """See RowFormat. Rows left out or cut are logged: the first, and then each time that there are twice as many."""
         whole, where = Tokens.from_bytes(record["conversation"]), record["where"]
         tokens = self.fit(whole, where)
         if tokens is None or len(tokens) < len(whole):
@@ -157,7 +157,7 @@ class ChatFormat:
     def _answers(
         self, conversation: Conversation, answers: list[int], text: str, where: str
     ) -> Iterator[tuple[int, int]]:
-        """What the assistant says in some of the messages, as characters from and to."""
+        """The assistant's words in some of the messages, as characters from and to."""
         if self._template.marked and answers:
             from_here = 0
             if conversation.prompt or self._chat.train_on == "last":
@@ -219,7 +219,7 @@ class ChatFormat:
 
 
 def _without_none(value: Any) -> Any:
-    """What a row said: Arrow gives an object every key that another row's object has."""
+    """The keys that a row had: Arrow gives an object every key of any other row's object."""
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     if isinstance(value, dict):

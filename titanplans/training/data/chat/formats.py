@@ -50,7 +50,7 @@ def laid_out(chat: Chat) -> Columns:
 
 
 def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
-    """Return what is read of a row that has the columns `there`: messages, or a prompt and its completion.
+    """Return the fields to read of a row that has the columns `there`: messages, or a prompt and its completion.
 
     Raises:
         DataError: neither is there, or a column that is named is not; names `where`, the file or the row.

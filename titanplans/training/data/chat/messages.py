@@ -18,7 +18,7 @@ class Conversation(NamedTuple):
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
-    """What the assistant could call, from the row's column "tools"."""
+    """The tools of the assistant, from the row's column "tools"."""
     prompt: int
     """Messages at the beginning in which nothing counts: those of a prompt."""
 

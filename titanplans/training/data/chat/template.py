@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer's folder, as transformers applies it: Jinja in a sandbox; and what it can't be used for.
+"""The chat template of a tokenizer's folder, as transformers applies it: Jinja in a sandbox; and its limits.
 
 Which of the tokens count in the loss is decided in `chat.py`.
 """
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     Attributes:
         shown: where the template is from, in words.
-        marked: whether it marks what the assistant says: `{% generation %}`.
+        marked: whether it marks the assistant's words: `{% generation %}`.
 
     Raises:
         DataError: the tokenizer or the template is missing, or can't be used.
@@ -117,7 +117,7 @@ class ChatTemplate:
         )
 
     def marks(self, conversation: Conversation) -> list[tuple[int, int]]:
-        """Return what a marked template has written between its marks, as characters from and to, of what `write` returned.
+        """Return the text between a marked template's marks, as characters from and to in the result of `write`.
 
         By tokens transformers' assistant_masks say it, too, but not where a tokenizer leaves spaces out of the places of its
         tokens, as Llama 3's does: a mark that begins there ends the search, one that ends there lasts to the end.
@@ -145,7 +145,7 @@ class ChatTemplate:
             messages: how many of them.
             text: what `write` returned.
             where: as for `write`.
-            prompt: with what the template lets the assistant begin with.
+            prompt: with the template's beginning of the assistant's answer.
         """
         begins = self._text(conversation, messages, where, prompt=prompt) if messages else ""
         return begins if text.startswith(begins) else None

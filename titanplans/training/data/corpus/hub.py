@@ -3,7 +3,7 @@
 Nothing is downloaded ahead and nothing is indexed: documents come in the published order, shard by
 shard, and the library's own state says where to go on. How the shards are divided into streams is
 `datasets.distributed.split_dataset_by_node`'s. Left alone, the library turns each file's values into the types that the
-first file has: numbers, true and dates become texts. So what it reads is looked at before it does.
+first file has: numbers, true and dates become texts. So the files are looked at first.
 """
 
 import os

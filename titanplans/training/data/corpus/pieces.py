@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 64 * 1024
-"""Of a text file or a row: about what a document has at most, cut at a line end."""
+"""About how much of a text file or a row a document has at most; it is cut at a line end."""
 
 
 def cut(read: Callable[[int, int], bytes | memoryview], place: int, most: int, size: int) -> int:

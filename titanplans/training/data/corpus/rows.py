@@ -1,6 +1,6 @@
 """Rows of .jsonl and .parquet files as documents: converted once to Arrow, in the cache of the `datasets` library.
 
-What a row is read as, a text or a conversation, is a `RowFormat`'s: in `column.py` and `chat.py`.
+A `RowFormat` reads a row as a text (`column.py`) or a conversation (`chat.py`).
 
 Rows of JSON are read here, a line at a time. The library's reader infers types from the first lines, turns what comes later
 into them, refuses a row that lacks another row's field, and ends the process at a line that is `null`.
@@ -32,7 +32,7 @@ class RowFormat(Protocol):
     """What rows are read as."""
 
     key: Any
-    """A JSON value: with the files, what a cached row depends on."""
+    """A JSON value on which a cached row depends, next to the files."""
     identity: dict[str, Any]
     """What must be the same for a checkpoint to go on."""
     features: dict[str, str]
@@ -144,7 +144,7 @@ def quietly() -> Iterator[None]:
 
 
 def _arrow(states: list[tuple[str, int, int]], file_format: str, reader: RowFormat) -> "Dataset":
-    """The rows as Arrow: in the cache, named by what was read; the first process to come makes it."""
+    """The rows as Arrow: in the cache, named by its input; the first process to come makes it."""
     from datasets import Dataset, Features, Value, config
     from datasets.arrow_writer import ArrowWriter
 

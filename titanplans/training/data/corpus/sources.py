@@ -33,7 +33,7 @@ class Source(Protocol):
         """Of conversations: how many are read, and how many are left out, in words."""
 
     files: list[tuple[str, Path]]
-    """Names, which are the same wherever the corpus lies, and paths of what is read; empty if it is not on this machine."""
+    """Names, which are the same wherever the corpus lies, and paths of its files; empty if it is not on this machine."""
 
     def choose_streams(self, counts: Sequence[int]) -> int:
         """The first of `counts` into which the corpus can be divided; where there is none, what does least harm."""
