@@ -21,7 +21,7 @@ from titanplans.adapters.low_rank import takes_adapter
 from titanplans.config import LoRA
 from titanplans.disk import sync
 from titanplans.errors import ModelError
-from titanplans.plan.adapted import LowRank, is_factor, is_transposed
+from titanplans.plan.adapted import LowRank, is_factor, is_transposed, low_rank_of
 from titanplans.plan.decoder import without_wrappers
 from titanplans.split.parameters.shards import copy_shard
 from titanplans.text import some
@@ -239,7 +239,8 @@ def peft_name(name: str) -> str:
 
 
 def _low_ranks(model: nn.Module) -> dict[str, LowRank]:
-    return {name: module.__dict__["_low_rank"] for name, module in named_adapted(model).items()}
+    adapters = {name: low_rank_of(module) for name, module in named_adapted(model).items()}
+    return {name: low_rank for name, low_rank in adapters.items() if low_rank is not None}
 
 
 def _ends(model: nn.Module, chosen: list[str]) -> list[str]:

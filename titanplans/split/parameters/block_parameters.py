@@ -21,6 +21,7 @@ from titanplans.split.parameters.local_parameters import (
     readings_of,
 )
 from titanplans.split.parameters.local_read import is_plain, read_all
+from titanplans.split.state import make_state
 from titanplans.torch_private.dtensor import local_tensor
 
 Holders = list[tuple[nn.Module, tuple[str, ...]]]
@@ -48,7 +49,7 @@ def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
     found: list[tuple[dict[str, torch.Tensor], str, Reading]] = []
     params, specs = [], []
     for module, names in holders:
-        state = module.__dict__["_split"]
+        state = make_state(module)
         readings, known = state.readings, state.read_by_block
         known.clear()  # an interrupt may have left something
         parameters: Any = module._parameters
@@ -67,4 +68,4 @@ def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
 def _end(holders: Holders, block: nn.Module, args: Any, output: Any) -> None:
     if not torch.compiler.is_compiling():
         for module, _ in holders:
-            module.__dict__["_split"].read_by_block.clear()
+            make_state(module).read_by_block.clear()
