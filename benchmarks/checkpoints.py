@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from titanplans.training.checkpoint.card import Card, damage
-from titanplans.training.checkpoint.storage import Planner, Reader, Writer
+from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 from titanplans.training.launch.exit_status import finish
 
 TENSORS = 48
@@ -62,12 +62,12 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> None:
     variants: dict[str, Callable[[], object]] = {
         "save: torch": lambda: dcp.save(state, storage_writer=FileSystemWriter(plain), **nothing),
         "save: with checksums and renames": lambda: dcp.save(
-            state, storage_writer=Writer(ours, card), **nothing
+            state, storage_writer=CheckpointWriter(ours, card), **nothing
         ),
         "titanplans check": lambda: damage(ours),
         "load: torch": lambda: dcp.load(loaded, storage_reader=FileSystemReader(ours), **nothing),
         "load: without checksums": lambda: dcp.load(
-            loaded, storage_reader=Reader(ours), planner=Planner(), **nothing
+            loaded, storage_reader=CheckpointReader(ours), planner=Planner(), **nothing
         ),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}

@@ -205,6 +205,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {line.split("[")[0].split("=")[0].split(">")[0].strip() for line in project["dependencies"]}
     modules = {
+        "annotated-types": "annotated_types",
         "flash-linear-attention": "fla",
         "huggingface-hub": "huggingface_hub",
         "tomli-w": "tomli_w",

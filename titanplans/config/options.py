@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform, get_typ
 
 import tomli
 import tomli_w
-from pydantic_core import core_schema
+from pydantic import GetCoreSchemaHandler, PlainValidator
 
 from titanplans.config.other_names import AUTOMODEL, AUTOMODEL_WORDS, REFUSED
 from titanplans.config.values import Mismatch, fit, in_toml
@@ -116,8 +116,8 @@ class Options:
         return OptionError(self.full_name(option), attrgetter(option)(self), why)
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return core_schema.no_info_plain_validator_function(cls._accept)
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return PlainValidator(cls._accept).__get_pydantic_core_schema__(Any, handler)
 
     @classmethod
     def _accept(cls, value: Any) -> Self:

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import core_schema
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 
 from titanplans.errors import ConfigError, OptionError
 from titanplans.text import show
@@ -33,8 +32,8 @@ class Constraint:
     says: str
     holds: Callable[[Any], bool]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
 
     def _check(self, value: Any) -> Any:
         if not self.holds(value):
