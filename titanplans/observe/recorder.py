@@ -4,7 +4,7 @@
         ...                     # one step
     record.collectives
 
-A passive look at what reaches the dispatcher, on a process group, on ranks simulated in one process, and, ten times
+A passive look at what reaches the dispatcher, on a process group, and, ten times
 as fast, on one rank whose peers do not exist; under a `FakeTensorMode` no size is too large. What a compiled block
 issues is seen, too: inductor's code calls the operators as eager code does. Where the step is at that moment is
 `places`', what an operator does `operators`'. Not seen is what a replayed CUDA graph sends.
