@@ -1,4 +1,4 @@
-"""Options of a config with which a model can't be split."""
+"""Options of families of models with which they can't be split; tests/plans/test_proofs.py proves the others."""
 
 import pytest
 import torch
