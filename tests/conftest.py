@@ -42,11 +42,10 @@ LONGEST = (
     "float8_parallel",
     "verify_command",
     "fsdp",
-    "architectures",
+    "proofs",
     "trainer",
     "async_tp_command",
     "sweep_run",
-    "parity",
 )
 """Files of half a minute and more. Where workers take whole files, these go first, so that none is left at the end."""
 

@@ -310,14 +310,17 @@ EVERY = (*ARCHITECTURES, "tiny")
 """Names of all models, the one of nobody's library last."""
 
 
+def fields(name: str, *, options: bool = True) -> dict[str, Any]:
+    """Return the fields of a registered architecture's config that differ from its debug flavor."""
+    if name in FAMILIES:
+        return FAMILIES[name][0]
+    architecture = ARCHITECTURES[name]
+    return architecture.sizes | (architecture.options if options else {})
+
+
 def config(name: str, *, options: bool = True, **overrides: Any) -> PretrainedConfig:
     """Return the tiny config of a registered architecture; `overrides` are fields of it."""
-    if name in FAMILIES:
-        fields = FAMILIES[name][0]
-    else:
-        architecture = ARCHITECTURES[name]
-        fields = architecture.sizes | (architecture.options if options else {})
-    return modeling.load_config(name, "debug", **fields | overrides)
+    return modeling.load_config(name, "debug", **fields(name, options=options) | overrides)
 
 
 def build(

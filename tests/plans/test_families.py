@@ -1,37 +1,9 @@
-"""The plans of all families in `zoo.FAMILIES`, proved with each variant of their options at tp 2 and 4."""
+"""Options of families of models with which they can't be split; tests/plans/test_proofs.py proves the others."""
 
 import pytest
 import torch
-import zoo
-from plainly import verify
 
-from titanplans import PlanError, check_plan, kernels, modeling
-from titanplans.modeling.samples import build_real, sample_inputs
-
-VARIANTS = [(name, number) for name, variants in zoo.FAMILIES.items() for number in range(len(variants))]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cpu_kernels():
-    kernels.install("cpu")
-
-
-@pytest.mark.parametrize(("name", "number"), VARIANTS, ids=lambda value: str(value))
-def test_equal_to_the_whole_model(name, number):
-    """At every degree both with a sharded loss and sequence, and with neither; exhaustively, every choice of them."""
-    config = modeling.load_config(name, "debug", **zoo.FAMILIES[name][number])
-    inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
-    for both in (True, False):
-        report = verify(
-            lambda: build_real(config),
-            inputs=inputs,
-            degrees=[2, 4],
-            loss_parallel=both,
-            sequence_parallel=both,
-        )
-        assert report.passed, report.table()
-        assert len(report.cases) == 2
-        assert not report.refused
+from titanplans import PlanError, check_plan, modeling
 
 
 def test_raven_is_refused_with_random_numbers_for_each_head():

@@ -1,24 +1,21 @@
-"""Every plan in float8, against the whole model in float8, in float64: what quantisation does is the same in both.
+"""Plans in float8: what the proof finds, what a rank computes, what is refused, and which borders are crossed in float8.
 
-Small sizes, all multiples of 16 on each of four ranks, which share key/value heads.
+That they are right is proved by tests/plans/test_proofs.py.
 """
 
-from functools import partial
-
+import proofs
 import pytest
 import torch
 import zoo
-from plainly import verify
 from titanplans.plans.hf.llama import LlamaPlan
 from torch import nn
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
 import titanplans.precision.float8.border
 import titanplans.precision.float8.linear
-from titanplans import PlanError, apply_plan, check_plan, kernels, modeling, proof, registered_plans
+from titanplans import PlanError, apply_plan, check_plan, kernels, modeling
 from titanplans.apply.check import check
 from titanplans.kernels.widen import Widen
-from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
 from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
 from titanplans.plan.plan import TPOptions
@@ -28,20 +25,6 @@ from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.local_code import PlaceInGroup
 from titanplans.torch_private.torchao import float8_data
-
-ALIGNED = dict(num_hidden_layers=1, intermediate_size=64, vocab_size=128)
-SMALL = {
-    "transformer": ALIGNED | dict(hidden_size=256, num_kv_heads=2),
-    "gla": ALIGNED | dict(hidden_size=256, num_kv_heads=2),
-    "llama": ALIGNED | dict(num_key_value_heads=2),
-    "mistral": ALIGNED,
-    "qwen2": ALIGNED | dict(hidden_size=128, num_key_value_heads=2),
-    "qwen3": ALIGNED | dict(num_key_value_heads=2),
-    "gemma3_text": ALIGNED | dict(num_key_value_heads=2),
-    "gemma3": dict(num_hidden_layers=1, intermediate_size=64),
-}
-"""Fields that differ from the zoo's."""
-FILTERS = {"gemma3": ("vision_tower",)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,81 +36,8 @@ def convert(model, recipe="tensorwise", **options):
     return convert_to_float8(model, Float8(recipe_name=recipe, **options))
 
 
-def build(name, recipe, **options):
-    model = build_real(zoo.config(name, **SMALL[name]))
-    convert(model, recipe, **{"emulate": True, "filter_fqns": FILTERS.get(name, ())} | options)
-    return model
-
-
 def prove(name, recipe, **options):
-    config = zoo.config(name, **SMALL[name])
-    inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
-    return verify(
-        partial(build, name, recipe), inputs=inputs, **{"degrees": [4], "loss_parallel": True} | options
-    )
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_tensorwise_equals_the_whole_model(name):
-    """Sequence whole and sharded: then activations are gathered in float8, cast once with the scale of all."""
-    report = prove(name, "tensorwise")
-    assert report.passed, report.table()
-    assert len(report.cases) == 2
-
-
-@pytest.mark.parametrize("name", ["gla", "transformer", "qwen3"])
-@pytest.mark.parametrize("recipe", RECIPES[1:])
-def test_rows_equal_those_of_the_whole_model(name, recipe):
-    report = prove(name, recipe, sequence_parallel=True)
-    assert report.passed, report.table()
-
-
-def test_a_filtered_projection_gathers_plainly():
-    """What is not converted reads the sequence, too, so that it comes as it is; each projection casts for itself."""
-    config = zoo.config("gla", **SMALL["gla"])
-    inputs = sample_inputs(config, batch_size=2, seq_len=16, seed=0)
-    report = verify(
-        lambda: build("gla", "tensorwise", filter_fqns=["gk_proj"]),
-        inputs=inputs,
-        degrees=[2],
-        loss_parallel=True,
-    )
-    assert report.passed, report.table()
-
-
-OTHERS = {
-    "gated_deltanet": (ALIGNED, ()),
-    "gsa": (ALIGNED | dict(hidden_size=128), ("o_proj",)),  # its fused kernel reads that weight
-    "phi3": (ALIGNED | dict(hidden_size=128), ()),
-    "glm4": (ALIGNED, ()),
-    "mamba": (dict(num_hidden_layers=1, hidden_size=128, vocab_size=128, use_bias=True), ()),
-}
-"""Of other families: packed projections, and a bias behind the last one."""
-_FIRST = ("gla", "llama", *OTHERS)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in _FIRST else pytest.param(n, marks=pytest.mark.exhaustive) for n in (*SMALL, *OTHERS)],
-)
-def test_padding_documents_and_odd_lengths(name):
-    """What is padded is left out before the projections, whose scale is then that of the other tokens."""
-    fields, filters = OTHERS.get(name, (SMALL.get(name), FILTERS.get(name, ())))
-    config = zoo.config(name, **fields)
-
-    def build():
-        model = build_real(config)
-        convert(model, emulate=True, filter_fqns=filters, filter_unaligned=True)
-        return model
-
-    image = partial(_with_images, config) if name == "gemma3" else None
-    options = {"loss_parallel": True, "sequence_parallel": True, "inputs": image}
-    report = proof.verify(build, degrees=[2], conditions="each", **options)
-    assert report.passed, report.table()
-
-
-def _with_images(config, batch_size, seq_len, seed):
-    return sample_inputs(config, batch_size=batch_size, seq_len=max(seq_len, 16), seed=seed)
+    return proofs.float8(name, recipe, sequence=True).prove(**options)
 
 
 def test_a_cast_is_the_same_in_a_forward_and_in_a_backward():
@@ -143,12 +53,6 @@ def test_a_cast_is_the_same_in_a_forward_and_in_a_backward():
         with Widen(torch.float64):
             forward = cast()
         assert forward == cast() == 36
-
-
-def test_every_registered_plan_is_here():
-    assert {
-        name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
-    } == {*SMALL, *zoo.FAMILIES}
 
 
 # What the proof would find.
@@ -180,7 +84,7 @@ def summands_cast_apart(monkeypatch):
 @pytest.mark.parametrize("fault", [own_scales, own_scale_of_the_shard, summands_cast_apart])
 def test_a_rank_that_scales_for_itself_is_found(fault, monkeypatch):
     fault(monkeypatch)
-    report = prove("gla", "tensorwise", sequence_parallel=True)
+    report = prove("gla", "tensorwise")
     assert not report.passed
     # One step of float8 is a sixteenth: no rounding of float64.
     assert max(check.error for check in report.cases[0].checks) > 1e9
@@ -188,7 +92,7 @@ def test_a_rank_that_scales_for_itself_is_found(fault, monkeypatch):
 
 def test_rows_scaled_by_a_rank_for_itself_are_found(monkeypatch):
     own_scales(monkeypatch)
-    assert not prove("qwen3", "rowwise", sequence_parallel=True).passed
+    assert not prove("qwen3", "rowwise").passed
 
 
 # What a rank computes is torchao's.
@@ -235,7 +139,7 @@ def test_a_frozen_weight_gets_no_gradient():
 
 def meta(name, recipe="tensorwise", **overrides):
     with torch.device("meta"):
-        model = modeling.build(zoo.config(name, **SMALL[name] | overrides))
+        model = modeling.build(zoo.config(name, **proofs.FLOAT8[name][0] | overrides))
     convert(model, recipe, emulate=True)
     return model
 
@@ -335,8 +239,8 @@ def test_a_proof_of_products_that_round_is_refused():
 # Which borders are crossed in float8.
 
 
-def crossings(name, recipe="tensorwise", plan=None, **options):
-    model = build(name, recipe, **options)
+def crossings(name, recipe="tensorwise", plan=None, **changed):
+    model = proofs.float8(name, recipe, **changed).build()
     with fake_ranks(2) as mesh:
         found = apply_plan(model, mesh, plan=plan).crossings
     return {n.removeprefix("model.layers.0."): tuple(crossing) for n, crossing in found.items()}
@@ -354,7 +258,7 @@ def test_a_region_whose_projections_are_all_float8_is_entered_and_left_in_float8
 
 
 def test_what_is_not_float8_says_why():
-    found = crossings("gla", filter_fqns=["gk_proj", "down_proj"])
+    found = crossings("gla", unconverted=("gk_proj", "down_proj"))
     assert found["attn"] == ("model.layers.0.attn.gk_proj.0 is not converted, and reads it too", None)
     assert found["mlp"] == (None, "model.layers.0.mlp.down_proj is not converted, and gives it")
     found = crossings("qwen3", "rowwise")
@@ -369,12 +273,12 @@ def test_what_is_not_float8_says_why():
     assert found["mlp"] == (None, "")
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", proofs.FLOAT8)
 def test_every_converted_module_is_called(name):
     """None is computed by a fused kernel of its parent: `fuse_swiglu` is off where `down_proj` is converted."""
-    model, called = build(name, "tensorwise"), set()
+    row, called = proofs.float8(name), set()
+    model = row.build()
     for path, module in float8_linears(model).items():
         module.register_forward_pre_hook(lambda module, args, path=path: called.add(path))
-    config = zoo.config(name, **SMALL[name])
-    model(**sample_inputs(config, batch_size=1, seq_len=16, seed=0), use_cache=False)
+    model(**row.inputs(batch_size=1), use_cache=False)
     assert called == float8_linears(model).keys()

@@ -1,0 +1,29 @@
+"""Every row of tests/plans/proofs.py: the split model trains as the whole one does."""
+
+import proofs
+import pytest
+import zoo
+
+from titanplans import registered_plans
+
+ROWS = [
+    pytest.param(row, id=row.id, marks=[pytest.mark.exhaustive] * row.exhaustive) for row in proofs.rows()
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_split_model_equals_the_whole_one(row):
+    report = row.prove()
+    assert report.passed, report.table()
+    assert not report.refused
+    if row.conditions == "plain":
+        choices = (row.loss is None) + (row.sequence is None)
+        assert len(report.cases) == len(row.degrees) * 2**choices
+
+
+def test_every_registered_plan_is_in_the_zoo():
+    own = {
+        name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
+    }
+    assert own == {*zoo.ARCHITECTURES, *zoo.FAMILIES}
+    assert own == {row.name for row in proofs.rows() if not row.exhaustive}
