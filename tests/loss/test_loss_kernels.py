@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 
-from titanplans.loss.shares import IGNORED, Objective, entropy_and_gradient, read_by_operators
+from titanplans.loss.operators import read_by_operators
+from titanplans.loss.shares import IGNORED, Objective, entropy_and_gradient
 
 OBJECTIVES = {
     "plain": Objective(),

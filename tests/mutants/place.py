@@ -25,7 +25,7 @@ from mutants import operators
 from mutants.prove import Verdict
 from titanplans.plan.decoder import find_decoder
 from titanplans.proof.compare.reference import ReferenceRun
-from titanplans.proof.report import CaseResult
+from titanplans.proof.result import CaseResult
 
 HERE = {
     operator.__name__

@@ -12,7 +12,7 @@ from titanplans.proof.batches.conditions import PLAIN
 from titanplans.proof.case import prove_case
 from titanplans.proof.ranks import threads
 from titanplans.proof.ranks.world import World
-from titanplans.proof.report import CaseResult, keywords
+from titanplans.proof.result import CaseResult, keywords
 
 CPU = torch.device("cpu")
 

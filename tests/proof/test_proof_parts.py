@@ -10,7 +10,8 @@ from titanplans.proof.batches.sample import Sampler, randomise
 from titanplans.proof.compare.assemble import best_fit
 from titanplans.proof.compare.tolerance import difference
 from titanplans.proof.explain.localise import diagnose
-from titanplans.proof.report import CaseResult, Check, Finding, Location, Refusal, Report
+from titanplans.proof.report import Report
+from titanplans.proof.result import CaseResult, Check, Finding, Location, Refusal
 
 
 def fit(held, expected, sums=True):

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from titanplans.loss.shares import Statistics
+from titanplans.loss.operators import Statistics
 
 COLUMNS = 4096
 """Logits that a program has at once."""

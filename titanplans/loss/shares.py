@@ -5,26 +5,19 @@ the sum of its logits, where labels are smoothed. Of these each rank has the los
 gradient of its own logits, which is made in their place.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.errors import ParallelError
+from titanplans.loss.operators import Read, read_by_operators
 from titanplans.plan.layout import shard_size
 from titanplans.split.collectives import Group, all_gather, group_of
 from titanplans.torch_private.dispatch import assert_async
 
 IGNORED = -100
 """The label of a token that does not count: torch's default."""
-
-
-Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-Read = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[Statistics, Callable[..., torch.Tensor]]
-]
-"""`read_by_operators`, or the same by kernels."""
 
 
 class Objective(NamedTuple):
@@ -116,45 +109,6 @@ def _reader(logits: torch.Tensor) -> Read:
     from titanplans.loss import kernels
 
     return kernels.read
-
-
-def read_by_operators(
-    logits: torch.Tensor, mine: torch.Tensor, index: torch.Tensor, summed: bool
-) -> tuple[Statistics, Callable[..., torch.Tensor]]:
-    """Return what a rank sends of its `logits`, and the function that gives their gradient, in their place.
-
-    Args:
-        logits: [tokens, share of the vocabulary]; overwritten where they are float32 or wider.
-        mine: [tokens], whether the label is one of this share.
-        index: [tokens], which one; 0 where it is not.
-        summed: the sums of logits are asked for.
-
-    Returns:
-        The logarithm of the sum of exponentials, the label's logit or 0, and the sum of logits or None, [tokens] each; and a
-        function of four such: the logarithm over all shares, the weight of the probabilities, what the label's logit gets
-        less, and what each logit gets less.
-    """
-    dtype, width = logits.dtype, logits.shape[-1]
-    logits = logits.to(torch.promote_types(dtype, torch.float32))
-    if width:
-        own = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0)
-        # Finite, so that a share of logits that are all -inf has a sum of 0.
-        largest = logits.amax(-1).clamp_min(torch.finfo(logits.dtype).min)
-    else:
-        own = logits.new_zeros(index.shape)
-        largest = logits.new_full(index.shape, -torch.inf)
-    sums = logits.sum(-1) if summed else None
-    exponentials = logits.sub_(largest[:, None]).exp_()
-
-    def gradient(log_sum: torch.Tensor, scale: torch.Tensor, own: torch.Tensor, shift: torch.Tensor):
-        exponentials.mul_(((largest - log_sum).exp() * scale)[:, None])
-        if width:
-            exponentials.scatter_add_(-1, index[:, None], -own[:, None])
-        if summed:
-            exponentials.sub_(shift[:, None])
-        return exponentials.to(dtype)
-
-    return (largest + exponentials.sum(-1).log(), own, sums), gradient
 
 
 def _over_ranks(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from titanplans.errors import PlanError, UserError
+from titanplans.plan.plan_styles import PlanStyles
 from titanplans.user_code import as_user_error
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ def register_plan(*model_types: str, mixer: str | None = None) -> Callable[[P], 
         )
 
     def decorate(plan: P) -> P:
-        from titanplans.plan.plan import TPPlan
-
-        if not (isinstance(plan, type) and issubclass(plan, TPPlan)):
+        if not (
+            isinstance(plan, type) and issubclass(plan, PlanStyles)
+        ):  # the base of TPPlan, which looks mixers up here
             names = ", ".join(map(repr, model_types or [mixer]))
             raise PlanError(f"register_plan({names}): {plan!r} is no subclass of titanplans.TPPlan")
         for table, names in ((_BY_MODEL_TYPE, model_types), (_BY_MIXER, (mixer,) if mixer else ())):

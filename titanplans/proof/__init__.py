@@ -14,7 +14,8 @@ imported.
     report.py   the verdict                           explain/   conditions and places of a failure
 """
 
-from titanplans.proof.report import CaseResult, Check, Finding, Location, Refusal, Report
+from titanplans.proof.report import Report
+from titanplans.proof.result import CaseResult, Check, Finding, Location, Refusal
 from titanplans.proof.verify import verify
 
 __all__ = ["CaseResult", "Check", "Finding", "Location", "Refusal", "Report", "verify"]

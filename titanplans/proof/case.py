@@ -26,7 +26,7 @@ from titanplans.proof.compare.training import TrainingRun, recompute
 from titanplans.proof.explain.localise import localise, may_be_partial
 from titanplans.proof.ranks.meeting import Apart
 from titanplans.proof.ranks.world import World, from_first
-from titanplans.proof.report import CaseResult, Check, keywords
+from titanplans.proof.result import CaseResult, Check, keywords
 
 SPLITTING = "while it is split"
 

@@ -20,7 +20,7 @@ from titanplans.proof.compare.refused import leave_out_what_is_refused, not_fuse
 from titanplans.proof.compare.tolerance import DRAWS, MORE_DRAWS
 from titanplans.proof.explain.blame import Blame
 from titanplans.proof.ranks.world import World, Worlds
-from titanplans.proof.report import CaseResult, case_name
+from titanplans.proof.result import CaseResult, case_name
 
 CONDITIONS = ("pairs", "each", "plain")
 

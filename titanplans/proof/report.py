@@ -1,136 +1,16 @@
-"""The result of a proof: plain frozen data, which titanplans/proof/table.py prints."""
+"""The report of a proof: plain frozen data, as JSON, and as a table with a row a case and the faults of failing ones.
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from titanplans.plan.plan import TPOptions
-from titanplans.proof.batches.conditions import Scenario
+from titanplans.proof.batches.conditions import PLAIN, Scenario
+from titanplans.proof.compare.scale import SCALE
+from titanplans.proof.result import CaseResult, Refusal, epsilons, options_as_json
+from titanplans.text import columns
 
-
-@dataclass(frozen=True)
-class Check:
-    """One kind of quantity of the split model, compared with the whole model's."""
-
-    what: str
-    """runs, loss, logits, gradients, replicas, scale, norm, AdamW or tied."""
-    error: float
-    """The worst difference, in epsilons: units of the change by one rounding of every weight."""
-    tolerance: float
-    """The largest difference of sums in another order, in epsilons."""
-    where: str = ""
-    """The parameter with the worst difference; "" for a quantity of the whole model."""
-    point: str = ""
-    """When in the training: "step 2, batch 1"."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the difference is rounding; NaN is not."""
-        return self.error <= self.tolerance
-
-    @property
-    def share(self) -> float:
-        """The difference as a share of the tolerance."""
-        return self.error / self.tolerance if self.tolerance else self.error
-
-    @property
-    def name(self) -> str:
-        """The quantity, and the parameter if there are several."""
-        return f"{self.what} {self.where}".strip()
-
-
-@dataclass(frozen=True)
-class Location:
-    """A module's output, that output's gradient, or a parameter's gradient."""
-
-    name: str
-    error: float
-    """In epsilons."""
-    note: str = ""
-    """How the ranks' tensors were assembled, if that tells something."""
-
-    def __str__(self) -> str:
-        return f"{self.name}{f' ({self.note})' if self.note else ''} {epsilons(self.error)}"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The first place of an error in one direction."""
-
-    direction: str
-    """forward or backward."""
-    first: Location
-    healthy: tuple[Location, ...]
-    """Right places near it, the nearest first."""
-    reason: str = ""
-    """The fault, if it is certain: "exactly 2 times too large"."""
-    remedy: str = ""
-    """The style that would sum a gradient that is not summed, if the parameter's place tells."""
-
-    def __str__(self) -> str:
-        reason = f", {self.reason}" if self.reason else ""
-        reason += f"; {self.remedy} sums it" if self.remedy else ""
-        healthy = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
-        error = epsilons(self.first.error)
-        return f"{self.direction}: first off at {self.first.name}: {error} epsilons{reason}{healthy}"
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """The result of one training at one degree with one choice of options."""
-
-    options: TPOptions
-    scenario: Scenario
-    checks: tuple[Check, ...]
-    missing: tuple[str, ...] = ()
-    """Parameters with a gradient in the whole model only."""
-    unexpected: tuple[str, ...] = ()
-    """Parameters with a gradient in the split model only."""
-    finding: Finding | None = None
-    """Where a failing case goes wrong first."""
-    notes: tuple[str, ...] = ()
-    """Faults without a place: an exception, a missing gradient, weights no longer tied; and modules that asked for a
-    rank's number in the world."""
-    conditions: tuple[str, ...] = ()
-    """The conditions that a failing case needs: without any one of them it is right. Empty: it fails plainly."""
-    seconds: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether every check passed and no gradient is missing or unexpected."""
-        return all(c.passed for c in self.checks) and not self.missing and not self.unexpected
-
-    @property
-    def beyond_tolerance(self) -> bool:
-        """Whether it fails only by differences that a larger unit might allow."""
-        failed = [check for check in self.checks if not check.passed]
-        measured = all(check.what not in ("runs", "replicas", "tied") for check in failed)
-        return bool(failed) and measured and not self.missing and not self.unexpected
-
-    @property
-    def worst(self) -> str:
-        """The first failing check and its place; if all passed, the one nearest to its tolerance."""
-        failed = [check for check in self.checks if not check.passed]
-        nearest = failed[0] if failed else max(self.checks, key=lambda c: c.error / max(c.tolerance, 1.0))
-        if (absent := self.missing or self.unexpected) and nearest.what not in ("loss", "logits"):
-            return f"gradients {absent[0]}"
-        return nearest.name
-
-    @property
-    def name(self) -> str:
-        """Its options in words."""
-        return case_name(self.options)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Choices of options at one degree that strict application refuses for one reason."""
-
-    options: tuple[TPOptions, ...]
-    reason: str
-
-    def __str__(self) -> str:
-        return f"not proved: {case_name(*self.options)}: {self.reason}"
+CHECKS = ("loss", "logits", "gradients", "replicas", "norm", "AdamW")
 
 
 @dataclass(frozen=True)
@@ -167,10 +47,8 @@ class Report:
         return found
 
     def table(self) -> str:
-        """Return the report as text (see titanplans/proof/table.py)."""
-        from titanplans.proof.table import table
-
-        return table(self)
+        """Return the report as text, its numbers in epsilons."""
+        return _table(self)
 
 
 def _plain(value: Any) -> Any:
@@ -181,29 +59,73 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def case_name(*cases: TPOptions) -> str:
-    """Return the common options of cases of one degree, in words: "tp 2, loss sharded, sequence whole"."""
-    words = [f"tp {cases[0].degree}"]
-    losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
-    for what, sharded in (("loss", losses), ("sequence", sequences)):
-        if len(sharded) == 1:
-            words.append(f"{what} {'sharded' if sharded.pop() else 'whole'}")
-    return ", ".join(words)
+def _table(report: Report) -> str:
+    """Return `report` as text, its numbers in epsilons."""
+    found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
+    checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
+    head = ("tp", "loss", "sequence", "training", *checks, "verdict", "worst")
+    rows = [head, *(_row(case, checks, training(case, report)) for case in report.cases)]
+    lines = [
+        f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
+        "",
+        *columns(rows, right=(0, *range(4, len(head) - 2))),
+        "",
+    ]
+    unreached = [f"not reached: {words}" for words in report.unreached]
+    return "\n".join([*lines, *_failures(report), *map(str, report.refused), *unreached, _legend(report)])
 
 
-def keywords(options: TPOptions) -> dict[str, Any]:
-    """Return `options` as the keywords of `apply_plan` and `check_plan`, without the degree."""
-    names = ("loss_parallel", "sequence_parallel", "sequence_dim")
-    return {name: getattr(options, name) for name in names}
+def training(case: CaseResult, report: Report) -> str:
+    """Return the letter of a case's training, and the settings that hold throughout it."""
+    letters = {one: chr(ord("A") + at) for at, one in enumerate(report.trainings)}
+    scenario = case.scenario
+    plain = replace(scenario, dtype=PLAIN.dtype, frozen="", recomputed=False, differing=False, fused=False)
+    words = [name for name in ("frozen", "recomputed", "differing", "fused") if getattr(scenario, name)]
+    dtype = [scenario.dtype] if scenario.dtype != PLAIN.dtype else []
+    return ", ".join([letters.get(plain, "own"), *words, *dtype])
 
 
-def options_as_json(options: TPOptions) -> dict[str, Any]:
-    """Return the options that tell a case from the others of a report."""
-    return {name: getattr(options, name) for name in ("degree", "loss_parallel", "sequence_parallel")}
+def _row(case: CaseResult, checks: Sequence[str], trained: str) -> tuple[str, ...]:
+    errors = {check.what: epsilons(check.error) for check in case.checks}
+    if case.missing:
+        errors["gradients"] = "missing"
+    return (
+        str(case.options.degree),
+        "sharded" if case.options.loss_parallel else "whole",
+        "sharded" if case.options.sequence_parallel else "whole",
+        trained,
+        *(errors.get(what, "-") for what in checks),
+        "right" if case.passed else "WRONG",
+        case.worst,
+    )
 
 
-def epsilons(error: float) -> str:
-    """Return a number of epsilons in at most seven characters."""
-    if not math.isfinite(error):
-        return str(error)
-    return f"{error:.1f}" if error < 1000 else f"{error:.1e}"
+def _failures(report: Report) -> Iterator[str]:
+    """Yield the faults, once for all cases with the same fault at the same place."""
+    alike: dict[object, list[CaseResult]] = {}
+    for case in report.cases:
+        if not case.passed:
+            place = (f.direction, f.first.name, f.reason) if (f := case.finding) else None
+            alike.setdefault((place, case.notes, case.conditions), []).append(case)
+    for first, *others in alike.values():
+        names = dict.fromkeys(case.name for case in (first, *others))
+        needed = f": right, but for {' and '.join(first.conditions)}" if first.conditions else ""
+        yield f"wrong: {'; '.join(names)}{needed}"
+        found = [*([str(first.finding)] if first.finding else []), *first.notes]
+        yield from (f"  {line}" for line in found or [first.worst])
+        yield ""
+
+
+def _legend(report: Report) -> str:
+    tolerances = {
+        check.tolerance
+        for case in report.cases
+        for check in case.checks
+        if check.what == "loss" and case.scenario.dtype == report.dtype
+    }
+    wrong = sum(not case.passed for case in report.cases)
+    verdict = (
+        f"{wrong} of {len(report.cases)} cases WRONG" if wrong else f"all {len(report.cases)} cases right"
+    )
+    allowed = f"; sums in another order may differ by {epsilons(max(tolerances))}" if tolerances else ""
+    return f"{verdict}. Differences in epsilons, what one rounding of every weight changes{allowed}; replicas must be equal."

@@ -23,7 +23,8 @@ from titanplans.proof.compare.patches import unpatched
 from titanplans.proof.compare.tolerance import check_dtype
 from titanplans.proof.ranks.processes import side_by_side
 from titanplans.proof.ranks.world import Worlds, group_degree
-from titanplans.proof.report import CaseResult, Refusal, Report, keywords
+from titanplans.proof.report import Report
+from titanplans.proof.result import CaseResult, Refusal, keywords
 
 DEGREES = (2, 4, 8)
 BOTH = (True, False)

@@ -28,7 +28,7 @@ from titanplans.proof.batches.sample import moved
 from titanplans.proof.compare.forward import backward, call, logits_of
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.proof.ranks.world import group_degree, is_small
-from titanplans.proof.report import keywords, options_as_json
+from titanplans.proof.result import keywords, options_as_json
 from titanplans.proof.verify import DEGREES, accepted_cases
 from titanplans.training.trainer.device import no_trainer
 

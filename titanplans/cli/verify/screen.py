@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from titanplans.cli.verify.proof import Outcome
-from titanplans.proof.report import CaseResult, case_name, epsilons
-from titanplans.proof.table import training
+from titanplans.proof.report import training
+from titanplans.proof.result import CaseResult, case_name, epsilons
 from titanplans.text import counted
 
 _CLEAR = "\r\x1b[K"

@@ -13,7 +13,7 @@ from titanplans.proof.compare.scale import SCALE, fit_of
 from titanplans.proof.compare.tolerance import difference, largest
 from titanplans.proof.compare.training import Key, TrainingRun
 from titanplans.proof.ranks.world import World, wholes
-from titanplans.proof.report import CaseResult, Check
+from titanplans.proof.result import CaseResult, Check
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from titanplans.errors import PlanError
 from titanplans.plan.plan import TPOptions
 from titanplans.proof.batches.conditions import MicroBatch, Scenario, words
-from titanplans.proof.report import CaseResult
+from titanplans.proof.result import CaseResult
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from titanplans.proof.compare.tolerance import difference
 from titanplans.proof.compare.training import TrainingRun
 from titanplans.proof.explain.remedy import summing_style
 from titanplans.proof.ranks.world import World, from_first, wholes
-from titanplans.proof.report import CaseResult, Finding, Location, epsilons
+from titanplans.proof.result import CaseResult, Finding, Location, epsilons
 
 _UNSUMMED = "each rank has its own share: not summed over the ranks"
 
