@@ -159,8 +159,8 @@ def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(sav
         "size": "ModelError: max_shard_size = '5 bananas' is no size: 500MB or 5GB would do",
         "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json and no other file of a tokenizer in it",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
-        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: unheard is (3,), expected "
-        "not there",
+        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: unheard is (3,), "
+        "expected not there",
         "no config": "ModelError: Linear has no config of transformers, so no config.json can be written: save what "
         "titanplans.gather_full_state_dict(model) returns on rank 0",
         "full": "NotSaved: /.new.writing can't be written (File too large)",
