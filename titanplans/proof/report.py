@@ -1,4 +1,4 @@
-"""The report of a proof: plain frozen data, as JSON, and as a table with a row a case and the faults of failing ones.
+"""The report of a proof: plain frozen data, as JSON, and as a table with a row a case and the faults of failing ones."""
 
 import math
 from collections.abc import Iterator, Sequence
