@@ -18,6 +18,7 @@ from titanplans.observe.graphs import install_record, recording_graphs
 from titanplans.parallel import Degrees, FSDP2Config, Mesh, ParallelError
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
+from titanplans.plan.layout import StreamLayout
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.stream import Border, Stream
 from titanplans.torch_private.compile import LAST_PASSES, own_passes
@@ -41,7 +42,7 @@ def mesh():
 def border(mesh):
     with fresh_cache():
         # The sequence comes first: gathered along another dimension, shards are put together by a kernel of C++.
-        stream = Stream(sequence_parallel=True, sequence_dim=0)
+        stream = Stream(StreamLayout(0))
         stream.length = TOKENS
         yield Border(mesh.get_mesh("tp"), stream)
         torch._dynamo.reset()
