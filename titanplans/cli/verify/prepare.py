@@ -2,7 +2,7 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +13,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans import modeling
+from titanplans.apply.prepare import Preparation
+from titanplans.apply.prepare import prepare as prepare_modules
 from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import OptionError, VerifyError
-from titanplans.parallel import Float8, add_adapters, freeze
 from titanplans.parallel.memory import memory
 from titanplans.plan.decoder import find_decoder
-from titanplans.precision.float8.conversion import check_calls, convert_to_float8
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler
 from titanplans.user_code import as_user_error
@@ -74,7 +74,7 @@ def prepare(
     Raises:
         UserError: the model can't be built as asked.
     """
-    notes, make, float8 = [], None, subject.float8
+    notes, make = [], None
     if subject.config is None:
         model, config = _made(subject, request, device), None
         if isinstance(model, PreTrainedModel):
@@ -84,10 +84,7 @@ def prepare(
     dtype = dtype or _dtype(model, device, notes)
     if config is not None and subject.config is not None:
         make = partial(_build, config, dtype, device, subject)
-    if float8.recipe_name is not None:
-        notes.append(_converted(model, float8, device))
-    if subject.lora.rank is not None or subject.freeze:
-        notes += _adapted(model, subject)
+    notes += _words(_changed(model, subject, device), subject)
     seq_len = request.seq_len or _sequence(config)
     return Prepared(model, make, config, dtype, request.batch_size, seq_len, tuple(notes))
 
@@ -96,46 +93,41 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, s
     # Without noise: the proof draws new parameters.
     model: nn.Module = modeling.build_real(config, dtype=dtype, noise=0.0)
     model.to(device)
-    if subject.float8.recipe_name is not None:
-        convert_to_float8(model, subject.float8, device.type)
-        check_calls(model)
-    _adapted(model, subject)
+    _changed(model, subject, device)
     return model
 
 
-def _adapted(model: nn.Module, subject: Subject) -> list[str]:
-    """Add the adapters of `subject` to `model`, freeze what it freezes, and return both in words."""
-    notes = []
+def _changed(model: nn.Module, subject: Subject, device: torch.device) -> Preparation:
+    """Give `model` the float8 modules, the adapters and the frozen parameters of `subject`."""
     try:
-        if subject.lora.rank is not None:
-            done = add_adapters(model, subject.lora)
-            dropped = (
-                f", with the same draws of lora.dropout = {subject.lora.dropout}"
-                if subject.lora.dropout
-                else ""
-            )
-            notes.append(
-                f"{len(done.modules)} Linear modules have adapters of rank {subject.lora.rank}, whole and split{dropped}"
-            )
-        if subject.freeze:
-            notes.append(f"{freeze(model, subject.freeze):,} parameters are frozen")
+        return prepare_modules(
+            model,
+            float8=subject.float8,
+            lora=subject.lora,
+            freezes=subject.freeze,
+            device_type=device.type,
+        )
     except OptionError as error:
-        name = error.option.removeprefix("lora.")
-        raise VerifyError(f"--lora {name}={','.join(error.value)}: {error.why}") from error
-    return notes
-
-
-def _converted(model: nn.Module, float8: Float8, device: torch.device) -> str:
-    """Convert `model`, and return the conversion in words."""
-    try:
-        done = convert_to_float8(model, float8, device.type)
-        check_calls(model)
-    except OptionError as error:
-        option = "--float8" if error.option.endswith(".recipe_name") else "--float8-filter"
+        group, _, name = error.option.rpartition(".")
         value = error.value if isinstance(error.value, str) else ",".join(error.value)
-        raise VerifyError(f"{option} {value}".strip() + f": {error.why}") from error
-    left = f", {len(done.filtered)} are not" if done.filtered else ""
-    return f"{len(done.converted)} Linear modules are float8 ({done.recipe}), whole and split{left}"
+        if group == "lora":
+            option = f"--lora {name}={value}"
+        else:
+            option = f"{'--float8' if name == 'recipe_name' else '--float8-filter'} {value}".strip()
+        raise VerifyError(f"{option}: {error.why}") from error
+
+
+def _words(done: Preparation, subject: Subject) -> Iterator[str]:
+    """Yield the changes of a model in words."""
+    if (float8 := done.float8) is not None:
+        left = f", {len(float8.filtered)} are not" if float8.filtered else ""
+        yield f"{len(float8.converted)} Linear modules are float8 ({float8.recipe}), whole and split{left}"
+    if done.adapters is not None:
+        rank, dropout = subject.lora.rank, subject.lora.dropout
+        drawn = f", with the same draws of lora.dropout = {dropout}" if dropout else ""
+        yield f"{len(done.adapters.modules)} Linear modules have adapters of rank {rank}, whole and split{drawn}"
+    if done.frozen is not None:
+        yield f"{done.frozen:,} parameters are frozen"
 
 
 def _made(subject: Subject, request: Namespace, device: torch.device) -> nn.Module:
