@@ -23,7 +23,7 @@ _NOISE_WARNED: tuple[tuple[str, type[Warning]], ...] = (
     # torch.jit and torchdata call torch.
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
     ("'set_vital' is deprecated", UserWarning),
-    # What a CPU does with them is what we compare.
+    # DTensor's random generator exists for accelerators only; nothing here draws from it.
     ("DTensor .* may not have complete support on cpu", UserWarning),
     # One process that reads or writes a checkpoint.
     ("torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to", UserWarning),

@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 import threading
-import warnings
 
 from titanplans.disk import is_refusal, naming
+from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import mute_stdout
 
 # torchtitan's own progress that is no news, by the file and the function that logs it, with the reason.
@@ -20,12 +20,6 @@ _NO_NEWS = {
     ("utils", "set_pg_timeouts"),
     ("parallel_dims", "build_mesh"),
 }
-# Loggers of torch, which have a handler of their own, for advice from library to library.
-_MUTED_LOGGERS = ("torch.utils._pytree", "torch.distributed.tensor._redistribute")
-_NOT_WARNED = (
-    "'set_vital' is deprecated",  # torchdata calls torch
-    "Triton is not supported on current platform",  # FLA on a CPU, where titanplans.kernels takes its place
-)
 
 
 def init_logging(rank: int) -> None:
@@ -40,10 +34,9 @@ def init_logging(rank: int) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    for name in _MUTED_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for message in _NOT_WARNED:
-        warnings.filterwarnings("ignore", message=message)
+    silence(training=rank == 0)
+    # Advice to libraries, by a handler of torch's own.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     threading.excepthook = _in_thread
     os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's native log has its own switch; 5 is silent
 

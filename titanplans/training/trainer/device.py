@@ -13,7 +13,6 @@ import os
 import platform
 import resource
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,9 +122,6 @@ def _use_host_device() -> None:
             "torchtitan was imported before prepare_device(): its modules have chosen "
             f"{sys.modules['torchtitan.tools.utils'].device_type!r} on a machine without an accelerator"
         )
-    # DTensor's own random generator exists for accelerators only, and says so each time a seed is set.
-    # Nothing here draws from it: weights are initialised from a seed, and dropout uses torch's.
-    warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
 
 
 def _share_cores(local_world_size: int) -> None:
