@@ -1,8 +1,8 @@
-"""The plans: what is split, one small file an architecture. Every module of this package and below is found by walking it.
+"""The plans: how each architecture is split, one small file each. Every module in and below this package is found.
 
     from titanplans import TPPlan, register_plan
 
-A new one is a file beside these, or a module of your own package, named in the job (`[model] plan = "module:Class"`) or
+A new one is a file in this package, or a module of your own package, named in the job (`[model] plan = "module:Class"`) or
 by an entry point of the group "titanplans.plans".
 """
 

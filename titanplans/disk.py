@@ -1,4 +1,4 @@
-"""A disk that takes no more, wherever a run meets it first: one line says which file, why, and what is left.
+"""A disk that takes no more, wherever a run meets it first: one line gives the file, the reason and the files that remain.
 
 A checkpoint's own errors come to `titanplans.training.checkpoint.manager` from all ranks together; what is here is for
 what one rank writes by itself: its log, metrics, reports, a folder of weights. Needs no torch.

@@ -20,7 +20,7 @@ class PlanError(UserError):
     """A plan does not fit its model, its mesh or its options.
 
     Args:
-        reason: what is wrong, and what would work.
+        reason: the fault, and the remedy.
         key: the plan key at fault, if there is one.
         style: what the plan has there.
         module: what the model has there.
@@ -33,7 +33,7 @@ class PlanError(UserError):
 
 
 class ParallelError(UserError):
-    """A parallelism that was asked for can't be had, or not together with another one."""
+    """A parallelism that was asked for is not possible, or not together with another one."""
 
 
 class ConfigError(UserError):
@@ -45,7 +45,7 @@ class OptionError(ConfigError, ParallelError):
 
     Attributes:
         option: its name, with the group's where it is in one: "fsdp_towers", "compile.mode".
-        value: what it was given.
+        value: the given value.
         why: the reason and the remedy.
         where: the file and the line that the value is from, if it is from a file: "job.toml, line 3".
     """
@@ -79,7 +79,7 @@ class VerifyError(UserError):
 
 
 class RunError(RuntimeError):
-    """A run that was right as written can't go on. One line says why, and what is left."""
+    """A run that was right as written can't go on. One line gives the reason and the files that remain."""
 
 
 class Diverged(RunError):
@@ -102,7 +102,7 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def near_multiples(value: int, step: int) -> str:
-    """Return the multiples of `step` on both sides of `value`, of which 0 does not count, as words."""
+    """Return the multiples of `step` on both sides of `value`, without 0, as words."""
     below = value // step * step
     return either([below, below + step] if below else [step])
 

@@ -62,7 +62,7 @@ def import_module(module_name: str, what: str, error: type[UserError] = PlanErro
 
 
 def meant_in(module: ModuleType, name: str, fits: Callable[[Any], bool] = lambda value: True) -> str:
-    """Return the end of an error about a name that a module of the user's has not: its file, and what it has.
+    """Return the end of an error about a name that a module of the user's lacks: its file, and the names there.
 
     Args:
         module: imported.

@@ -7,7 +7,7 @@ from .mixer import MixerPlan
 
 @register_plan("gated_deltanet", mixer="fla.layers.gated_deltanet.GatedDeltaNet")
 class GatedDeltaNetPlan(MixerPlan):
-    """Values are split by `num_v_heads`, queries and keys by `num_heads`, of which there may be fewer.
+    """Values are split by `num_v_heads`, queries and keys by `num_heads`, which may be fewer.
 
     Its fused convolution joins the three and cuts them by `key_dim` and `value_dim`.
     """

@@ -12,7 +12,7 @@ from .mixer import has
 class GatedDeltaProductPlan(GatedDeltaNetPlan):
     """As Gated DeltaNet, with `num_householder` keys, values and betas a token.
 
-    Their rows are (n h d): n sections, each of which is split.
+    Their rows are (n h d): n sections; each is split.
     """
 
     def attn_plan(self, attn: nn.Module) -> Plan:

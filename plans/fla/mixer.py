@@ -22,7 +22,7 @@ class MixerPlan(TransformerPlan):
     counts: tuple[str, ...] = ()
     """Attributes that count heads or widths, which the mixer's code reads: divided by the degree."""
     shared_counts: tuple[str, ...] = ()
-    """Those that count shared heads or their widths: what is left of them on a rank."""
+    """Attributes that count shared heads or their widths: set to this rank's share."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return {

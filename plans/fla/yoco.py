@@ -55,11 +55,11 @@ class YOCOPlan(MixerPlan):
 
 
 def refused(select: Callable[..., Any], place: Any) -> Callable[..., Any]:
-    """Refuse what takes the last token of hidden states of which a rank has its shard."""
+    """Refuse options that take the last token of hidden states, which are sharded over the ranks."""
 
     def local(*args: Any, **kwargs: Any) -> Any:
         raise PlanError(
-            "skip_cross_decoder = True takes the last token of the hidden states, of which each rank has its shard: pass "
+            "skip_cross_decoder = True takes the last token of the hidden states, which are sharded over the ranks: pass "
             "skip_cross_decoder = False, to generate() too, or set sequence_parallel = False"
         )
 

@@ -1,4 +1,4 @@
-"""The plan of DeepSeek-V2, V3 and R1: latent attention, experts chosen by groups, shared ones beside them."""
+"""The plan of DeepSeek-V2, V3 and R1: latent attention, experts chosen by groups, and shared ones."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ class MixtralPlan(ExpertsPlan):
 
 @register_plan("qwen2_moe")
 class Qwen2MoePlan(ExpertsPlan):
-    """A shared expert beside the routed ones, behind a gate of its own."""
+    """A shared expert in addition to the routed ones, behind a gate of its own."""
 
     shared_mlp = "shared_expert"
     in_region = ("shared_expert_gate",)

@@ -14,7 +14,7 @@ class Qwen2Plan(LlamaPlan):
 
 @register_plan("qwen3")
 class Qwen3Plan(LlamaPlan):
-    """`q_norm` and `k_norm` have one weight for all heads, of which a rank sees its own."""
+    """`q_norm` and `k_norm` have one weight for all heads; a rank's gradient is of its own heads."""
 
     def attn_plan(self, attn: nn.Module) -> Plan:
         return super().attn_plan(attn) | {

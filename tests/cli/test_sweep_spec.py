@@ -221,7 +221,7 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         (ONE + "[set]\ndebug.seed = 'none'", "debug.seed is unset in cell training.steps=1"),
         (
             ONE + "[set]\ntraining.dataset_name = 'x'",
-            "[set] training.dataset_name: means something only beside other keys",
+            "[set] training.dataset_name: has a meaning only together with other keys",
         ),
         (ONE + "[set]\ntraining.context_len = 3", "[set] training.context_len = 3 is not supported"),
         (ONE + "[set]\ntraining.varlen = true", "[set] training.varlen = true is not supported"),

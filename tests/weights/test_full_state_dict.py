@@ -177,7 +177,7 @@ def test_a_state_that_does_not_fit_is_refused_by_every_rank(found):
     begin = "the model can't be loaded: "
     assert said == {
         "lacking": f"{begin}the state lacks {q}, model.layers.1.self_attn.q_proj.weight",
-        "unknown": f"{begin}it has what is unknown here: model.nrm.weight",
+        "unknown": f"{begin}it has unknown names: model.nrm.weight",
         "shape": f"{begin}of another shape: {norm} ((65,), here (64,))",
         "tied": f"{begin}tied here, and of different values: lm_head.weight and model.embed_tokens.weight",
         "none": f"{begin}there is no state on rank 0: give it there, or on every rank",

@@ -101,6 +101,6 @@ def parser(command: str) -> argparse.ArgumentParser:
             "the job, or of adapter_config.json, if left out",
         )
         parser.add_argument(
-            "--tokenizer", metavar="FOLDER", help="copied beside; that of the job if left out"
+            "--tokenizer", metavar="FOLDER", help="copied into the folder; default: the job's"
         )
     return parser

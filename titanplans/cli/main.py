@@ -3,7 +3,7 @@
     titanplans train configs/gla_debug.toml               # train the job; the same as train.py
     titanplans verify gla                                 # prove a plan at every degree, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
-    titanplans list                                       # the registered plans; list gla: what is split of it
+    titanplans list                                       # the registered plans; list gla: how it is split
     titanplans async-tp gla --tp 2                        # which collectives async TP would fuse
     titanplans sweep configs/experiments/tp_variants.toml # a grid of jobs, and a table of them
     titanplans plot outputs/gla_debug                     # losses, norms and tokens/s of runs, or a sweep's table

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MARK = "cpu_function"
-"""Attribute of what is installed, the reference: a second `install`, and `coverage`, know it by that."""
+"""Attribute of installed functions, the reference: a second `install`, and `coverage`, know them by it."""
 
 
 def install(device_type: str) -> None:

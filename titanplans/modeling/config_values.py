@@ -53,7 +53,7 @@ def check_values(values: Mapping[str, Any], config_class: type[PretrainedConfig]
         where: the file, for messages.
 
     Raises:
-        ModelError: the first such value, with its key and what is expected.
+        ModelError: the first such value, with its key and the expected kind.
     """
     for key, table in _tables(values, ""):
         if (quantised := table.get("quantization_config")) is not None:

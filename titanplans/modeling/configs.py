@@ -162,7 +162,7 @@ def _overridden(
 
 
 def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], also: Iterable[str] = ()) -> None:
-    """Refuse what is neither a field of `config` (or, in a nested table, of that config) nor in `also`."""
+    """Refuse keys that are neither a field of `config` (or, in a nested table, of that config) nor in `also`."""
     known = list(dict.fromkeys([*_fields(config), *also]))
     for key, value in fields.items():
         if key not in known:

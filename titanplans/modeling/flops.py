@@ -1,7 +1,7 @@
 """Parameters and floating-point operations of a training step, counted on the model without running it.
 
 An estimate by formula, in the convention of published MFU figures: what activation checkpointing
-recomputes, what causality would save and what is elementwise do not count.
+recomputes, elementwise operators and the saving by causality do not count.
 """
 
 import logging
@@ -24,7 +24,7 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> tuple[int, int]:
 
     Count on the model as `titanplans.modeling.build` returns it, before it is split. Tied parameters count once.
 
-    A multiply-add is 2 FLOPs, the backward costs twice the forward, so everything counts sixfold (what is frozen fourfold):
+    A multiply-add is 2 FLOPs, the backward costs twice the forward, so all count sixfold (frozen parameters fourfold):
     the parameters a token is multiplied with, which are all but embeddings that are only looked up and
     experts (and memories) that the token is not routed to, and in each token mixer, with H heads of dimension D,
 

@@ -77,8 +77,8 @@ def own_config(source: str, arguments: Mapping[str, Any], sizes: str | None = No
         embedding = find_decoder(model).embedding
         if embedding is None:
             raise ModelError(
-                f"model.class = {source!r}: {type(model).__name__} has no nn.Embedding beside its blocks, so its vocabulary "
-                "is not known: give it a config, a transformers PretrainedConfig with vocab_size"
+                f"model.class = {source!r}: {type(model).__name__} has no nn.Embedding outside its blocks, so its "
+                "vocabulary is not known: give it a config, a transformers PretrainedConfig with vocab_size"
             )
         config = OwnConfig()
         config.model_type = model_type_of(model)  # type: ignore[assignment]

@@ -238,7 +238,7 @@ def _unwritten_to_meta() -> AbstractContextManager[None]:
 
 @contextmanager
 def _to_meta(moves: Callable[[nn.Parameter], bool]) -> Iterator[None]:
-    """A parameter of which `moves` is true when its module gets it moves to the meta device."""
+    """A parameter for which `moves` is true moves to the meta device when its module gets it."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or not moves(parameter):

@@ -20,7 +20,7 @@ def build_real(
 
     FLA's models need `kernels.install("cpu")` first.
 
-    Initial values hide faults: beside a bias of zero one that is added twice, beside norm weights that are all
+    Initial values hide faults: with a bias of zero one that is added twice, with norm weights that are all
     one a swapped pair, behind Gemma 3's projector of zeros every gradient of its vision tower. So each parameter
     that starts with one value throughout gets normal noise.
 
@@ -83,7 +83,7 @@ def sample_inputs(
         inputs |= _with_images(config, inputs["input_ids"], generator)
     elif text is not config:
         raise ModelError(
-            f"model_type {config.model_type!r} takes more than tokens, and what is known for gemma3 only; "
+            f"model_type {config.model_type!r} takes more than tokens, and such inputs are known for gemma3 only; "
             "call the model with inputs of your own"
         )
     return {name: tensor.to(device) for name, tensor in inputs.items()}

@@ -33,7 +33,7 @@ _OPERATIONS = {
     "recv": "receive",
     "p2p": "send",
 }
-"""Part of an operator's name, underscores aside, and what it does; the first that fits."""
+"""Part of an operator's name, underscores aside, and the operation; the first that fits."""
 
 _NO_DATA = (
     "wait_tensor",
@@ -60,7 +60,7 @@ class Collective(NamedTuple):
     """The ranks that take part."""
 
     elements: int | None
-    """Of the whole tensor: what is gathered, summed or to be scattered; None: a graph has symbolic sizes."""
+    """Of the whole tensor that is gathered, summed or scattered; None: a graph has symbolic sizes."""
 
     bytes: int | None
     """Of the whole tensor."""

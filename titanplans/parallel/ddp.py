@@ -160,7 +160,7 @@ def _broadcast_in_training(group: dist.ProcessGroup, model: nn.Module, inputs: A
 
 
 def _refuse_unfinished(model: nn.Module, config: DDPConfig) -> None:
-    """Refuse a model without what `config` says was done to it: done after, it would not do what it says."""
+    """Refuse a model that lacks a step which `config` names: taken after DDP, the step would have no effect."""
     if config.compile.blocks and not any(compiled_call(m) is not None for m in model.modules()):
         raise ParallelError(
             "ddp with compile.enable = true, but no block of the model is compiled: call apply_compile "

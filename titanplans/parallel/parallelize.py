@@ -80,13 +80,13 @@ def parallelize(
         ac_config: what to recompute: an `ActivationCheckpoint`, a torchtitan ActivationCheckpointing.Config, or None for
             what `config` says.
         dump_folder: folder for what a step writes.
-        plan: beside torchtitan's sections, a plan of the user's own; None for the registered one. See `apply_plan`.
-        loss_parallel: beside torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
+        plan: with torchtitan's sections: a plan of the user's own; None for the registered one. See `apply_plan`.
+        loss_parallel: with torchtitan's sections: keep the logits sharded over the vocabulary (a DTensor, `Shard(-1)`).
 
     Raises:
         PlanError: the plan does not fit the model or the degree.
         OptionError: an option can't be honoured; the error has its name.
-        ParallelError: the mesh or the model can't be had so. All before any weight moves.
+        ParallelError: the mesh or the model does not allow it. All before any weight moves.
     """
     sections = [section for section in (training, parallelism, compile_config) if section is not None]
     if config is not None and (sections or plan is not None or not loss_parallel):
@@ -119,7 +119,7 @@ def apply_steps(
         _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
         record.steps.append("tensor parallelism")
 
-    # Before compile, so that the compiler sees what is recomputed.
+    # Before compile, so that the compiler sees the recomputation.
     recomputed = config.activation_checkpoint if ac_config is None else ac_config
     if config.activation_checkpoint.mode != "none":
         apply_activation_checkpointing(model, recomputed, dump_folder)
@@ -276,7 +276,7 @@ def _words(done: Conversion) -> str:
 
 
 def _in_words(recomputed: Any) -> str:
-    """Return what is recomputed, with the options that are not their defaults."""
+    """Return the recomputation in words, with the options that are not their defaults."""
     if not isinstance(recomputed, ActivationCheckpoint):
         return type(recomputed).__qualname__
     given = {field.name: getattr(recomputed, field.name) for field in options_of(ActivationCheckpoint)}

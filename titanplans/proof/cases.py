@@ -103,7 +103,7 @@ class Proof:
         """Prove the `groups` whose numbers come in `turns`, `tell` each case, and explain the failing ones.
 
         Returns:
-            The results by the cases' numbers, and in words what they don't show.
+            The results by the cases' numbers, and their limits in words.
         """
         unreached: list[str] = []
         results: dict[int, CaseResult] = {}

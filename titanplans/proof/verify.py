@@ -80,9 +80,9 @@ def verify(
         losses: further ones, by name, each a function of logits, labels and the number of labels. Our loss goes
             backward through the model (`titanplans.parallel.cross_entropy`); of these the value and the gradient at
             the logits are compared.
-        ranks: "threads": all ranks in this process, on a CPU, each of which begins with a whole copy of the model: of a
+        ranks: "threads": all ranks in this process, on a CPU; each begins with a whole copy of the model: of a
             large one, prove fewer blocks and a smaller vocabulary; "process_group": one rank in each process of the
-            default group, each of which calls this and gets the same report.
+            default group; each calls this and gets the same report.
         conditions: "pairs": cases that cover every pair of them; "each": every one, at the smallest degree; "plain": one
             step of one batch at every choice of options.
         processes: how many prove cases, by forks if several: see titanplans/proof/ranks/processes.py.

@@ -9,7 +9,7 @@
     full.py      full state dicts to split models and back, and those of their optimizers
     save.py      a split model to a folder
     files.py     the files of a folder, as rank 0 writes them
-    beside.py    a folder that exists whole or not at all
+    atomic.py    a folder that exists whole or not at all
 
 Importing the package imports nothing.
 """

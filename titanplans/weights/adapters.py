@@ -81,9 +81,9 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: dict[str, to
         OSError: the disk is full, or refuses.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    beside = f"{WEIGHTS}.writing"
-    write_safetensors(folder, {beside: tensors}, iter(tensors.items()), seal=sync)
-    os.replace(folder / beside, folder / WEIGHTS)
+    unfinished = f"{WEIGHTS}.writing"
+    write_safetensors(folder, {unfinished: tensors}, iter(tensors.items()), seal=sync)
+    os.replace(folder / unfinished, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

@@ -93,7 +93,7 @@ def load_full_optimizer_state_dict(
         wrong = "it has other groups of parameters: build it with those that the state was gathered with"
     tensors = None if state is None else _flat(state["state"])
     groups = _fill(
-        _flat(own["state"]), {}, tensors, strict=True, what="the optimizer", wrong=wrong, beside=groups
+        _flat(own["state"]), {}, tensors, strict=True, what="the optimizer", wrong=wrong, small=groups
     )
     set_optimizer_state_dict(model, optimizers, {"state": own["state"], "param_groups": groups})
 
@@ -106,9 +106,9 @@ def _fill(
     strict: bool,
     what: str,
     wrong: str | None = None,
-    beside: Any = None,
+    small: Any = None,
 ) -> Any:
-    """Copy whole tensors into `targets`, once all ranks agree that they fit; return rank 0's `beside`.
+    """Copy whole tensors into `targets`, once all ranks agree that they fit; return rank 0's `small`.
 
     Args:
         targets: plain tensors and DTensors by name.
@@ -117,10 +117,10 @@ def _fill(
         strict: whether each target must be there.
         what: has the targets, for the error.
         wrong: what else does not fit, in words.
-        beside: anything small.
+        small: any small object.
     """
     own = None if state is None else {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
-    described, beside = from_first((own, beside))
+    described, small = from_first((own, small))
     if described is None:
         wrong = "there is no state on rank 0: give it there, or on every rank"
     else:
@@ -136,7 +136,7 @@ def _fill(
             full = _broadcast(full, shape, dtype, target)
         assert full is not None
         copy_shard(target, full, name=name)
-    return beside
+    return small
 
 
 def _by_target(names: Iterable[str], tied: Mapping[str, str]) -> dict[str, str]:
@@ -162,7 +162,7 @@ def _fault(
     values = state or {}
     faults = {
         "the state lacks": [name for name in targets if strict and name not in there],
-        "it has what is unknown here:": [name for first, name in there.items() if first not in targets],
+        "it has unknown names:": [name for first, name in there.items() if first not in targets],
         "of another shape:": [
             f"{name} ({tuple(given)}, here {tuple(own)})"
             for name, (given, own) in shapes.items()

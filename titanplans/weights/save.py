@@ -19,7 +19,7 @@ from titanplans.disk import sync
 from titanplans.errors import ModelError
 from titanplans.modeling.build import build
 from titanplans.precision.kept_dtypes import keeps_float32
-from titanplans.weights.beside import on_first_rank, written_beside
+from titanplans.weights.atomic import on_first_rank, written_atomically
 from titanplans.weights.files import (
     copy_tokenizer,
     refuse_full,
@@ -64,7 +64,7 @@ def save_weights(
     config = _generating(model) if config is None else config
     target = Path(folder)
     lazy = lazily(*handed_on(model))
-    with written_beside(target) as directory:
+    with written_atomically(target) as directory:
         write_folder(directory, config, lazy, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer)
 
 

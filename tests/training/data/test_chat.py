@@ -341,7 +341,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "FILE, line 2, message 1 of 'messages' has a part of type 'image': only texts are trained on",
         ),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "holds half of a character"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "holds an unpaired surrogate"),
         ({"messages": [said("judge", "a")]}, "refuses the conversation (TemplateError: no role judge); repair the row"),
         ({"prompt": "a", "completion": 3}, "'completion' holds a value of type int"),
         ({"messages": TALK, "tools": "{"}, "'tools' is a text, and not one of JSON"),

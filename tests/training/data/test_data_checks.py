@@ -173,7 +173,7 @@ GOOD = b'{"text": "a quick brown fox", "id": 1}\n' * 50
         (GOOD[:-9], "can't be read as json (line 50: "),
         (b"\x00\xff\xfe", "can't be read as json ("),
         (b"[" * 100_000, "can't be read as json (RecursionError"),
-        (b'{"text": "\\ud800"}\n', "line 1 holds half of a character"),
+        (b'{"text": "\\ud800"}\n', "line 1 holds an unpaired surrogate"),
     ],
 )
 def test_lines_that_are_no_rows(refused, tmp_path, lines, reason):

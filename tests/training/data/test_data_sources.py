@@ -206,7 +206,7 @@ NO_TEXT = {  # of the second file of two, the first of which is good: what is sa
     "no such key.jsonl": (jsonl(A, {"body": "a"}), ", line 2 has the columns 'body'|, row 2 holds no value"),
     "other column.jsonl": (jsonl({"body": "b"}), "(, line 1)? has the columns 'body'; name the one with the text"),
     "latin.jsonl": (jsonl(A) + b'{"text": "na\xefve"}', r" can't be read as json \(line 2: 'utf-8' codec"),
-    "surrogate.jsonl": (jsonl(A) + b'{"text": "\\ud800"}', ", line 2 holds half of a character"),
+    "surrogate.jsonl": (jsonl(A) + b'{"text": "\\ud800"}', ", line 2 holds an unpaired surrogate"),
     "cut.jsonl": (jsonl(A, A)[:-5], r" can't be read as json \(line 2: "),
     "array.json": (json.dumps(["a", "b", 3]).encode(), rf", row 3 ({INT}|holds a value of type int)"),
     "numbers.parquet": (parquet(text=[1, 2]), f", row 1 {INT}"),

@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options; what it refuses is a ConfigError."""
+    """Return the parser of the command's options, whose refusals are ConfigErrors."""
     parser = _Parser(
         prog="titanplans sweep",
         description="Run a grid of jobs, one after another, and write a table of their results.",

@@ -141,7 +141,7 @@ def _settings(table: dict[str, Any], where: str) -> Settings:
             raise unread.refused(key)
     for key in layer.pending:
         raise ConfigError(
-            f"{where} {key}: means something only beside other keys; leave it to the base job, or use today's names"
+            f"{where} {key}: has a meaning only together with other keys; leave it to the base job, or use today's names"
         )
     for key in OWNED:
         if key in layer.values:

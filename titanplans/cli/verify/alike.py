@@ -1,4 +1,4 @@
-"""Blocks of one kind, of which one stands for all: with equal classes, shapes, settings and plan."""
+"""Blocks of one kind (equal classes, shapes, settings and plan): one stands for all."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -62,7 +62,7 @@ class Checkpoint(Options, section="checkpoint", refuses=groups.checkpoint):
     """Step to resume from; -1: the newest."""
 
     exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...] = ()
-    """What not to load beside the weights."""
+    """States not to load with the weights."""
 
     enable_first_step_checkpoint: bool = False
     """Save after the first step, too, to see at once whether saving works."""

@@ -27,7 +27,7 @@ class LoRA(Options, section="lora", refuses=groups.lora):
     """Of these, the modules that get none, by the same names and patterns."""
 
     quantize_base: Literal["nf4"] | None = None
-    """Keep the weights beside the adapters, which don't train, in four bits (QLoRA)."""
+    """Keep the frozen weights that have adapters in four bits (QLoRA)."""
 
     modules_to_save: tuple[str, ...] = ()
     """Modules that train as they are and belong to the adapter, by the same names and patterns."""
@@ -38,4 +38,4 @@ class Freezing(Options):
 
     freeze: tuple[str, ...] = ()
     """Parameters that keep their values: names of modules or parameters, or patterns of them ("model.embed_tokens",
-    "model.layers.[01].*"), each of which must match one."""
+    "model.layers.[01].*"); each must match one."""

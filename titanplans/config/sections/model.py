@@ -88,7 +88,7 @@ class Chat(
     """Key of a message that says who speaks; unset: "role", of "sharegpt" "from"."""
 
     content_key: Name | None = None
-    """Key of a message with what is said; unset: "content", of "sharegpt" "value"."""
+    """Key of a message's text; unset: "content", for "sharegpt" "value"."""
 
     roles: dict[str, Name] | None = None
     """The template's names of those who speak, by the rows'; others are refused. Of "sharegpt" they are added to its own."""

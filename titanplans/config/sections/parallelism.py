@@ -33,7 +33,7 @@ class ParallelDegrees(Options):
     """How many processes to each axis; their product is the number of processes."""
 
     data_parallel_strategy: Literal["fsdp2", "ddp", "megatron_fsdp"] = "fsdp2"
-    """FSDP2, beside tensor parallelism; or DDP, a whole model a process. megatron_fsdp: in a loop of your own only."""
+    """FSDP2, also with tensor parallelism; or DDP, a whole model a process. megatron_fsdp: in a loop of your own only."""
 
     data_parallel_replicate_degree: PositiveInt = 1
     """Copies of the weights (with a shard degree above 1, HSDP); under ddp the number of processes."""
@@ -206,13 +206,13 @@ class ActivationCheckpoint(
     """Restore the random state for the recomputation, so that dropout drops the same."""
 
     determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes and types of what is recomputed with what was first computed, or don't."""
+    """Compare shapes and types of recomputed tensors with those of the forward, or don't."""
 
     early_stop: bool = False
     """End a recomputation at the last tensor that the backward needs."""
 
     debug: bool = False
-    """Record what is recomputed, for a mismatch's error message; slow."""
+    """Record recomputed operators, for a mismatch's error message; slow."""
 
 
 class Compile(

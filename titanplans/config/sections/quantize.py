@@ -14,8 +14,8 @@ class Float8(Options, section="quantize.linear.float8", refuses=groups.float8):
     (rowwise_with_gw_hp); unset: no float8."""
 
     filter_fqns: tuple[str, ...] = ()
-    """Parts of names of Linear modules that stay as they are, each of which must match one; "auto_filter_small_kn" stands
-    for what is too small to gain, by torchao's figures."""
+    """Parts of names of Linear modules that stay as they are; each must match one; "auto_filter_small_kn" stands
+    for modules too small to gain, by torchao's figures."""
 
     filter_unaligned: bool = False
     """Leave out modules with sizes that are no multiples of 16, instead of refusing the job."""

@@ -76,7 +76,7 @@ class Profiling(Options, section="profiling", refuses=groups.profiling):
     """Steps that each trace holds."""
 
     profiler_warmup: NaturalInt = 3
-    """Steps that the profiler runs before each trace without keeping what it sees."""
+    """Steps that the profiler runs before each trace, unrecorded."""
 
     profiler_repeat: NaturalInt | None = None
     """Traces to record, then stop; 0 or unset: until the job ends."""

@@ -1,4 +1,4 @@
-"""For a CPU, what FLA's softmax mixers compute beside softmax attention, where its `naive.py` has it in another form.
+"""For a CPU, the parts of FLA's softmax mixers other than softmax attention, where its `naive.py` has it in another form.
 
 Mixture of block attention, for which FLA has no reference; the values of DeltaFormer, whose own reference knows no padding;
 pooled keys; FlexAttention, whose backward needs a GPU; and stick-breaking attention, whose module refuses a CPU and float32.

@@ -38,7 +38,7 @@ def by_sequence(
         states: by name, N of them, the number of packed sequences or B.
         cu_seqlens: the N + 1 bounds of the sequences; B is 1 then. They are read on the host, which is a graph
             break under `torch.compile`.
-        of_tokens: what `run` returns beside outputs is no state, but [B, T, ...] as they are.
+        of_tokens: the second value of `run` is no state, but [B, T, ...] like the outputs.
 
     Raises:
         KernelError: bounds that don't fit the tokens, or a batch of more than one.

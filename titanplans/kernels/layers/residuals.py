@@ -25,7 +25,7 @@ def fused_attnres(
     """Softmax-weighted sum of L residuals [..., D], scored by `query` [D] on their RMS norms (arXiv:2603.15031).
 
     Normalised once more by `output_rms_weight` [D] if given. With `return_weights` the weights [L, ...] come second.
-    `checkpoint_level` trades a kernel's memory for time; autograd keeps what it needs here.
+    `checkpoint_level` trades a kernel's memory for time; here autograd chooses the tensors to keep.
     """
     dtype = accumulation_dtype(query, rms_weight, *residuals)
     stacked = torch.stack([r.to(dtype) for r in residuals])

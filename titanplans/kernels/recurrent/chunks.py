@@ -106,7 +106,7 @@ def scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return h_t = exp(g_t) h_(t-1) + x_t [B, T, ...], and the last one [B, ...].
 
-    In log2(C) steps a chunk, each of which adds what stood half as far back (Hillis and Steele 1986).
+    In log2(C) steps a chunk; each adds the values half as far back as the next (Hillis and Steele 1986).
 
     Args:
         x: [B, T, ...].

@@ -21,7 +21,7 @@ def chunk_global_cumsum(
     They are accumulated as wide as any kernel's: where float32 is asked for, sums of float64 stay so.
 
     Args:
-        s: what is summed.
+        s: the summands.
         reverse: from the last token to the first.
         cu_seqlens: bounds of packed sequences.
         scale: by which the sums are multiplied.

@@ -19,7 +19,7 @@ from titanplans.kernels.precision import accumulation_dtype
 from titanplans.kernels.recurrent.gates import fused_additive_gate
 
 _OVER_TIME = ("q", "k", "v", "p", "w", "s", "g", "gk", "beta", "g_atk", "beta_atk", "delta")
-"""Inputs [B, T, ...]; queries first, of which every token has one."""
+"""Inputs [B, T, ...]; queries first: every token has one."""
 _STATES = ("initial_state", "initial_A_state", "h_kk_init", "h_kv_init")
 _NORMED = ("q", "k", "p")
 """Of which a kernel takes the norm on request."""
@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = (
     *("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level", "safe_gate", "lower_bound"),
     "max_CG_iteration",
 )
-"""How a kernel splits its work, what it may take for granted, and how near it comes to a solution that is exact here."""
+"""How a kernel splits its work, which inputs it assumes, and how near it comes to a solution that is exact here."""
 
 
 class Recurrence(NamedTuple):
@@ -69,7 +69,7 @@ def _compute(
 ) -> Result:
     """`given` are the arguments that were, by name, without those that are None or False; `has` are the formula's.
 
-    `of_tokens`: what is returned beside outputs is no final state, but keys of each token, as for softmax attention.
+    `of_tokens`: the second return value is no final state, but keys of each token, as for softmax attention.
     """
     dtype = accumulation_dtype(*(value for value in given.values() if isinstance(value, torch.Tensor)))
     out_dtype = given["v"].dtype

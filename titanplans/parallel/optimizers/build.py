@@ -86,7 +86,7 @@ def build_optimizers(model: nn.Module, options: Optimizer, **settings: Any) -> l
     Args:
         model: parallelised by `parallelize`, or whole; it may still be on meta.
         options: what [optimizer] says.
-        settings: what Adam and AdamW are given beside, such as capturable=True.
+        settings: further arguments of Adam and AdamW, such as capturable=True.
 
     Raises:
         ConfigError: as `group_parameters`.

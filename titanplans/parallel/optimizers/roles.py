@@ -1,4 +1,4 @@
-"""What each parameter of a model is to an optimizer: whether it decays, whether it is a matrix, and of which sections.
+"""The role of each parameter for an optimizer: whether it decays, whether it is a matrix, and its packed sections.
 
 It is read off the model as it was built, before anything wraps, splits or shards it: a parameter that becomes a DTensor,
 or leaves the meta device, is a new one, and what a model has marked on the old one is gone.
@@ -39,7 +39,7 @@ class Role(NamedTuple):
     hidden: bool = False
     """Whether it is a matrix of a hidden layer, or a stack of them: what Muon is for."""
     fault: str | None = None
-    """Why Muon can't take it: what it is."""
+    """Why Muon can't take it: its kind."""
     sections: Sections | None = None
 
 

@@ -70,9 +70,7 @@ def convert_to_float8(model: nn.Module, options: Float8, device_type: str = "cpu
     """
     check_float8_options(options, device_type)
     if found := float8_linears(model):
-        raise ParallelError(
-            f"{next(iter(found))} is converted to float8 already: once is enough; build the model again"
-        )
+        raise ParallelError(f"{next(iter(found))} is converted to float8 already: build the model again")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     kept = keeps_float32(model, torch.bfloat16)
     filtered = {name: "the model keeps it in float32" for name in linears if kept(f"{name}.weight")}

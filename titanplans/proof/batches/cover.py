@@ -82,7 +82,7 @@ def cover(
     degree. Greedy, as in Cohen et al. 1997, "The AETG system": the next case covers the most pairs that are left.
 
     Args:
-        grid: choices of options, each of which is proved in the first dtype.
+        grid: choices of options; each is proved in the first dtype.
         trained: trainings, as `trainings` makes them.
         dtypes: of weights and activations; the first is the proof's own.
         recompute: the model has blocks.

@@ -31,7 +31,7 @@ from titanplans.weights.adapters import (
     trained_names,
     write_adapter,
 )
-from titanplans.weights.beside import written_beside
+from titanplans.weights.atomic import written_atomically
 from titanplans.weights.merged import merged, merges
 from titanplans.weights.save import lazily, write_folder
 
@@ -82,7 +82,7 @@ def export(
         values = {peft_name(name): found.own.read(name) for name in trained_names(found.adapted)}
         if given is not None:
             values = {name: value.to(given) for name, value in values.items()}
-        with written_beside(folder) as directory:
+        with written_atomically(folder) as directory:
             write_adapter(directory, adapter_config(found.adapted, found.base), values)
         return f"{folder}: {size_of(folder)}, adapters that peft.PeftModel.from_pretrained reads"
     weights = found.own
@@ -94,7 +94,7 @@ def export(
             weights = beside(weights, others, adapters, given if found.card is None else _dtype(weights))
         weights = merged(*weights, adapters)
     tokenizer = tokenizer or _tokenizer(found)
-    with written_beside(folder) as directory:
+    with written_atomically(folder) as directory:
         write_folder(
             directory,
             found.config,

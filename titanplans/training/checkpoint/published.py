@@ -17,7 +17,7 @@ from titanplans.disk import sync
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import Card, base_of, file_checksum, write_card
 from titanplans.weights.adapters import gathered_adapter, write_adapter
-from titanplans.weights.beside import on_first_rank
+from titanplans.weights.atomic import on_first_rank
 from titanplans.weights.gather import stored
 from titanplans.weights.merged import handed_on, merged, merges
 from titanplans.weights.save import check_names, lazily, write_folder

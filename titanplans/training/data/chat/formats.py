@@ -85,7 +85,7 @@ def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
         and alpaca.input_column in there
     ):
         raise DataError(
-            f"prompt_column = {names.prompt_column!r}: {where} has an {alpaca.input_column!r} beside it, of which nothing "
+            f"prompt_column = {names.prompt_column!r}: {where} also has {alpaca.input_column!r}, and nothing of it "
             'would be read; set [training.chat] format = "alpaca", or input_column'
         )
     return names

@@ -132,7 +132,7 @@ def _message(message: object, names: Columns, where: str) -> dict[str, Any]:
         return message | {"role": role}
     content = _content(message.pop(content_key), where)
     if role != "tool" and not any(isinstance(value, str | list) and value for value in message.values()):
-        _said(content, where)  # beside the calls of tools, or thoughts, nothing need be said
+        _said(content, where)  # a message of tool calls or thoughts needs no text
     return message | {"role": role, "content": content}
 
 
@@ -163,5 +163,5 @@ def _text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{where} holds half of a character (a lone surrogate); {_REMEDY}") from None
+        raise DataError(f"{where} holds an unpaired surrogate; {_REMEDY}") from None
     return text

@@ -79,7 +79,7 @@ class TextColumn:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise self._none(where, "half of a character (a lone surrogate)") from None
+            raise self._none(where, "an unpaired surrogate") from None
         return value
 
     def _none(self, where: str, found: str) -> DataError:

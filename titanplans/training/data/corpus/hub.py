@@ -51,7 +51,7 @@ class HubStream:
         if not reader.features.keys() <= first.keys():  # of a builder of its own, whose rows come as they are
             reader.columns(list(first), f"dataset = {name!r}")
             raise DataError(
-                f"dataset = {name!r}: its files are no .jsonl, .json or .parquet, of which alone conversations are read; "
+                f"dataset = {name!r}: its files are no .jsonl, .json or .parquet, the formats of conversations; "
                 "convert them"
             )
         self.identity = {

@@ -12,7 +12,7 @@ from titanplans.weights.gather import from_first, rank
 
 
 @contextmanager
-def written_beside(target: Path) -> Iterator[Path]:
+def written_atomically(target: Path) -> Iterator[Path]:
     """Give the body a temporary folder next to `target`, renamed to `target` once the body is done. Collective.
 
     Raises:
