@@ -106,8 +106,8 @@ REFUSED = [
     ({"messages": TALK["conversations"]}, {}, "has 'from', 'value', and needs a role and a content; set [training.chat] "
      'format = "sharegpt"'),
     (ASK, {}, 'or set format = "alpaca"'),
-    (ASK, {"prompt_column": "instruction", "completion_column": "output"}, "prompt_column = 'instruction': FILE, line 1 also "
-     "has 'input', and nothing of it would be read; set [training.chat] format = \"alpaca\", or input_column"),
+    (ASK, {"prompt_column": "instruction", "completion_column": "output"}, "prompt_column = 'instruction': FILE, line 1 "
+     "also has 'input', and nothing of it would be read; set [training.chat] format = \"alpaca\", or input_column"),
     (ASK | {"output": ""}, ALPACA, "FILE, line 1: 'output' is empty; repair the row or leave it out"),
     (ASK | {"output": None}, ALPACA, "FILE, line 1: 'output' holds no value where there should be a text or a list of"),
     (ASK | {"input": ["a"]}, ALPACA, "FILE, line 1: 'input' holds a value of type list where there should be a text"),
