@@ -1,6 +1,7 @@
 # make train   install into .venv and train GLA tensor-parallel on two CPU ranks
-# make test    install into .venv and run the tests; ARGS="-k gla" picks some
-# make test-all  those that take longer, too: more cases of what make test proves
+# make test    install into .venv and run the tests that a contributor needs: 5 minutes on 2 cores; ARGS="-k gla" picks some
+# make test-all  all tests but the exhaustive ones, before a merge; half an hour
+# make test-exhaustive  those, too: more cases of what the others prove; hours
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types
 # make bench   every benchmark, each printing a table
@@ -17,16 +18,19 @@ BIN    := $(VENV)/bin
 # A file's tests share worlds of ranks, so a worker takes whole files, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all survive check bench gpu clean
+.PHONY: train test test-all test-exhaustive survive check bench gpu clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
 	$(BIN)/python train.py $(CONFIG)
 
 test: $(VENV)/installed-dev
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not thorough and not exhaustive" $(ARGS)
 
 test-all: $(VENV)/installed-dev
+	$(PYTEST) $(ARGS)
+
+test-exhaustive: $(VENV)/installed-dev
 	$(PYTEST) -m "exhaustive or not exhaustive" --timeout 3600 $(ARGS)
 	PYTHONPATH=. $(BIN)/python tests/combinations.py
 

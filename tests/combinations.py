@@ -273,7 +273,7 @@ reasons of refusals, below.
 What is not refused was run, one step of a model of two blocks over 4 gloo ranks (8 where tensor parallelism meets HSDP;
 of what is compiled there, one of each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one
 process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
-`make test` runs a part that holds every pair of options, each degree 2, over 2 to 8 ranks, and checks that this page is
+`make test-all` runs a part that holds every pair of options, each degree 2, over 2 to 8 ranks, and checks that this page is
 what the code refuses.
 """
 

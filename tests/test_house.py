@@ -158,6 +158,23 @@ def test_no_two_test_files_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
+def test_the_table_of_thorough_tests_names_tests():
+    tests = ROOT / "tests"
+    (table,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse((tests / "conftest.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "THOROUGH"
+    ]
+    for file, names in table.items():
+        text = (tests / file).read_text()
+        assert not [name for name in names if f"def {name}(" not in text], file
+    rooms = {file.parent for file in tests.rglob("test_*.py")}
+    quick = {
+        file.parent for file in tests.rglob("test_*.py") if table.get(str(file.relative_to(tests))) != ()
+    }
+    assert quick == rooms, "each room has tests in make test"
+
+
 def test_the_folders_of_plans_and_models_are_not_packages_of_their_own():
     for folder in ("plans", "models"):
         done = subprocess.run(

@@ -34,7 +34,7 @@ MORE = {
     "qwen3 with odd sizes, tp 4": dict(tp=4, kind="qwen3"),
     "qwen3 with odd sizes, tp 2 x fsdp 2, compiled": dict(tp=2, kind="qwen3", compile=True),
 }
-"""What those above, test_fsdp.py, test_compile.py and test_combinations.py have each part of; all in `make test-all`."""
+"""What those above and the files of FSDP, compile and combinations have each part of; all in `make test-exhaustive`."""
 
 
 def build(kind="transformer", tied=False):

@@ -36,6 +36,11 @@ class Row(NamedTuple):
     exhaustive: bool = False
 
     @property
+    def thorough(self) -> bool:
+        """Whether `make test` leaves it out: it takes one row of each kind of mixer."""
+        return QUICK.get(self.name) != self.variant
+
+    @property
     def id(self) -> str:
         return f"{self.name}-{self.variant}-tp{'.'.join(map(str, self.degrees))}"
 
@@ -66,6 +71,46 @@ class Row(NamedTuple):
             "conditions": self.conditions,
         }
         return proof.verify(self.build, **options | changed)
+
+
+_SOFTMAX = {
+    "transformer": "plain",
+    "qwen3": "options",
+    "gemma3": "options",
+    "falcon": "1-sharded",
+    "mla": "0-sharded",
+}
+_LINEAR = {"gla": "options", "linear_attn": "0-sharded", "retnet": "0-sharded", "lightnet": "0-sharded"}
+_DELTA = {
+    "gated_deltanet": "1-sharded",
+    "kda": "1-sharded",
+    "gated_deltaproduct": "1-sharded",
+    "comba": "1-sharded",
+}
+_STATE = {
+    "mamba": "1-sharded",
+    "mamba2": "1-sharded",
+    "mamba3": "1-sharded",
+    "hgrn2": "0-sharded",
+    "samba": "0-sharded",
+}
+_RWKV = {"rwkv6": "1-sharded", "rwkv7": "1-sharded", "rodimus": "1-sharded"}
+_SLOTS = {"gsa": "0-sharded", "abc": "0-whole", "raven": "1-sharded", "mom": "0-sharded"}
+_SPARSE = {
+    "nsa": "0-sharded",
+    "moba": "0-sharded",
+    "cat": "0-sharded",
+    "yoco": "1-sharded",
+    "bitnet": "0-sharded",
+}
+_EXPERTS = {
+    "mixtral": "0-sharded",
+    "deepseek_v3": "1-sharded",
+    "gpt_oss": "0-sharded",
+    "qwen3_next": "0-sharded",
+}
+QUICK = _SOFTMAX | _LINEAR | _DELTA | _STATE | _RWKV | _SLOTS | _SPARSE | _EXPERTS | {"llama": "tensorwise"}
+"""By architecture the variant that `make test` proves: one or more of each kind of mixer, and one in float8."""
 
 
 def rows() -> list[Row]:

@@ -6,9 +6,13 @@ import zoo
 
 from titanplans import registered_plans
 
-ROWS = [
-    pytest.param(row, id=row.id, marks=[pytest.mark.exhaustive] * row.exhaustive) for row in proofs.rows()
-]
+
+def marks(row):
+    names = ["exhaustive"] * row.exhaustive + ["thorough"] * row.thorough
+    return [getattr(pytest.mark, name) for name in names]
+
+
+ROWS = [pytest.param(row, id=row.id, marks=marks(row)) for row in proofs.rows()]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -27,3 +31,4 @@ def test_every_registered_plan_is_in_the_zoo():
     }
     assert own == {*zoo.ARCHITECTURES, *zoo.FAMILIES}
     assert own == {row.name for row in proofs.rows() if not row.exhaustive}
+    assert proofs.QUICK.items() <= {(row.name, row.variant) for row in proofs.rows() if not row.exhaustive}
