@@ -42,11 +42,8 @@ class ResolvedPlan:
     """Every style by its key, foreign ones too."""
     entries: tuple[Entry, ...]
     """The styles of this project."""
-
-    @cached_property
-    def decoder(self) -> Decoder:
-        """The parts of the model; of a mixer without a usual name, the region that stands for it."""
-        return with_unnamed_mixers(find_decoder(self.model, required=False), self.entries, self.source)
+    decoder: Decoder
+    """The parts of the model; of a mixer without a usual name, the region that stands for it."""
 
     @cached_property
     def by_key(self) -> dict[str, Entry]:
@@ -107,7 +104,8 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     }  # a wrong style is refused by its own reason
     foreign = [key for key, style in styles.items() if not isinstance(style, Style)]
     check_coverage(styles, covered, foreign, model, name)
-    return ResolvedPlan(source, model, styles, entries)
+    decoder = _with_unnamed_mixers(find_decoder(model, required=False), entries, source)
+    return ResolvedPlan(source, model, styles, entries, decoder)
 
 
 def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict[str, nn.Module]) -> Entry:
@@ -121,7 +119,7 @@ def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict
     return Entry(key, style, path, module, parameter, own)
 
 
-def with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:
+def _with_unnamed_mixers(decoder: Decoder, entries: tuple[Entry, ...], source: TPPlan) -> Decoder:
     """Return `decoder` with the mixers that have none of the usual names.
 
     In a block without a module of such a name, the first region other than the MLP is taken for the mixer, one whose
