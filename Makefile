@@ -1,6 +1,6 @@
 # make train   install into .venv and train GLA tensor-parallel on two CPU ranks
 # make test    install into .venv and run the tests that a contributor needs: 5 minutes on 2 cores; ARGS="-k gla" picks some
-# make test-all  all tests but the exhaustive ones, before a merge; half an hour
+# make test-all  all tests but the exhaustive ones, before a merge; 25 minutes
 # make test-exhaustive  those, too: more cases of what the others prove; hours
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types

@@ -30,62 +30,64 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 hypothesis.settings.register_profile("titanplans", deadline=None)
 hypothesis.settings.load_profile("titanplans")
 
+ROOT = Path(__file__).parents[1]
 THOROUGH = {
-    "proof/test_mutants.py": (),
-    "proof/test_language_mutants.py": (),
-    "proof/test_mutants_bugs.py": (),
-    "proof/test_proof_holds.py": (),
-    "proof/test_worlds.py": ("test_right_plans_are_proved_at_odd_sizes",),
-    "proof/test_proof_tolerance.py": ("test_in_16_bits_a_scale_is_found_that_rounding_hides",),
-    "parallel/test_combinations.py": (),
-    "parallel/test_fsdp.py": (),
-    "parallel/test_language_parallel.py": (),
-    "parallel/test_manager.py": (),
-    "parallel/test_parallelize.py": (),
-    "parallel/compile/test_compile.py": (),
-    "parallel/compile/test_compile_architectures.py": (),
-    "parallel/compile/test_overlap.py": (),
-    "parallel/mesh/test_process_group.py": ("test_ctrl_c_in_one_rank_ends_all",),
-    "parallel/optimizers/test_muon.py": ("test_sharded_matrices_are_updated_as_whole_ones",),
-    "precision/test_float8_parallel.py": (),
-    "precision/test_nf4.py": ("test_a_step_is_that_of_one_process",),
-    "adapters/test_adapters.py": ("test_a_step_is_that_of_one_process",),
-    "loss/test_fused_loss.py": ("test_it_is_that_of_the_logits_over_ranks",),
-    "observe/test_parallelism_report.py": (),
-    "observe/test_job_report.py": (),
-    "kernels/test_kernels_triton.py": (),
-    "kernels/test_kernels_models.py": ("test_import_touches_nothing_and_other_devices_install_nothing",),
-    "weights/test_full_state_dict.py": (),
-    "weights/test_weights_save.py": (),
-    "training/test_trainer.py": (),
-    "training/test_trainer_strategies.py": (),
-    "training/test_adapter_jobs.py": ("test_a_published_model_is_tuned_and_handed_on",),
-    "training/checkpoint/test_checkpoint_jobs.py": (),
-    "training/checkpoint/test_export.py": (),
-    "training/checkpoint/test_restarts.py": (),
-    "training/checkpoint/test_survival.py": (),
-    "training/data/test_data_loader.py": (
+    "tests/proof/test_mutants.py": (),
+    "tests/proof/test_language_mutants.py": (),
+    "tests/proof/test_mutants_bugs.py": (),
+    "tests/proof/test_proof_holds.py": (),
+    "tests/proof/test_proof_tolerance.py": ("test_in_16_bits_a_scale_is_found_that_rounding_hides",),
+    "tests/parallel/test_combinations.py": (),
+    "tests/parallel/test_fsdp.py": (),
+    "tests/parallel/test_language_parallel.py": (),
+    "tests/parallel/test_manager.py": (),
+    "tests/parallel/test_parallelize.py": (),
+    "tests/parallel/compile/test_compile.py": (),
+    "tests/parallel/compile/test_compile_architectures.py": (),
+    "tests/parallel/compile/test_overlap.py": (),
+    "tests/parallel/mesh/test_process_group.py": ("test_ctrl_c_in_one_rank_ends_all",),
+    "tests/parallel/optimizers/test_muon.py": ("test_sharded_matrices_are_updated_as_whole_ones",),
+    "tests/precision/test_float8_parallel.py": (),
+    "tests/precision/test_nf4.py": ("test_a_step_is_that_of_one_process",),
+    "tests/adapters/test_adapters.py": ("test_a_step_is_that_of_one_process",),
+    "tests/loss/test_fused_loss.py": ("test_it_is_that_of_the_logits_over_ranks",),
+    "tests/observe/test_parallelism_report.py": (),
+    "tests/observe/test_job_report.py": (),
+    "tests/kernels/test_kernels_triton.py": (),
+    "tests/kernels/test_kernels_models.py": (
+        "test_import_touches_nothing_and_other_devices_install_nothing",
+    ),
+    "tests/weights/test_full_state_dict.py": (),
+    "tests/weights/test_weights_save.py": (),
+    "tests/training/test_trainer_strategies.py": (),
+    "tests/training/test_adapter_jobs.py": ("test_a_published_model_is_tuned_and_handed_on",),
+    "tests/training/checkpoint/test_checkpoint_jobs.py": (),
+    "tests/training/checkpoint/test_export.py": (),
+    "tests/training/checkpoint/test_restarts.py": (),
+    "tests/training/checkpoint/test_survival.py": (),
+    "tests/training/data/test_data_loader.py": (
         "test_a_resumed_loader_goes_on_bit_for_bit",
         "test_a_resumed_pass_ends_where_the_first_would_have",
     ),
-    "training/launch/test_train_cli.py": (),
-    "cli/test_async_tp_command.py": (),
-    "cli/test_sweep_run.py": (),
-    "cli/test_verify.py": ("test_several_models_are_proved_side_by_side",),
-    "cli/test_verify_command.py": (),
-    "cli/test_verify_so_far.py": (),
-    "docs/test_docs.py": (
+    "tests/training/launch/test_train_cli.py": (),
+    "tests/cli/test_async_tp_command.py": (),
+    "tests/cli/test_sweep_run.py": (),
+    "tests/cli/test_verify.py": ("test_several_models_are_proved_side_by_side",),
+    "tests/cli/test_verify_so_far.py": (),
+    "tests/docs/test_docs.py": (
         "test_python_blocks_run",
         "test_the_way_from_a_folder_to_a_folder_works_as_it_stands",
     ),
-    "docs/test_readme_commands.py": (),
-    "test_devices.py": ("test_a_step_stays_on_its_device_and_waits_for_nothing",),
-    "test_out_of_tree.py": (),
-    "test_package.py": ("test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_its_own",),
-    "test_quiet.py": ("test_a_command_leaves_stderr_empty", "test_benchmarks_leave_stderr_empty"),
-    "test_gpu_day.py": ("test_a_part_runs_in_a_dry_run",),
+    "tests/docs/test_readme_commands.py": (),
+    "tests/test_devices.py": ("test_a_step_stays_on_its_device_and_waits_for_nothing",),
+    "tests/test_out_of_tree.py": (),
+    "tests/test_package.py": (
+        "test_a_plan_is_proved_from_a_folder_that_has_plans_models_and_training_of_its_own",
+    ),
+    "tests/test_quiet.py": ("test_a_command_leaves_stderr_empty", "test_benchmarks_leave_stderr_empty"),
+    "tests/test_gpu_day.py": ("test_a_part_runs_in_a_dry_run",),
 }
-"""What `make test` leaves to `make test-all`: files of tests/ with the tests in them, or with none for all of them.
+"""What `make test` leaves to `make test-all`: files with the tests in them, or with none for all of them.
 
 Of each room some tests stay: a proof of each kind of mixer, strict application, wrong plans that are found, a job over two
 ranks, a checkpoint that is resumed, refusals, links, house rules. A new test is in `make test` until it stands here.
@@ -95,14 +97,14 @@ ranks, a checkpoint that is resumed, refusals, links, house rules. A new test is
 @pytest.hookimpl(tryfirst=True)  # before -m picks
 def pytest_collection_modifyitems(items):
     """Mark the thorough tests, and take their files first, so that no worker is left with one at the end."""
-    long = []
+    long = set()
     for item in items:
-        file = str(item.path.relative_to(Path(__file__).parent))
+        file = str(item.path.relative_to(ROOT))
         names = THOROUGH.get(file)
         if file in THOROUGH and (not names or item.originalname in names or item.name in names):
             item.add_marker("thorough")
-            long.append(file)
-    items.sort(key=lambda item: str(item.path.relative_to(Path(__file__).parent)) not in long)
+            long.add(file)
+    items.sort(key=lambda item: str(item.path.relative_to(ROOT)) not in long)
 
 
 def pytest_collection_finish():

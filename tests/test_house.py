@@ -166,12 +166,10 @@ def test_the_table_of_thorough_tests_names_tests():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "THOROUGH"
     ]
     for file, names in table.items():
-        text = (tests / file).read_text()
+        text = (ROOT / file).read_text()
         assert not [name for name in names if f"def {name}(" not in text], file
     rooms = {file.parent for file in tests.rglob("test_*.py")}
-    quick = {
-        file.parent for file in tests.rglob("test_*.py") if table.get(str(file.relative_to(tests))) != ()
-    }
+    quick = {file.parent for file in tests.rglob("test_*.py") if table.get(str(file.relative_to(ROOT))) != ()}
     assert quick == rooms, "each room has tests in make test"
 
 

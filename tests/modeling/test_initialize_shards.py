@@ -1,8 +1,8 @@
 """Initial weights of split models: on every rank bitwise the part that torch itself would cut.
 
 `initialize` does not communicate, so each of four ranks is played in turn in this process, in a fake
-process group: a second model, with the weights of the unsplit one, is cut by DTensor and FSDP2. That
-what the ranks hold also makes up the whole is checked over gloo in test_initialize_gloo.py.
+process group: a second model, with the weights of the unsplit one, is cut by DTensor and FSDP2. That jobs over real
+ranks begin with the weights of one process is held by tests/training/test_trainer.py, whose losses are the same.
 """
 
 import math

@@ -1,6 +1,5 @@
 """Options that exclude each other are refused by name, before any weight moves; the entry and the manager alike."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from titanplans import kernels, modeling
 from titanplans.errors import UserError
 from titanplans.parallel import (
-    ActivationCheckpoint,
     DDPConfig,
     Degrees,
     FSDP2Config,
@@ -48,12 +46,6 @@ def refused(config, degrees=None, model=llama, policy=None):
 
 
 TP = Degrees(tp=2)
-FULL, EVERY_2ND, MLP, KEEP_MIXER, BUDGET = (
-    ActivationCheckpoint(mode=mode) for mode in ("full", "selective", "mlp", "keep_mixer", "memory_budget")
-)
-PER_OP = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-ATTENTION_TOO = replace(PER_OP, per_op_sac_keep_attention=False)
-AGAIN = "recomputing attention fails"
 CASES = {
     "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
     "pipeline_parallel_degree = 2": (FSDP2Config(), Degrees(pp=2)),
@@ -96,27 +88,11 @@ def test_refused_before_anything_moves(words):
     assert words in refused(*CASES[words])
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [FULL, EVERY_2ND, ATTENTION_TOO, SimpleNamespace(build=None)],
-    ids=["full", "every 2nd", "by operator", "torchtitan's"],
-)
-def test_recomputed_attention_of_a_split_block_that_is_one_graph(policy):
-    said = refused(FSDP2Config(compile=COMPILED), TP, policy=policy)
-    assert AGAIN in said
-    assert 'selective_ac_option = "op"' in said
-
-
-def test_policies_that_compile_excludes_or_needs():
-    assert "no block is compiled" in refused(FSDP2Config(), policy=BUDGET)
-    assert "a compiled block can't keep" in refused(FSDP2Config(compile=COMPILED), policy=KEEP_MIXER)
-
-
-@pytest.mark.parametrize("policy", [PER_OP, SimpleNamespace(build=None)], ids=["ours", "torchtitan's"])
-def test_operators_kept_in_blocks_of_several_graphs(policy):
-    assert "in which no operator can be kept" in refused(
-        FSDP2Config(compile=COMPILED), model=gla, policy=policy
-    )
+def test_torchtitan_s_policy_is_held_to_what_ours_are():
+    """Policies of ours that compile excludes are in docs/generated/combinations.md, which test_combinations.py holds."""
+    theirs, compiled = SimpleNamespace(build=None), FSDP2Config(compile=COMPILED)
+    assert "recomputing attention fails" in refused(compiled, TP, policy=theirs)
+    assert "in which no operator can be kept" in refused(compiled, model=gla, policy=theirs)
 
 
 @pytest.mark.parametrize(
@@ -140,25 +116,6 @@ def test_fullgraph_and_kernels_outside_of_graphs():
     assert "whose kernels break every graph" in refused(
         FSDP2Config(compile=COMPILED | {"fullgraph": True}), model=gla
     )
-
-
-ACCEPTED = {
-    "kept attention": (llama, PER_OP, TP),
-    "mlp": (llama, MLP, TP),
-    "budget": (llama, BUDGET, TP),
-    "attention without tensor parallelism": (llama, FULL, None),
-    "blocks of several graphs": (gla, FULL, TP),
-}
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_what_torch_can_do_is_not_refused(name):
-    model, policy, degrees = ACCEPTED[name]
-    with fake_ranks(WORLD):
-        built = model()
-        mesh = Mesh(degrees or Degrees(), "cpu")
-        parallelize(built, parallel_dims=mesh, config=FSDP2Config(compile=COMPILED), ac_config=policy)
-    assert all(isinstance(p, DTensor) for p in built.parameters())
 
 
 def entry(model=Tiny, **changed):

@@ -530,12 +530,6 @@ def test_units_refuse_images_on_some_ranks_only(results):
 
 
 REFUSED = {
-    "fsdp_reshard_after_forward = 3: parameters are sharded over 4 ranks, of which 1, 2 or 4 can": dict(
-        fsdp_reshard_after_forward=3
-    ),
-    "fsdp_forward_prefetch = 6: the model has 6 units, so at most 5": dict(fsdp_forward_prefetch=6),
-    "fsdp_forward_prefetch = 1: parameters are sharded over 1 rank": dict(fsdp_forward_prefetch=1, fsdp=1),
-    "pin_cpu_memory = true: there is no accelerator": dict(enable_cpu_offload=True, pin_cpu_memory=True),
     "layers.0.mlp.up_proj.weight and layers.1.mlp.up_proj.weight are one parameter": dict(kind="shared"),
     "layers.0.mlp.up_proj.weight is float64, layers.0.mlp.up_proj.bias is float32": dict(kind="one module"),
     "FSDP over a mesh of 3 dimensions": dict(fsdp=None),

@@ -178,11 +178,8 @@ REFUSED = {
         build,
         lambda m, model: ParallelManager(FSDP2Config(), device_type="cpu").accumulate(),
     ),
-    "ddp with tp = 2: DDP can't copy split layers": (DDPConfig(), Degrees(tp=2, dp_shard=1, dp_replicate=2)),
     "set dp_shard to 1 and dp_replicate to 4": (DDPConfig(), Degrees()),
-    "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
     "megatron_fsdp needs CUDA": (MegatronFSDPConfig(), None),
-    "data_parallel_replicate_degree = 1": (FSDP2Config(fsdp_defer_grad_sync="replicas"), None),
     "one label for each position": (
         FSDP2Config(),
         None,
