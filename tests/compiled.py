@@ -15,6 +15,8 @@ import torch
 import worlds
 import zoo
 
+from titanplans.text import class_name
+
 PAGE = Path(__file__).parents[1] / "docs" / "generated" / "graphs.md"
 BEGIN, END = "<!-- table: tests/compiled.py -->\n", "<!-- end of table -->\n"
 BATCH, LENGTH, STEPS = 2, 16, 3
@@ -95,7 +97,7 @@ def watch(model):
             calls[name] += 1
             if calls[name] == 1:
                 new = Counter(counters["graph_break"]) - breaks
-                kind = type(block).__name__.removeprefix("FSDP") + variant(block)
+                kind = class_name(block).removeprefix("FSDP") + variant(block)
                 first[name] = Block(
                     name,
                     kind,

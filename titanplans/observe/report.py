@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanplans.observe.compilation import (
     CompileRecord,
@@ -33,6 +32,7 @@ from titanplans.observe.operators import Collective
 from titanplans.observe.places import Places
 from titanplans.observe.recorder import CollectiveRecord, record_collectives
 from titanplans.plan.decoder import Decoder
+from titanplans.text import class_name
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 
 SCHEMA = 2
@@ -223,7 +223,7 @@ class ParallelismReport:
         module = self.model.get_submodule(block)
         while isinstance(module, ActivationWrapper):
             module = checkpointed(module)
-        return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+        return class_name(module).removeprefix("FSDP")
 
 
 class _Issued:

@@ -31,6 +31,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import is_recomputed
 from titanplans.parallel.mesh.degrees import NOT_FOR_DDP
 from titanplans.precision.autocast import apply_autocast
+from titanplans.text import class_name
 from titanplans.torch_private.compile import is_compiled_whole
 from titanplans.torch_private.ddp import DDP, has_static_graph, hide_ddp_from_compiler, replicate, start_ddp
 from titanplans.torch_private.dispatch import tree_leaves
@@ -99,7 +100,7 @@ def accumulate(model: nn.Module, *, last: bool, defer: bool = True) -> Iterator[
         ParallelError: `model` is not replicated by DDP, or with a static graph, which can't defer.
     """
     if not isinstance(model, DDP):
-        raise ParallelError(f"{type(model).__name__} is not replicated by DDP: call apply_ddp first")
+        raise ParallelError(f"{class_name(model)} is not replicated by DDP: call apply_ddp first")
     if defer and not last and has_static_graph(model):
         raise ParallelError(
             "ddp.static_graph = true: torch loses count of gradients that wait for another micro batch; set it to false, or "
@@ -119,7 +120,7 @@ def refuse_model(model: nn.Module, mesh: DeviceMesh) -> None:
         ParallelError: it is split, replicated, compiled as a whole, frozen, on meta or on another device.
     """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    name_of = f"ddp of {type(model).__name__}"
+    name_of = f"ddp of {class_name(model)}"
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             axes = tensor.device_mesh.mesh_dim_names
@@ -181,7 +182,7 @@ def _refuse_hidden_outputs(model: nn.Module, inputs: Any, output: Any) -> None:
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)
     ):
         raise ParallelError(
-            f"ddp with find_unused_parameters or static_graph looks for tensors in what {type(model).__name__} returns, and "
+            f"ddp with find_unused_parameters or static_graph looks for tensors in what {class_name(model)} returns, and "
             f"finds none in a {type(output).__name__}: return a tensor, tuple, dict or ModelOutput, or set both to false"
         )
 

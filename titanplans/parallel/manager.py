@@ -32,6 +32,7 @@ from titanplans.parallel.parallelize import apply_steps, check_compatible, on_me
 from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.report import parallelism_report
 from titanplans.split import gradients
+from titanplans.text import class_name
 from titanplans.torch_private.distributed import group_device_types
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,7 +101,7 @@ class ParallelManager:
         if self._model is not None:
             raise ParallelError("this manager has a model already: make another manager for another model")
         if not isinstance(model, nn.Module):
-            raise ParallelError(f"model is a {type(model).__name__}, not an nn.Module")
+            raise ParallelError(f"model is a {class_name(model)}, not an nn.Module")
         config = self.config
         if isinstance(config, MegatronFSDPConfig):
             megatron_fsdp.check_available()

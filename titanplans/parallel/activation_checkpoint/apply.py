@@ -16,6 +16,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint.keep_mixer import Kept, keep_modules
 from titanplans.parallel.activation_checkpoint.operators import check_operators, keep_operators
 from titanplans.plan.decoder import find_block, find_decoder
+from titanplans.text import class_name
 from titanplans.torch_private.modules import ActivationWrapper, checkpoint_wrapper
 
 _BUDGET = "_activation_memory_budget"
@@ -85,7 +86,7 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
     decoder = find_decoder(model, required=options.scope != "vision")
     if options.scope == "vision" and not decoder.towers:
         raise options.error(
-            "scope", f'{type(model).__name__} has no vision tower with blocks: set it to "all" or "language"'
+            "scope", f'{class_name(model)} has no vision tower with blocks: set it to "all" or "language"'
         )
     lists = {"all": decoder.block_lists, "language": (decoder.names,), "vision": decoder.towers}
     every = (
@@ -99,7 +100,7 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
             block = find_block(model.get_submodule(name), name)
             if any(map(is_recomputed, block.module.modules())):
                 raise ParallelError(
-                    f"{type(model).__name__} already has activation checkpointing: build the model again"
+                    f"{class_name(model)} already has activation checkpointing: build the model again"
                 )
             if options.mode == "mlp":
                 found.append(block.mlp)
@@ -109,14 +110,14 @@ def check_activation_checkpointing(model: nn.Module, options: ActivationCheckpoi
     own = "is_activation_checkpointing"
     if getattr(model, own if hasattr(model, own) else "is_gradient_checkpointing", False):
         raise ParallelError(
-            f"{type(model).__name__} recomputes its blocks itself: call gradient_checkpointing_disable() before "
+            f"{class_name(model)} recomputes its blocks itself: call gradient_checkpointing_disable() before "
             "activation_checkpoint"
         )
     if not any(found):
         why = _NOTHING.get(options.mode, "its lists of blocks are empty")
         raise options.error(
             "selective_ac_option" if every > 1 else "mode",
-            f"it recomputes nothing of {type(model).__name__}: {why}",
+            f"it recomputes nothing of {class_name(model)}: {why}",
         )
     return [name for name in found if name is not None]
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from titanplans.errors import ParallelError
+from titanplans.text import class_name
 from titanplans.torch_private.autograd import version
 from titanplans.torch_private.dispatch import tree_leaves, tree_map_only
 from titanplans.torch_private.modules import ActivationWrapper, checkpointed
@@ -83,7 +84,7 @@ class Kept(ActivationWrapper):
             call.next += 1
             if _versions(output) != versions:
                 raise ParallelError(
-                    f"the output of {type(checkpointed(self)).__name__} was changed in place after the "
+                    f"the output of {class_name(checkpointed(self))} was changed in place after the "
                     "forward kept it: recompute the mixer too (mode full), or change a copy"
                 )
             _set_random_state(state)

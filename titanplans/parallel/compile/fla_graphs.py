@@ -86,5 +86,5 @@ def _names(code: CodeType) -> Iterator[str]:
 @cache
 def _out_of_graphs(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `cls`, under the same name, whose forward stays out of graphs; blocks share it."""
-    reason = f"{cls.__name__} calls a kernel of flash-linear-attention"
+    reason = f"{getattr(cls, 'whole_class', cls).__name__} calls a kernel of flash-linear-attention"
     return subclass(cls, {"forward": torch.compiler.disable(cls.forward, reason=reason)})

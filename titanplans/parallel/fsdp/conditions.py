@@ -11,6 +11,7 @@ from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.sharding import apply_units, check_mesh, check_unsharded, param_dtype
 from titanplans.parallel.fsdp.units import FSDPUnit, has_forward, has_parameters, refuse_ties
 from titanplans.plan.decoder import find_decoder
+from titanplans.text import class_name
 
 Condition = Callable[[str, nn.Module], bool]
 
@@ -60,12 +61,12 @@ def shard_model(
                 matched[condition].append(name)
                 if not has_forward(module):
                     raise ParallelError(
-                        f"condition {condition} holds for {name}, a {type(module).__name__}, which is never "
+                        f"condition {condition} holds for {name}, a {class_name(module)}, which is never "
                         "called: let it hold for its children"
                     )
     if missing := [condition for condition, names in matched.items() if not names]:
         raise ParallelError(
-            f"condition {', '.join(missing)} holds for no module with parameters of {type(model).__name__}: correct "
+            f"condition {', '.join(missing)} holds for no module with parameters of {class_name(model)}: correct "
             "it, or leave it out"
         )
     chosen = {name for names in matched.values() for name in names}

@@ -15,6 +15,7 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.units import FSDPUnit, flat, has_forward, refuse_ties
 from titanplans.plan.decoder import join
 from titanplans.precision.kept_dtypes import keeps_float32
+from titanplans.text import class_name
 
 Kind = Hashable | None
 """The properties that the parameters of a unit share; None for a parameter that fits any unit."""
@@ -40,7 +41,7 @@ def split_dtypes(
 
         def refuse_kept(named: dict[Kind, str], module: str) -> ParallelError:
             return ParallelError(
-                f"{type(model).__name__} keeps {named[True]} in float32, and {named[False]} of the same module, {module}, "
+                f"{class_name(model)} keeps {named[True]} in float32, and {named[False]} of the same module, {module}, "
                 f"would compute in {str(param_dtype).removeprefix('torch.')}: FSDP casts all parameters of a module itself "
                 "to one dtype; leave mixed_precision_param out, or take autocast_dtype"
             )
@@ -89,7 +90,7 @@ def _split(
                 numels[its] += param.numel()
                 named[its] = key
         if len(numels) > 1:
-            raise refuse(named, name or type(model).__name__)
+            raise refuse(named, name or class_name(model))
         parts = [(child, *of_module(child)) for child in _children(model, name) if child not in taken]
         kept = next(iter(numels)) if numels else _most([(its, numel) for _, its, numel, _ in parts])
         off = [sub for *_, subs in parts for sub in subs]

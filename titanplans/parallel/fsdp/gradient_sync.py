@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanplans.errors import ParallelError
 from titanplans.parallel.fsdp.units import fsdp_module
 from titanplans.precision.float8.scales import seek_scales
+from titanplans.text import class_name
 from titanplans.torch_private.fsdp import fsdp_group, settle_fsdp_root
 
 Defer = Literal["all", "replicas", "nothing"]
@@ -126,7 +127,7 @@ def _root(model: nn.Module) -> FSDPModule:
     # Also settles that the root is not freed after the forward unless that was asked for.
     if not settle_fsdp_root(root):
         raise ParallelError(
-            f"{type(model).__name__} is a part of a sharded model: give the whole one, whose forward gathers it"
+            f"{class_name(model)} is a part of a sharded model: give the whole one, whose forward gathers it"
         )
     return root
 

@@ -32,6 +32,7 @@ from titanplans.parallel.fsdp.units import FSDPUnit, find_units, fsdp_module
 from titanplans.parallel.record import record_of
 from titanplans.split.parameters.replaced import replacing
 from titanplans.split.partial_gradients import summed
+from titanplans.text import class_name
 from titanplans.torch_private.fsdp import fsdp_group
 
 
@@ -77,7 +78,7 @@ def check_unsharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ParallelError(
-                f"{type(model).__name__} is already sharded by FSDP ({name or 'the root'}): build the model again"
+                f"{class_name(model)} is already sharded by FSDP ({name or 'the root'}): build the model again"
             )
 
 

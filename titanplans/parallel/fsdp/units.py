@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanplans.errors import ParallelError
 from titanplans.plan.decoder import find_decoder, join
+from titanplans.text import class_name
 
 Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "root"]
 
@@ -137,7 +138,7 @@ def fsdp_module(model: nn.Module, name: str) -> FSDPModule:
     module = model.get_submodule(name)
     if not isinstance(module, FSDPModule):
         raise ParallelError(
-            f"{name or type(model).__name__} is not sharded by FSDP: shard the whole model first"
+            f"{name or class_name(model)} is not sharded by FSDP: shard the whole model first"
         )
     return module
 

@@ -17,6 +17,7 @@ from titanplans.plan.plan import Plan, TPOptions
 from titanplans.plan.registry import model_type_of, registered_plans
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.projections import Packed
+from titanplans.text import class_name
 from titanplans.torch_private.modules import CHECKPOINTED
 from titanplans.user_code import as_user_error
 
@@ -87,7 +88,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
 
 
 def _role(name: str, parameter: nn.Parameter, module: nn.Module) -> Role:
-    own, kind = name.rpartition(".")[2], type(module).__name__
+    own, kind = name.rpartition(".")[2], class_name(module)
     # Mixing weights such as RWKV's are vectors of the shape [1, 1, width].
     dims = parameter.ndim if own.endswith("weight") else sum(size > 1 for size in parameter.shape)
     norm, convolution = "Norm" in kind, isinstance(module, _CONVOLUTIONS)
