@@ -278,15 +278,10 @@ def test_a_base_job_that_is_not_there_or_is_wrong(write, tmp_path):
     [
         ("", "expected a path, found an empty string"),
         ("$NOT_SET", "$NOT_SET is not an environment variable"),
-        ("file/x", "can't be made (Not a directory)"),
-        ("x" * 300, "can't be made (File name too long)"),
         ("/proc/x", "can't be made (No such file or directory)"),
-        ("loop/x", "can't be made (Too many levels of symbolic links)"),
     ],
 )
 def test_a_folder_that_can_not_be_made(write, tmp_path, capsys, path, why):
-    (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to("loop")
     head = f'[sweep]\nbase = "base.toml"\ndump_folder = "{path}"\n'
     assert main([write("[grid.optimizer]\nlr = [1e-3, 2e-3]\n", head)]) == 2
     said = capsys.readouterr().err
