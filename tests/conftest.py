@@ -94,6 +94,14 @@ ranks, a checkpoint that is resumed, refusals, links, house rules. A new test is
 """
 
 
+@pytest.fixture(scope="session")
+def cpu_kernels():
+    """PyTorch in the place of FLA's kernels, for good: a process that has none of them is one of its own."""
+    from titanplans import kernels
+
+    kernels.install("cpu")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m picks
 def pytest_collection_modifyitems(items):
     """Mark the thorough tests, and take their files first, so that no worker is left with one at the end."""

@@ -12,7 +12,7 @@ from plainly import verify
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from titanplans import PlanError, check_plan, kernels, modeling
+from titanplans import PlanError, check_plan, modeling
 from titanplans.adapters.low_rank import adapted, draw_factor
 from titanplans.cli.verify.main import main
 from titanplans.errors import OptionError
@@ -34,9 +34,7 @@ SMALL = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=48, vocab_si
 EVERY = ("all-linear", "lm_head")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cpu_kernels():
-    kernels.install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def model_of(name, options=None, **fields):

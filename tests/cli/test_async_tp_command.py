@@ -9,7 +9,7 @@ from tiny import Block, Tiny, TinyPlan
 from torch import nn
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
-from titanplans import apply_plan, kernels, modeling
+from titanplans import apply_plan, modeling
 from titanplans.cli.async_tp.decide import _prepare_block, decide
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
 from titanplans.cli.verify.arguments import parse
@@ -24,9 +24,7 @@ DIFFERENT = ("gla", "qwen2", "phi3", "mixtral")
 """Blocks of several graphs and of one, with biases, with packed weights, with experts."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def on_a_cpu():
-    kernels.install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def quietly(words):

@@ -7,7 +7,7 @@ import torch
 import zoo
 from transformers import Qwen2VLConfig
 
-from titanplans import kernels, modeling, registered_plans
+from titanplans import modeling, registered_plans
 from titanplans.cli.verify.cut import _smaller, _with_vocabulary, cut
 from titanplans.cli.verify.main import main
 from titanplans.cli.verify.prepare import check_memory, memory
@@ -18,9 +18,7 @@ from titanplans.plan.decoder import find_decoder
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cpu_kernels():
-    kernels.install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def test_every_named_model_has_a_registered_plan_and_its_own_model_type():

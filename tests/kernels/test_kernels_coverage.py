@@ -6,12 +6,9 @@ import worlds
 import zoo
 
 from titanplans import modeling
-from titanplans.kernels import KernelError, check_cpu, install
+from titanplans.kernels import KernelError, check_cpu
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _installed():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def families():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from titanplans.kernels import KernelError, install
+from titanplans.kernels import KernelError
 
 SIZES = dict(hidden_size=64, num_hidden_layers=2, num_heads=4, vocab_size=128, intermediate_size=128)
 HYBRID = dict(layers=[1], num_heads=4, num_kv_heads=2, window_size=16, qkv_bias=True, rope_theta=10000.0)
@@ -45,9 +45,7 @@ OPTIONS = {"gla": GLA, "transformer": TRANSFORMER} | {
 MODELS = [(kind, options) for kind in OPTIONS for options in OPTIONS[kind]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _installed():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def build(kind, options="default"):

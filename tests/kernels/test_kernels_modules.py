@@ -6,15 +6,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanplans.kernels import KernelError, install
+from titanplans.kernels import KernelError
 from titanplans.kernels.layers.losses import cross_entropy_loss
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-5}  # rounding of sums of up to some 100 terms of order 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _installed():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanplans.kernels import KernelError, install
+from titanplans.kernels import KernelError
 from titanplans.kernels.naive import Naive, by_naive
 
 BATCH, TOKENS, HEADS, KEY, VALUE = 2, 9, 4, 4, 6
@@ -14,9 +14,7 @@ BOUNDS = torch.tensor([0, 4, 5, 9])
 """Of sequences packed into one."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _installed():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def kernel(place):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanplans.kernels import KernelError, install
+from titanplans.kernels import KernelError
 from titanplans.kernels.recurrent import chunks
 from titanplans.kernels.table import _FORMULAS
 
@@ -44,9 +44,7 @@ STATES = {
 MIXERS = sorted(OVER_TIME)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _installed():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture(autouse=True)

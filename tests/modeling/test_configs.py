@@ -9,13 +9,9 @@ import worlds
 from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, ViTConfig
 
 from titanplans import modeling
-from titanplans.kernels import install
 from titanplans.modeling import ModelError
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _cpu_attention():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def test_overrides_reach_the_model():

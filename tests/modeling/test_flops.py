@@ -7,13 +7,9 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from titanplans import modeling
-from titanplans.kernels import install
 from titanplans.modeling.own import own_config
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _cpu_attention():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def _count(config, seq_len):

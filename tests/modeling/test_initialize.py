@@ -9,15 +9,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from titanplans import modeling
-from titanplans.kernels import install
 from titanplans.modeling import ModelError
 
 LLAMA = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, intermediate_size=96)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cpu_attention():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def _initialized(config, seed=0, dtype=torch.float32):

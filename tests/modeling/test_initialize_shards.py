@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans import modeling
-from titanplans.kernels import install
 from titanplans.modeling import ModelError
 from titanplans.split.parameters.shards import copy_shard
 
@@ -30,9 +29,7 @@ from titanplans.split.parameters.shards import copy_shard
 SIZES = dict(num_hidden_layers=2, vocab_size=130, hidden_size=32, num_heads=2, intermediate_size=54)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cpu_attention():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @contextmanager

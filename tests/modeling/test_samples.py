@@ -5,7 +5,6 @@ import torch
 import zoo
 
 from titanplans import modeling
-from titanplans.kernels import install
 from titanplans.kernels.widen import Widen
 from titanplans.modeling import ModelError
 
@@ -13,9 +12,7 @@ NAMES = sorted(zoo.ARCHITECTURES)
 OF_TRANSFORMERS = [name for name in NAMES if name not in ("transformer", "gla")]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cpu_attention():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def _config(name, attention="sdpa", **overrides):

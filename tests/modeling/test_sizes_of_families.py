@@ -8,7 +8,6 @@ import pytest
 import zoo
 
 from titanplans import modeling
-from titanplans.kernels import install
 
 # (family, flavor) -> (the number of parameters that is published, where)
 #   keras   keras-team/keras-hub, commit 71453d0, the presets' "params": counted on another implementation
@@ -81,9 +80,7 @@ def _on_the_page():
 PARAMETERS = _on_the_page()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cpu_attention():
-    install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def _rounded(count, like):

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from titanplans import PlanError, TPOptions, apply_plan, kernels, modeling, registered_plans
+from titanplans import PlanError, TPOptions, apply_plan, modeling, registered_plans
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.styles.region import Region
@@ -65,9 +65,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cpu_kernels():
-    kernels.install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 import zoo
 from faulty import installed
 
-from titanplans import TPOptions, apply_plan, kernels, modeling, registered_plans
+from titanplans import TPOptions, apply_plan, modeling, registered_plans
 from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.observe.communication import Communication, count_communication
@@ -35,9 +35,7 @@ KINDS = {
 CHOICES = (TPOptions(2), TPOptions(4, sequence_parallel=False), TPOptions(4, loss_parallel=False))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cpu_kernels():
-    kernels.install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def count(name: str, options: TPOptions, variant: int = 0, plan=None, length: int = 15) -> Communication:

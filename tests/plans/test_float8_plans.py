@@ -13,7 +13,7 @@ from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
 import titanplans.precision.float8.border
 import titanplans.precision.float8.linear
-from titanplans import PlanError, apply_plan, check_plan, kernels, modeling
+from titanplans import PlanError, apply_plan, check_plan, modeling
 from titanplans.apply.check import check
 from titanplans.kernels.widen import Widen
 from titanplans.parallel import Float8, convert_to_float8
@@ -26,10 +26,7 @@ from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.local_code import PlaceInGroup
 from titanplans.torch_private.torchao import float8_data
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cpu_kernels():
-    kernels.install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def convert(model, recipe="tensorwise", **options):

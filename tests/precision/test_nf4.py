@@ -11,7 +11,7 @@ from test_adapters import split
 from torch import nn
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-from titanplans import PlanError, check_plan, kernels, modeling
+from titanplans import PlanError, check_plan, modeling
 from titanplans.errors import OptionError
 from titanplans.modeling.samples import build_real
 from titanplans.parallel import LoRA, add_adapters
@@ -21,9 +21,7 @@ from titanplans.proof.batches.sample import randomise
 QLORA = LoRA(rank=4, quantize_base="nf4")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cpu_kernels():
-    kernels.install("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def test_codes_are_torchaos():
