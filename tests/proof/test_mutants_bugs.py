@@ -155,7 +155,7 @@ def test_positional_layouts_for_keyword_inputs():
     ours = bugs.changed(bugs.MixerPlan, attn=lambda plan, style: plan.attn_input("x")[""])
     with pytest.raises(
         PlanError,
-        match=r"'layers\.0\.attn' \(Region on SplitMixer\): it was called .* without 'x' \(got hidden_states\)",
+        match=r"'layers\.0\.attn' \(Region on Mixer\): it was called .* without 'x' \(got hidden_states\)",
     ):
         verify(model, ours, degrees=[2], sequence_parallel=True)
 

@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
         in refusal(job)
     )
     file.write_bytes(file.read_bytes()[:-1])
-    assert "model.safetensors is cut short" in refusal(job)
+    assert "model.safetensors is damaged or cut short" in refusal(job)
 
 
 @pytest.mark.parametrize(
