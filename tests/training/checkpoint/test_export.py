@@ -220,10 +220,10 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
         "nothing": f"error: export /there: {metadata}; name a step-N folder\n",
         "no card": "error: export /plain/step-1: it has no titanplans.json, which names the model; give its "
         "--config\n",
-        "damaged": f"error: export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum is not the one "
-        "that was written; take another checkpoint\n",
+        "damaged": f"error: export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum differs "
+        "from the recorded one; take another checkpoint\n",
         "another": "error: --config /config.json: at/step-1 is of another model (num_heads = 4, now 2); remove --config\n",
-        "import, there": "error: import: /there is there already, and nothing is written over: name a new folder\n",
+        "import, there": "error: import: /there already exists and is not overwritten; name a new folder\n",
         "import, step": "error: import: /step-7 would be a checkpoint of another step; name it step-0\n",
         "import, nothing": "error: model config '/there/config.json' can't be read: No such file or directory\n",
     }
