@@ -90,7 +90,7 @@ def test_processes_that_no_memory_holds(job, model):
 
 def test_a_buffer_that_torch_cannot_count_is_refused(job):
     """It reads the size as an integer of 32 bits, and ends the process otherwise."""
-    with pytest.raises(ConfigError, match="comm.trace_buf_size 2147483648: expected an integer"):
+    with pytest.raises(ConfigError, match=r"comm\.trace_buf_size 2147483648: expected an integer"):
         job("--comm.trace_buf_size", "2147483648")
 
 

@@ -357,10 +357,8 @@ def test_a_launcher_that_starts_again_goes_on_with_the_branch(two):
 
 def test_a_damaged_checkpoint_names_the_file_and_the_newest_that_is_whole(two, folder):
     path = folder / "rewind" / "checkpoint"
-    assert two["damaged"] == (
-        f"{path}/step-6/__1_0.distcp is damaged: its checksum differs from the recorded one; "
-        "checkpoint.load_step = 4 resumes from the newest complete one"
-    )
+    assert two["damaged"].startswith(f"{path}/step-6/__1_0.distcp is damaged")
+    assert "checkpoint.load_step = 4" in two["damaged"]
 
 
 def test_a_checkpoint_of_a_stranger_runs_nothing(two, folder):

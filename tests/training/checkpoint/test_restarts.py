@@ -71,10 +71,8 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     pids = [kill(job, process, rank, number) for number, rank in enumerate((0, 1))]
     assert job.end(process) == 1
     first, *_, last = (line for line in job.err.splitlines() if line.startswith(("rank", "error")))
-    assert first == (
-        f"rank 0 (pid {pids[0]}) was killed by SIGKILL (by the system, if memory ran out): all ranks start again, from the "
-        "newest checkpoint; 0 restarts left"
-    )
+    assert first.startswith(f"rank 0 (pid {pids[0]}) was killed by SIGKILL")
+    assert "0 restarts left" in first
     assert last.startswith(f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL")
     assert repeats_itself(job)
     steps = job.steps[-1]

@@ -114,9 +114,8 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
     monkeypatch.chdir(job.folder)
     folder, file = job.folder / "gla", job.folder / "gla" / "model.safetensors"
     said = refusal(job, "--model.config=gla.json", "--checkpoint.initial_load_path=nowhere")
-    assert said == (
-        'checkpoint.initial_load_path = "nowhere" is not a directory, but checkpoint.initial_load_in_hf = true needs one'
-    )
+    assert said.startswith('checkpoint.initial_load_path = "nowhere"')
+    assert "checkpoint.initial_load_in_hf = true" in said
     (job.folder / "other.json").write_text(
         json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2})
     )
