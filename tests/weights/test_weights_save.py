@@ -153,7 +153,7 @@ def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_beside_it(saved):
 def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(saved):
     folder, said = saved
     assert {case: line.replace(str(folder), "") for case, line in said.items()} == {
-        "there": "ModelError: /bf16 is there already, and nothing is written over: name a new folder",
+        "there": "ModelError: /bf16 already exists and is not overwritten; name a new folder",
         "killed": "ModelError: /.killed.writing is there: another process writes /killed, or one was killed while it did; "
         "if so, remove it",
         "size": "ModelError: max_shard_size = '5 bananas' is no size: 500MB or 5GB would do",

@@ -41,7 +41,7 @@ def written_atomically(target: Path) -> Iterator[Path]:
 
 def _refuse_existing(target: Path, directory: Path) -> None:
     if os.path.exists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise ModelError(f"{target} is there already, and nothing is written over: name a new folder")
+        raise ModelError(f"{target} already exists and is not overwritten; name a new folder")
     if os.path.exists(directory):
         raise ModelError(
             f"{directory} is there: another process writes {target}, or one was killed while it did; if so, remove it"

@@ -215,7 +215,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     )
     metadata = "it holds no distributed checkpoint (.metadata)"
     assert lines == {
-        "there": "error: /there is there already, and nothing is written over: name a new folder\n",
+        "there": "error: /there already exists and is not overwritten; name a new folder\n",
         "in hf": f"error: export at/step-2: {metadata}; it already is a Hugging Face folder\n",
         "nothing": f"error: export /there: {metadata}; name a step-N folder\n",
         "no card": "error: export /plain/step-1: it has no titanplans.json, which names the model; give its "
