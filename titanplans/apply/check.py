@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.plan.checks.code import code_of_ranks
 from titanplans.plan.checks.packed import packed_faults
 from titanplans.plan.checks.regions import region_faults
 from titanplans.plan.checks.sizes import check_degree
 from titanplans.plan.checks.tied import check_tied, tied_parameters
 from titanplans.plan.converted import Crossing
-from titanplans.plan.local_code import Functions, code_of_ranks
+from titanplans.plan.local_code import Functions
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan, resolve
 from titanplans.precision.float8.checks import check_float8

@@ -30,8 +30,7 @@ from titanplans.loss.shares import (
 )
 from titanplans.plan.decoder import HEADS, find_decoder
 from titanplans.split.parameters.local_parameters import local_parameter
-from titanplans.split.state import state_of
-from titanplans.split.stream import border_of_model
+from titanplans.split.state import border_of_model, state_of
 from titanplans.text import class_name
 from titanplans.torch_private.autograd import version
 

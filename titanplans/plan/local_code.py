@@ -1,25 +1,18 @@
 """What a plan declares of a split module's own code: numbers that count heads, and functions that depend on the rank.
 
-A plan declares both (`TPPlan.local_attributes`, `TPPlan.local_functions`); nothing is guessed. They are checked here against
-the module's code, and put in by `titanplans.split.local_code`.
+A plan declares both (`TPPlan.local_attributes`, `TPPlan.local_functions`); nothing is guessed. `plan.checks.code`
+holds them against the module's code, and `titanplans.split.local_code` puts them in.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.decoder import join
-from titanplans.text import class_name
-from titanplans.user_code import as_user_error
-
-if TYPE_CHECKING:
-    from titanplans.plan.resolve import ResolvedPlan
 
 
 class Place(Protocol):
@@ -45,85 +38,6 @@ Functions = Mapping[str, Callable[[Callable[..., Any], Place], Callable[..., Any
 
 "F.linear" is a function of the file `F`; "retention.decay" one that the function `retention` calls.
 """
-
-
-def code_of_ranks(plan: "ResolvedPlan") -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
-    """Return the attributes and the functions of a rank's own code, by the name of the split module.
-
-    Raises:
-        PlanError: a module has no such attribute, or its code calls no such function.
-    """
-    source, model, decoder = plan.source, plan.model, plan.decoder
-    attributes: dict[str, dict[str, Any]] = {}
-    functions: dict[str, Functions] = {}
-    with as_user_error(f"plan {type(source).__name__}"):
-        for key, make in source.model_functions(model).items():
-            path, _, name = key.rpartition(".")
-            functions[path] = {**functions.get(path, {}), name: make}
-        attributes[""] = source.model_attributes(model)
-    for name, mixer in decoder.mixers.items():
-        if plan.split_key(name) is not None:
-            owner = source.plan_of(mixer)
-            with as_user_error(f"plan {type(owner).__name__}"):
-                attributes[name] = {**owner.queries_per_group(mixer), **owner.local_attributes(mixer)}
-                functions[name] = owner.local_functions(mixer)
-    for name, mlp in decoder.mlps.items():
-        if plan.split_key(name) is not None:
-            with as_user_error(f"plan {type(source).__name__}"):
-                attributes[name] = source.mlp_attributes(mlp)
-    hooks = {"": "model_attributes", **dict.fromkeys(decoder.mlps, "mlp_attributes")}
-    for name in attributes:
-        _check(
-            model,
-            name,
-            _misnamed(model.get_submodule(name), attributes[name]),
-            hooks.get(name, "local_attributes"),
-        )
-    for name in functions:
-        hook, given = ("local_functions", "") if name in decoder.mixers else ("model_functions", name)
-        if name not in dict(model.named_modules()):
-            _check(
-                model,
-                "",
-                (join(given, next(iter(functions[name]))), f"the model has no module '{name}'"),
-                hook,
-            )
-        _check(model, name, _uncalled(model.get_submodule(name), functions[name], given), hook)
-    return attributes, functions
-
-
-def _check(model: nn.Module, name: str, fault: tuple[str, str] | None, hook: str) -> None:
-    """Raise a PlanError of `fault`: the name that the `hook` of a plan gives for the module `name`, and the reason."""
-    if fault is not None:
-        given, reason = fault
-        module = f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})"
-        raise PlanError(f"{module}: its plan's {hook} name '{given}', but {reason}")
-
-
-def _misnamed(module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the attribute that can't be set on `module`, and why; or None."""
-    for name in attributes:
-        holder, path = module, name.split(".")
-        for step in path:
-            if not hasattr(holder, step):
-                return (
-                    name,
-                    f"{type(holder).__name__} has no '{step}': give the names that the module's code reads",
-                )
-            holder = getattr(holder, step)
-    return None
-
-
-def _uncalled(module: nn.Module, functions: Functions, path: str) -> tuple[str, str] | None:
-    """Return the function that can't be replaced in the code of `module`, which keys name by `path`, and why; or None."""
-    for name in functions:
-        if not any(calls(method, name) for method in methods(type(module)).values()):
-            kind = class_name(module)
-            return (
-                join(path, name),
-                f"no method of {kind} calls a function of this name that its file imports or defines",
-            )
-    return None
 
 
 def methods(cls: type) -> dict[str, FunctionType]:

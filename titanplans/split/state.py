@@ -7,16 +7,15 @@ time, so a split module can't be pickled; its state dict can.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-if TYPE_CHECKING:
-    from titanplans.split.parameters.local_parameters import Reading
-    from titanplans.split.stream import Border
+from titanplans.split.parameters.local_read import Reading
+from titanplans.split.stream import Border
 
 _NAME = "_split"
 
@@ -28,13 +27,13 @@ class SplitState:
     key: str = ""
     """Its plan key."""
     style: ParallelStyle | None = None
-    readings: "dict[str, Reading]" = field(default_factory=dict)
+    readings: dict[str, Reading] = field(default_factory=dict)
     """How its parameters are read, by name."""
     read_by_block: dict[str, torch.Tensor] = field(default_factory=dict)
     """Local tensors that the block has read as its forward began, until that ends."""
     read_inside: dict[str, torch.Tensor] | None = None
     """Local tensors that its own forward has read; None while that does not run."""
-    border: "Border | None" = None
+    border: Border | None = None
     """The model's, and the embedding's: the border of the residual stream."""
     product: Any = None
     """How a float8 product lies on the ranks."""
@@ -58,6 +57,11 @@ def make_state(module: nn.Module) -> SplitState:
 def key_of(module: nn.Module) -> str:
     """Return the plan key of `module`; "" if it has none."""
     return "" if (state := state_of(module)) is None else state.key
+
+
+def border_of_model(model: nn.Module) -> Border | None:
+    """Return the border of the residual stream of `model`; None if it is not split."""
+    return None if (state := state_of(model)) is None else state.border
 
 
 def specialise(module: nn.Module, kind: type[nn.Module]) -> None:

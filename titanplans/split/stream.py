@@ -31,7 +31,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -47,7 +46,6 @@ from titanplans.split.collectives import (
     sum_ranks,
     take_shard,
 )
-from titanplans.split.state import state_of
 from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
 
 REMEMBERED = 1024
@@ -257,8 +255,3 @@ class Border:
         """Return the length of the whole sequence, given this rank's shard `x`."""
         assert self.stream.dim is not None
         return self.stream.length_of(x.shape[self.stream.dim], self.group[1])
-
-
-def border_of_model(model: nn.Module) -> Border | None:
-    """Return the border of the residual stream of `model`; None if it is not split."""
-    return None if (state := state_of(model)) is None else state.border

@@ -1,7 +1,7 @@
 """A thousand bad jobs: each ends in one line and exit status 2, and leaves nothing behind; or it was not bad, and loads.
 
 Keys, sections and paths come from the table of options, so a new option is among them without being named here. What is
-drawn is the same in every run; `make test-all` draws more. What was found so is in FOUND, or a test of the code that met it.
+drawn is the same in every run; `make test-exhaustive` draws more. Findings are in FOUND, or a test of the code that met it.
 """
 
 import contextlib

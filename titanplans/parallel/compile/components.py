@@ -26,7 +26,7 @@ from titanplans.parallel.compile.limits import (
 )
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.plan.decoder import find_decoder
-from titanplans.split.stream import border_of_model
+from titanplans.split.state import border_of_model
 from titanplans.torch_private.compile import (
     backend_function,
     check_inductor_options,

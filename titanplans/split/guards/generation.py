@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.split.state import specialise, subclass
-from titanplans.split.stream import border_of_model
+from titanplans.split.state import border_of_model, specialise, subclass
 
 
 def let_generate(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ not change.
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
-from titanplans.split.collectives import Group, group_of
-from titanplans.split.parameters.local_read import LocalRead, read
+from titanplans.split.collectives import group_of
+from titanplans.split.parameters.local_read import LocalRead, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
 from titanplans.split.parameters.selection import selected
 from titanplans.split.parameters.shards import take_shards
@@ -82,16 +82,6 @@ def localize(
         for names, kind in _kinds(layouts).items():
             specialise(module, kind(type(module), names))
         module.register_load_state_dict_pre_hook(take_shards)
-
-
-class Reading(NamedTuple):
-    """The data that reading a parameter takes, apart from the parameter."""
-
-    layout: Layout
-    uneven: bool
-    rank: int
-    group: Group
-    local_read: "LocalRead"
 
 
 def readings_of(module: nn.Module) -> dict[str, Reading]:

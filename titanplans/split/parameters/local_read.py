@@ -6,12 +6,14 @@ parameters may be read by one autograd node.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from titanplans.plan.layout import Layout
+from titanplans.split.collectives import Group
 from titanplans.torch_private.autograd import grad_refcount
 from titanplans.torch_private.dtensor import local_tensor, spec_as, spec_of, with_spec
 from titanplans.torch_private.threads import DTensorSpec
@@ -36,6 +38,16 @@ class LocalRead:
 
     def __deepcopy__(self, memo: Any) -> "LocalRead":
         return LocalRead()  # a mesh has process groups, and is not copied
+
+
+class Reading(NamedTuple):
+    """The data that reading a parameter takes, apart from the parameter."""
+
+    layout: Layout
+    uneven: bool
+    rank: int
+    group: Group
+    local_read: LocalRead
 
 
 def read(param: DTensor, gradient: Placement, uneven: bool, local_read: LocalRead) -> torch.Tensor:
