@@ -1,7 +1,7 @@
 """Which model: named flavors and config files, building on the meta device, initial weights, FLOPs, and
 models and inputs for a proof.
 
-How a model is split is in `titanplans.tensor_parallel` and the plans; neither is imported here. PyTorch functions in place
+How a model is split is in the plans and `titanplans.split`; no plan is imported here. PyTorch functions in place
 of FLA's GPU kernels are in `titanplans.kernels`.
 """
 

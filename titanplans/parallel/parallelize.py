@@ -111,6 +111,13 @@ def apply_steps(
     record, over = record_of(model), fsdp_mesh(mesh)
     backend = dist.get_backend(mesh.get_mesh("tp").get_group()) if mesh.tp_enabled else None
     checked = _prepare(model, config, mesh.tp, over.device_type, backend)
+    if (converted := record.float8) is not None:
+        _log.info(_words(converted))
+    if (adapters := record.adapters) is not None:
+        _log.info(
+            f"LoRA of rank {config.lora.rank}: {len(adapters.modules)} Linear modules, {len(adapters.left)} left out, "
+            f"{adapters.trained:,} of {adapters.trained + adapters.frozen:,} parameters train"
+        )
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if checked is not None:
@@ -151,7 +158,7 @@ def dry_run(model: nn.Module, config: Config, tp_degree: int, device_type: str) 
 def _prepare(
     model: nn.Module, config: Config, tp_degree: int, device_type: str, backend: str | None = None
 ) -> Checked | None:
-    """Change what a plan is to split, and check the plan; None where nothing is split."""
+    """Prepare the modules of `model` and check its plan; None where nothing is split. Nothing is logged."""
     record = record_of(model)
     record.float8, record.adapters, frozen = prepare(
         model,
@@ -162,17 +169,8 @@ def _prepare(
         compiled=bool(config.compile.blocks),
         refuse=lambda why: config.error("freeze", why),
     )
-    if (converted := record.float8) is not None:
-        _log.info(_words(converted))
-        record.steps.append("float8")
-    if (adapters := record.adapters) is not None:
-        record.steps.append("LoRA")
-        _log.info(
-            f"LoRA of rank {config.lora.rank}: {len(adapters.modules)} Linear modules, {len(adapters.left)} left out, "
-            f"{adapters.trained:,} of {adapters.trained + adapters.frozen:,} parameters train"
-        )
-    if frozen is not None:
-        record.steps.append("freezing")
+    done = {"float8": record.float8, "LoRA": record.adapters, "freezing": frozen}
+    record.steps += [step for step, change in done.items() if change is not None]
     checked = None
     if isinstance(config, FSDP2Config) and tp_degree > 1:
         options = TPOptions(tp_degree, not config.disable_loss_parallel, config.enable_sequence_parallel)

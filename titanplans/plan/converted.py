@@ -1,8 +1,8 @@
 """Which modules of a model torchao has converted to float8, and by which recipe.
 
-They are converted before a plan is applied (`titanplans.precision.float8`). `float8_linear` has the product of a split
-module, `float8_border` how a sequence crosses a border in float8, `float8_checks` what is refused and which borders are
-crossed so. torchao is imported only if a model holds one of its modules.
+They are converted before a plan is applied (`titanplans.precision.float8`). Its `linear` has the product of
+a split module, `border` the crossing of a region's border in float8, `checks` the refusals and which borders are crossed
+so. torchao is imported only if a model holds one of its modules.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
 """The styles that plans are made of, by the names that a plan calls them: `self.colwise()` and the like.
 
-What each declares is in `styles`; this gives them the plan's options.
+The declarations are in `plan.styles`; this gives them the plan's options.
 """
 
 from collections.abc import Mapping

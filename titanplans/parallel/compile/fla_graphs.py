@@ -17,6 +17,7 @@ from torch import nn
 
 from titanplans.plan.decoder import holds_fla, of_fla
 from titanplans.split.state import specialise, subclass
+from titanplans.text import class_name
 from titanplans.torch_private.compile import break_graphs_in_calls, is_disabled
 
 
@@ -86,5 +87,5 @@ def _names(code: CodeType) -> Iterator[str]:
 @cache
 def _out_of_graphs(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `cls`, under the same name, whose forward stays out of graphs; blocks share it."""
-    reason = f"{getattr(cls, 'whole_class', cls).__name__} calls a kernel of flash-linear-attention"
+    reason = f"{class_name(cls)} calls a kernel of flash-linear-attention"
     return subclass(cls, {"forward": torch.compiler.disable(cls.forward, reason=reason)})
