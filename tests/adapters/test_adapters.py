@@ -136,12 +136,10 @@ def test_names_that_stand_for_nothing_are_refused(options, said):
 
 
 def test_what_takes_no_adapter_is_refused():
-    with pytest.raises(
-        OptionError, match=r"gate_up_proj .* is a parameter of MixtralExperts, and adapters are of Linear"
-    ):
+    with pytest.raises(OptionError, match=r"gate_up_proj .* is a parameter of MixtralExperts"):
         add_adapters(modeling.build(zoo.config("mixtral")), LoRA(rank=4, target_modules=("gate_up_proj",)))
     model = model_of("hgrn2")
-    with pytest.raises(ParallelError, match=r"o_proj has an adapter, and its parent .* reads its weight"):
+    with pytest.raises(ParallelError, match=r"o_proj has an adapter, .*reads its weight"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     with pytest.raises(ParallelError, match="adapters already"):
         add_adapters(model, LoRA(rank=4))

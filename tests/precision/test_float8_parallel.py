@@ -71,9 +71,7 @@ def test_names_and_parameters_stay_and_each_module_is_told():
 
 
 def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
-    with pytest.raises(
-        ParallelError, match=r"1.up_proj \(Linear, 24 out\).*multiples of 16.*filter_unaligned = true"
-    ):
+    with pytest.raises(ParallelError, match=r"1.up_proj \(Linear, 24 out\).*multiples of 16"):
         convert(two_blocks(24))
     done = convert(two_blocks(24), filter_unaligned=True)
     assert done.converted == ("0.up_proj", "0.down_proj")
@@ -144,10 +142,7 @@ def test_refused_before_anything_is_changed(case):
 def test_a_tied_weight_is_not_gathered_in_float8():
     kernels.install("cpu")
     model = modeling.build(modeling.load_config("qwen3", "debug", tie_word_embeddings=True))
-    with pytest.raises(
-        ParallelError,
-        match="are one tensor, which FSDP's float8 all-gather would take apart: leave 'lm_head'",
-    ):
+    with pytest.raises(ParallelError, match=r"one tensor, .*float8 all-gather.* 'lm_head'"):
         convert(model, enable_fsdp_float8_all_gather=True)
     convert(model, enable_fsdp_float8_all_gather=True, filter_fqns=["lm_head"])
 
@@ -157,7 +152,7 @@ def test_without_torchao_nothing_is_float8(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else real(name, *a)
     )
-    with pytest.raises(ParallelError, match="needs torchao, which is not installed: pip install torchao"):
+    with pytest.raises(ParallelError, match=r"needs torchao, .*not installed"):
         convert(two_blocks())
 
 
@@ -165,18 +160,14 @@ def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
     model = nn.Sequential(Block(), Reads())
     convert(model, emulate=True)
     check_calls(model)
-    with pytest.raises(
-        ParallelError, match=r"1.down_proj is converted to float8, and its parent 1 \(Reads\) does not call"
-    ):
+    with pytest.raises(ParallelError, match=r"1.down_proj .*float8, .*parent 1 \(Reads\)"):
         model(torch.randn(16, 32))
 
 
 def test_compiled_it_is_found_in_the_source_of_the_parent():
     model = nn.Sequential(Block(), Reads())
     convert(model, emulate=True)
-    with pytest.raises(
-        ParallelError, match=r"1.down_proj is converted to float8, and its parent 1 \(Reads\) does not call"
-    ):
+    with pytest.raises(ParallelError, match=r"1.down_proj .*float8, .*parent 1 \(Reads\)"):
         refuse_read_weights(model)
     fine = nn.Sequential(Block())
     convert(fine, emulate=True)

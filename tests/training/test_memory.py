@@ -90,7 +90,7 @@ def test_processes_that_no_memory_holds(job, model):
 
 def test_a_buffer_that_torch_cannot_count_is_refused(job):
     """It reads the size as an integer of 32 bits, and ends the process otherwise."""
-    with pytest.raises(ConfigError, match=r"comm\.trace_buf_size 2147483648: expected an integer"):
+    with pytest.raises(ConfigError, match=r"comm\.trace_buf_size 2147483648: expected"):
         job("--comm.trace_buf_size", "2147483648")
 
 
@@ -162,9 +162,7 @@ def test_a_gpu_is_asked_for_what_lies_on_it_and_the_host_for_the_rest(job, model
 
 def test_a_job_is_asked(job, monkeypatch):
     monkeypatch.setattr(memory, "memory", lambda device: GB)
-    with pytest.raises(
-        ConfigError, match=r"^training.gradient_accumulation_steps = 200000, .* this machine has 1.0 GB"
-    ):
+    with pytest.raises(ConfigError, match=r"^training.gradient_accumulation_steps = 200000, .* 1.0 GB"):
         check_job(job("--training.gradient_accumulation_steps", "200000"), 1)
     check_job(job(), 1)
 

@@ -145,13 +145,13 @@ def test_backends():
     assert backend_for("cpu") == backend_for("cpu", cpu_offload=True) == "gloo"
     assert backend_for("cuda") == "nccl"
     assert backend_for("cuda", cpu_offload=True) == "cpu:gloo,cuda:nccl"
-    with pytest.raises(ParallelError, match="device_type = 'toaster': torch has collectives for cpu, cuda"):
+    with pytest.raises(ParallelError, match=r"device_type = 'toaster': .*cpu, cuda"):
         backend_for("toaster")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
 def test_a_device_that_is_not_there():
-    with pytest.raises(ParallelError, match="device_type = 'cuda', but the accelerator torch sees is "):
+    with pytest.raises(ParallelError, match="device_type = 'cuda', but the accelerator"):
         process_group("cuda").__enter__()
 
 

@@ -239,12 +239,12 @@ class Runs:
 def test_nothing_in_a_checkpoint_is_run(tmp_path):
     checkpoint, ran = write(tmp_path, 4), tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
-    with pytest.raises(ConfigError, match=r"damaged .*does not belong in a checkpoint's index"):
+    with pytest.raises(ConfigError, match=r"damaged .*does not belong"):
         CheckpointReader(checkpoint).read_metadata()
     poisoned = tmp_path / "poisoned"
     dcp.save({"train_state": Runs(ran)}, checkpoint_id=poisoned, no_dist=True)
     reads = {"storage_reader": CheckpointReader(poisoned), "planner": Planner(), "no_dist": True}
-    with pytest.raises(BaseException, match="train_state in it is damaged, or holds what could run code"):
+    with pytest.raises(BaseException, match="train_state in it is damaged"):
         dcp.load({"train_state": None}, **reads)  # type: ignore[arg-type]
     assert not ran.exists()
 
@@ -253,7 +253,7 @@ def test_a_card_of_a_later_format_is_refused(tmp_path):
     checkpoint = write(tmp_path, 4)
     values = json.loads((checkpoint / CARD).read_text())
     (checkpoint / CARD).write_text(json.dumps(values | {"format": 2}))
-    with pytest.raises(ConfigError, match="has format 2, but this titanplans reads 1; update titanplans"):
+    with pytest.raises(ConfigError, match=r"has format 2, .*reads 1"):
         read_card(checkpoint)
 
 

@@ -262,9 +262,7 @@ def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, r
     longest = max((left._corpus.document(i) for i in range(6)), key=len)
     assert len(longest) == 65
     assert "cut to seq_len = 64: 2 (the first" in left.summary
-    with pytest.raises(
-        DataError, match=r"line 5 has 127 tokens, more than seq_len \+ 1 = 65, and truncation"
-    ):
+    with pytest.raises(DataError, match=r"line 5 has 127 tokens, .*seq_len \+ 1 = 65"):
         read(truncation="error")
 
 
@@ -318,7 +316,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
             loader(path, options).load_state_dict(state)
     extra = rows(LONG, *numbered(11))
     state, shorter = loader(extra, chat(), seq_len=256).state_dict(), loader(extra, chat())
-    with pytest.raises(DataError, match=r"^conversations = 11: the checkpoint's data loader had 12; keep"):
+    with pytest.raises(DataError, match=r"^conversations = 11: .* had 12"):
         shorter.load_state_dict(state)
 
 
@@ -360,7 +358,7 @@ def test_a_row_that_is_no_conversation_ends_the_job_with_its_line(chat, rows, ro
 def test_a_row_of_parquet_is_named_too(chat, tmp_path):
     table = pyarrow.table({"messages": [TALK, []]}, schema=None)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 2 holds an empty conversation"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2 holds an empty"):
         open_source("local", str(tmp_path / "a.parquet"), split="all", chat=form(chat()))
 
 
@@ -399,22 +397,20 @@ def test_what_a_template_tests_before_it_writes_may_be_unset(chat):
 def test_an_assistant_that_begins_counts_only_where_it_is_marked(chat):
     talk = {"messages": TALK[2:]}
     assert tokens_of(talk, chat(MARKED)).counted.any()
-    with pytest.raises(DataError, match=r"here: the assistant begins, and .* has no {% generation %} marks"):
+    with pytest.raises(DataError, match=r"here: the assistant begins.*{% generation %}"):
         tokens_of(talk, chat(PLAIN))
 
 
 def test_other_refusals(chat, rows, tmp_path):
-    with pytest.raises(DataError, match=r"its tokenizer has no chat template \(no chat_template.jinja"):
+    with pytest.raises(DataError, match=r"no chat template \(no chat_template.jinja"):
         form(Chat(enable=True))
     with pytest.raises(DataError, match=r"^chat_template = '/nowhere.jinja' can't be read"):
         form(Chat(enable=True, chat_template="/nowhere.jinja"))
-    with pytest.raises(DataError, match=r"^chat_template_kwargs has 'tokenize', which is no variable"):
+    with pytest.raises(DataError, match=r"^chat_template_kwargs has 'tokenize'"):
         form(chat(chat_template_kwargs={"tokenize": True}))
-    with pytest.raises(DataError, match=r"holds texts, and training.chat.enable = true reads conversations"):
+    with pytest.raises(DataError, match=r"holds texts, .*training.chat.enable = true"):
         open_source("stdlib", chat=form(chat()))
-    with pytest.raises(
-        DataError, match=r"holds no conversation in which the assistant says something, within seq"
-    ):
+    with pytest.raises(DataError, match=r"holds no conversation .*within seq"):
         open_source("local", rows(TALK[:2]), split="all", chat=form(chat()))
 
 
