@@ -90,7 +90,7 @@ def test_more_than_there_is_is_refused():
 def test_memory_that_is_not_there_is_refused():
     model = modeling.build(modeling.load_config("llama", "3.1-70B"))
     # Twelve copies of 70.6e9 float64.
-    expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 6,773\.2 GB, and there are .* GB: fewer "
+    expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 6,773\.2 GB"
     with pytest.raises(VerifyError, match=expected):
         check_memory(model, 32, torch.float64, CPU)
     with pytest.raises(VerifyError, match=r"in float32 needs more than 3,386\.6 GB"):

