@@ -67,11 +67,7 @@ def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
     [
         ("llamma", "debug", "'llamma' is unknown; .* abc, bitnet, .*'llama'"),
         ("qwen3", "7B", "'qwen3' has no flavor '7B'; .* debug, .*'1.7B'"),
-        (
-            "llama3",
-            "8b",
-            r"'llama3' .*has no flavor '8b'.* debugmodel, 8B, .*'8B'",
-        ),
+        ("llama3", "8b", r"'llama3' .*has no flavor '8b'.* debugmodel, 8B, .*'8B'"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(job, name, flavor, words):

@@ -88,9 +88,9 @@ def test_unmatched_key():
 def test_uncovered_parameter():
     message = refused(edited(q_norm=None))
     assert message.startswith(
-        "parameter 'layers.*.attn.q_norm.weight' (4,) of RMSNorm is covered by no key of Edited: add 'layers.*.attn.q_norm' "
-        "with a style. "
+        "parameter 'layers.*.attn.q_norm.weight' (4,) of RMSNorm is covered by no key of Edited: "
     )
+    assert "add 'layers.*.attn.q_norm' with" in message
     assert "replicated_in_region()" in message
 
 
@@ -103,7 +103,7 @@ def test_all_uncovered_parameters_are_told_at_once():
     assert refused(Plan).startswith(
         "parameters 'layers.0.attn.o_proj.weight' (16, 16) of Linear, 'layers.0.attn.o_proj.bias' (16,) of Linear, "
         "'layers.*.attn.q_norm.weight' (4,) of RMSNorm, 'norm.weight' (16,) of RMSNorm are covered by no key of Plan: add "
-        "'layers.0.attn.o_proj', 'layers.*.attn.q_norm', 'norm' with a style each. In a region "
+        "'layers.0.attn.o_proj', 'layers.*.attn.q_norm', 'norm' with"
     )
 
 
@@ -381,13 +381,8 @@ def test_a_plan_in_python_takes_patterns_as_a_dict_does():
     assert {k: repr(v) for k, v in by_pattern.items() if k in by_name} == {
         k: repr(v) for k, v in by_name.items()
     }
-    assert (
-        "'layers.0.mlp.experts.*.w1' (Twice) matches no module and no parameter: layers.0.mlp (MLP) holds"
-        in (refused(twice("experts.*.w1")))
-    )
-    assert "'layers.0.mlp.gate_proj' and 'layers.0.mlp.*_proj' both match layers.0.mlp.gate_proj" in (
-        refused(twice("*_proj"))
-    )
+    assert "'layers.0.mlp.experts.*.w1' (Twice) matches no module" in refused(twice("experts.*.w1"))
+    assert "'layers.0.mlp.gate_proj' and 'layers.0.mlp.*_proj' both match" in refused(twice("*_proj"))
 
 
 def twice(key):
@@ -443,7 +438,7 @@ def test_what_is_no_style(style):
         def attn_plan(self, attn):
             return super().attn_plan(attn) | {"q_proj": style}
 
-    assert re.match(r"plan key 'layers.0.attn.q_proj' \(Plan\) has .*, which is no style: ", refused(Plan))
+    assert re.match(r"plan key 'layers.0.attn.q_proj' \(Plan\) has .*no style", refused(Plan))
 
 
 def test_an_embedding_with_a_style_of_torch():

@@ -144,12 +144,8 @@ def meta(name, recipe="tensorwise", **overrides):
 @pytest.mark.parametrize(
     ("overrides", "degree", "words"),
     [
-        (
-            {"intermediate_size": 96},
-            4,
-            r"mlp.*96 (outputs|inputs).*multiples of 16.*(gate|up|down)_proj'\), or set .* to 2 or 3",
-        ),
-        ({"vocab_size": 144}, 2, r"lm_head \(Float8Linear, 64 in, 144 out\).*filter 'lm_head'\)$"),
+        ({"intermediate_size": 96}, 4, r"mlp.*96 (outputs|inputs).*(gate|up|down)_proj'\).* to 2 or 3"),
+        ({"vocab_size": 144}, 2, r"lm_head \(Float8Linear, 64 in, 144 out\).* 'lm_head'\)$"),
         ({"head_dim": 8, "num_key_value_heads": 4}, 4, r"(k|v)_proj.*32 outputs.*multiples of 16.*to 2$"),
     ],
 )
@@ -182,13 +178,7 @@ def test_a_config_of_ones_own_is_refused():
 
 @pytest.mark.parametrize(
     ("recipe", "words"),
-    [
-        (
-            "rowwise",
-            "gathers with one scale a tensor, and the recipe is rowwise: take tensorwise; or use this project's",
-        ),
-        (None, "the module is not converted to float8: convert the model first"),
-    ],
+    [("rowwise", "the recipe is rowwise"), (None, "the module is not converted")],
 )
 def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel

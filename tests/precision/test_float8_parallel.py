@@ -106,11 +106,7 @@ def converted():
 
 
 REFUSED = {
-    "no such part": (
-        two_blocks,
-        {"filter_fqns": ["output"]},
-        r"'output' is part of no Linear's name; there are up_proj, down",
-    ),
+    "no such part": (two_blocks, {"filter_fqns": ["output"]}, r"'output' is part of no .* up_proj, down"),
     "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
     "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential is left by the filters"),
     "no Linear": (lambda: nn.Sequential(nn.ReLU()), {}, "no Linear of Sequential is left"),
@@ -119,12 +115,8 @@ REFUSED = {
         {"recipe": "rowwise_with_gw_hp", "filter_fqns": [SMALL]},
         "torchao has no figures for",
     ),
-    "own forward": (
-        lambda: nn.Sequential(OwnForward(16, 16)),
-        {},
-        "0 is a OwnForward, whose own forward float8 would",
-    ),
-    "hooks": (hooked, {}, "0.up_proj has hooks, which the conversion would drop"),
+    "own forward": (lambda: nn.Sequential(OwnForward(16, 16)), {}, "0 is a OwnForward, whose own forward"),
+    "hooks": (hooked, {}, "0.up_proj has hooks"),
     "twice": (converted, {}, "0.up_proj is converted to float8 already"),
 }
 
@@ -195,15 +187,15 @@ def test_a_part_that_does_not_run_is_not_missed():
 OPTIONS = {
     "no recipe": (
         {"emulate": True},
-        r"float8.emulate = true: has no effect unless quantize.linear.float8.recipe_name",
+        "float8.emulate = true: .*float8.recipe_name",
     ),
     "rows": (
         {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True},
-        'has one scale, but recipe_name = "rowwise" has one per row',
+        'enable_fsdp_float8_all_gather = true: .*recipe_name = "rowwise"',
     ),
     "no gather": (
         {"recipe_name": "tensorwise", "precompute_float8_dynamic_scale_for_fsdp": True},
-        "has no effect unless quantize.linear.float8.enable_fsdp_float8_all_gather",
+        "no effect unless .*enable_fsdp_float8_all_gather",
     ),
 }
 
@@ -276,7 +268,7 @@ REFUSED_WAYS = {
     "smaller groups": (
         Degrees(),
         {"enable_fsdp_float8_all_gather": True, "reshard": 2},
-        "FSDP2 can't gather float8 from the ranks of a smaller group",
+        "can't gather float8 from",
     ),
     "nothing gathered": (
         Degrees(tp=4),
