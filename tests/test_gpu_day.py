@@ -16,10 +16,9 @@ ONE_GPU = Machine("cuda", "Some GPU", 1, None, ("gla", "qwen3"), quick=False)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 def test_without_cuda_it_is_one_sentence(capsys):
     assert main([]) == 2
-    assert capsys.readouterr() == (
-        "",
-        "error: torch sees no CUDA device here; --device cpu is a dry run of the same parts\n",
-    )
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: torch sees no CUDA device here; --device cpu")
 
 
 @pytest.mark.parametrize(

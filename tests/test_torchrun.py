@@ -74,9 +74,6 @@ def test_restarts_are_torchruns_where_it_has_started_the_ranks(monkeypatch, caps
         monkeypatch.setenv(name, value)
     job = str(Path(__file__).parents[1] / "configs" / "gla_debug.toml")
     assert main([job, "--max-restarts=2"]) == 2
-    assert (
-        "torchrun has started this rank, and restarts it: torchrun --max-restarts 2"
-        in capsys.readouterr().err
-    )
+    assert "--max-restarts 2: torchrun has started this rank" in capsys.readouterr().err
     assert main([job, "--max-restarts", "-1"]) == 2
-    assert "--max-restarts -1: expected an integer, at least 0" in capsys.readouterr().err
+    assert "--max-restarts -1: expected" in capsys.readouterr().err

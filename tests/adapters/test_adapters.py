@@ -115,12 +115,12 @@ def test_initial_values_are_those_of_peft_and_of_no_layout():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(target_modules=("wq",)), "'wq' matches no Linear module; there are q_proj, k_proj"),
+        (dict(target_modules=("wq",)), "'wq' matches no .* q_proj, k_proj"),
         (
             dict(target_modules=("mlp",)),
             r'model.layers.0.mlp is a Qwen3MLP, .*it holds such: "model.layers.0.mlp.\*"',
         ),
-        (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and adapters are of Linear modules"),
+        (dict(target_modules=("q_norm",)), "q_norm is a Qwen3RMSNorm, and adapters"),
         (dict(exclude_modules=("x",)), "lora.exclude_modules = .*'x' matches no Linear module"),
         (dict(target_modules=("q_proj",), exclude_modules=("q_proj",)), "no module is left for an adapter"),
         (dict(modules_to_save=("self_attn",)), "self_attn.q_proj gets an adapter already"),
@@ -136,12 +136,10 @@ def test_names_that_stand_for_nothing_are_refused(options, said):
 
 
 def test_what_takes_no_adapter_is_refused():
-    with pytest.raises(
-        OptionError, match=r"gate_up_proj .* is a parameter of MixtralExperts, and adapters are of Linear"
-    ):
+    with pytest.raises(OptionError, match=r"gate_up_proj .* is a parameter of MixtralExperts"):
         add_adapters(modeling.build(zoo.config("mixtral")), LoRA(rank=4, target_modules=("gate_up_proj",)))
     model = model_of("hgrn2")
-    with pytest.raises(ParallelError, match=r"o_proj has an adapter, and its parent .* reads its weight"):
+    with pytest.raises(ParallelError, match=r"o_proj has an adapter, .*reads its weight"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     with pytest.raises(ParallelError, match="adapters already"):
         add_adapters(model, LoRA(rank=4))

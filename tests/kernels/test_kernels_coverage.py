@@ -40,11 +40,11 @@ def without_stand_in():
 def test_the_refusal_names_module_function_and_kernel_and_needs_no_memory(monkeypatch):
     with pytest.raises(
         KernelError,
-        match=r"'gla'.*ReBasedLinearAttention calls \w+, which needs the Triton kernel \w+_kernel.*GPUs",
+        match=r"'gla'.*ReBasedLinearAttention calls \w+, .*Triton kernel \w+_kernel",
     ):
         check_cpu(without_stand_in())
     monkeypatch.setattr("fla.layers.moba.flash_attn_varlen_func", None)
-    with pytest.raises(KernelError, match=r"MoBA calls flash_attn_varlen_func, which needs flash-attn,"):
+    with pytest.raises(KernelError, match=r"MoBA calls flash_attn_varlen_func, .*flash-attn,"):
         check_cpu(modeling.build(zoo.config("moba")))
 
 

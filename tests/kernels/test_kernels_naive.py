@@ -348,5 +348,5 @@ def test_what_a_reference_lacks_is_named():
         raise AssertionError
 
     computed = by_naive(parallel_attn, Naive("fla.ops.attn.naive:naive_parallel_attn"))
-    with pytest.raises(KernelError, match=r"parallel_attn: softcap is not computed on a CPU: fla\.ops"):
+    with pytest.raises(KernelError, match=r"parallel_attn: softcap is not computed"):
         computed(*qkv(heads_kv=HEADS), softcap=30.0)

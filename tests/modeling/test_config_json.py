@@ -46,16 +46,8 @@ WRONG = [
     (DENSE, {"num_hidden_layers": True}, "num_hidden_layers = true: expected an integer"),
     (DENSE, {"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: expected a number, at least 0"),
     (DENSE, {"attention_dropout": 1.5}, "attention_dropout = 1.5: expected a number, from 0 to 1"),
-    (
-        DENSE,
-        {"rope_parameters": {"rope_theta": -1}},
-        "rope_parameters.rope_theta = -1: expected a number, above 0",
-    ),
-    (
-        DENSE,
-        {"torch_dtype": "x"},
-        'torch_dtype = "x": expected the name of a type of torch, such as "bfloat16"',
-    ),
+    (DENSE, {"rope_parameters": {"rope_theta": -1}}, "rope_parameters.rope_theta = -1: expected a number"),
+    (DENSE, {"torch_dtype": "x"}, 'torch_dtype = "x": expected the name'),
     (GLA, {"hidden_size": "64"}, 'hidden_size = "64": expected an integer'),
     (GLA, {"hidden_size": {}}, "hidden_size = {}: expected an integer"),
     (GLA, {"vocab_size": None}, "vocab_size = null: expected an integer"),
@@ -71,7 +63,7 @@ WRONG = [
     (
         DENSE,
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-        'quantization_config (quant_method = "fp8"): a quantised model can\'t be trained',
+        'quantization_config (quant_method = "fp8"): a quantised model',
     ),
     (
         IMAGES,
@@ -101,14 +93,8 @@ def test_a_value_that_no_model_has_is_refused_with_its_file_and_key(tmp_path, va
     [
         (DENSE | {"hidden_act": "x"}, "model_type 'llama' can't be built: it knows no hidden_act = 'x'"),
         (GLA | {"feature_map": "x"}, "model_type 'gla' can't be built: it knows no feature_map = 'x'"),
-        (
-            IMAGES | {"mm_tokens_per_image": None},
-            "can't be built with the values of its config: unsupported operand",
-        ),
-        (
-            DENSE | {"model_type": ["llama"]},
-            "model_type ['llama'] is in neither the installed transformers nor fla",
-        ),
+        (IMAGES | {"mm_tokens_per_image": None}, "can't be built with the values of its config: unsupported"),
+        (DENSE | {"model_type": ["llama"]}, "model_type ['llama'] is in neither"),
         (DENSE | {"id2label": [1]}, "config.json': 'list' object has no attribute 'items'"),
         (
             GLA | {"model_type": "rwkv7", "value_dim": [64]},
@@ -173,8 +159,8 @@ def test_a_key_that_no_field_has_is_told_once(tmp_path, caplog):
         (tmp_path / "config.json").write_text(json.dumps(values))
         modeling.load_config_file(tmp_path)
     told = [record.message for record in caplog.records if record.name.startswith("titanplans")]
-    assert [note.partition(": ")[2] for note in told] == [
-        "head_dims is no field of Gemma3TextConfig, and does nothing unless the model's code asks for it; did you mean "
-        "'head_dim'?",
-        "image_sise_ is no field of Gemma3Config, and does nothing unless the model's code asks for it",
-    ]
+    heads, images = (note.partition(": ")[2] for note in told)
+    assert heads.startswith("head_dims is no field of Gemma3TextConfig")
+    assert heads.endswith("did you mean 'head_dim'?")
+    assert images.startswith("image_sise_ is no field of Gemma3Config")
+    assert "did you mean" not in images

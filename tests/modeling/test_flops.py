@@ -141,10 +141,9 @@ def test_experts_of_which_the_config_says_nothing_count_all_and_the_log_says_so(
     with caplog.at_level(logging.INFO, "titanplans"):
         total, flops = _count(config, 64)
     assert flops == 6 * (total - 16 * 32 + 4 * 2 * 8 * 64)
-    assert [record.message for record in caplog.records] == [
-        "the config of Own does not say how many of its experts a token passes (num_experts and num_experts_per_tok): "
-        "FLOPs and MFU count all of them"
-    ]
+    (record,) = caplog.records
+    assert record.message.startswith("the config of Own does not say how many of its experts")
+    assert "(num_experts and num_experts_per_tok)" in record.message
     config.num_experts, config.num_experts_per_tok = 2, 1
     caplog.clear()
     assert flops - _count(config, 64)[1] == 6 * 2 * (32 * 32 + 32)

@@ -221,7 +221,7 @@ def test_a_stage_with_some_of_the_modules_gets_the_same_values():
 
 
 def test_a_model_without_memory_is_refused():
-    with pytest.raises(ModelError, match=r"model.embeddings.weight has no memory yet.*to_empty"):
+    with pytest.raises(ModelError, match=r"model.embeddings.weight has no memory"):
         modeling.initialize(modeling.build(modeling.load_config("gla", "debug")), seed=0)
 
 
@@ -229,7 +229,7 @@ def test_a_parameter_that_the_config_does_not_know_is_refused():
     model = modeling.build(modeling.load_config("gla", "debug"))
     model.model.extra = nn.Linear(2, 2)
     model.to_empty(device="cpu")
-    with pytest.raises(ModelError, match=r"model\.extra\.(weight|bias) is not in the model"):
+    with pytest.raises(ModelError, match=r"extra\.(weight|bias) is not in the model"):
         modeling.initialize(model, seed=0)
 
 
@@ -237,9 +237,7 @@ def test_a_model_of_another_size_than_its_config_is_refused():
     model = modeling.build(modeling.load_config("gla", "debug"))
     model.config.vocab_size = 100
     model.to_empty(device="cpu")
-    with pytest.raises(
-        ModelError, match=r"model.embeddings.weight has the shape \(4096, 128\).*\(100, 128\)"
-    ):
+    with pytest.raises(ModelError, match=r"embeddings.weight .*\(4096, 128\).*\(100, 128\)"):
         modeling.initialize(model, seed=0)
 
 
@@ -271,7 +269,5 @@ def test_an_initialisation_across_units_is_an_error(monkeypatch):
             nn.init.zeros_(module.embed_tokens.weight)
 
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", across)
-    with pytest.raises(
-        ModelError, match=r"model.embed_tokens.weight can't be initialised by itself.*'model'"
-    ):
+    with pytest.raises(ModelError, match=r"embed_tokens.weight can't .*by itself.*'model'"):
         _initialized(LlamaConfig(**LLAMA))

@@ -396,9 +396,7 @@ def test_checkpointed_activations_are_refused():
         applied = apply_plan(model, mesh, plan=TinyPlan)
         model.layers[0] = checkpoint_wrapper(model.layers[0])
         run = partial(step, model, token_ids(model))
-        with pytest.raises(
-            PlanError, match=r"layers\.0\.attn is called again in the backward: count the commun"
-        ):
+        with pytest.raises(PlanError, match=r"layers\.0\.attn is called again"):
             count_communication(model, applied, run, TPOptions(2))
 
 

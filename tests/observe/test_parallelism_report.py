@@ -434,7 +434,7 @@ def test_what_was_compiled_is_what_the_compiler_counted(two):
 def test_a_compiled_loss_that_is_not_the_one_that_trains_is_an_error(two):
     graphs, error = two["outside"]
     assert graphs == 1
-    assert error.startswith("compile.components has loss, but outside the blocks 0 graphs were made")
+    assert error.startswith("compile.components has loss, but outside the blocks 0 graphs")
 
 
 WHY = {

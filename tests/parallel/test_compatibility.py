@@ -149,13 +149,12 @@ def entry(model=Tiny, **changed):
     ("words", "case"),
     [
         (
-            "enable_async_tensor_parallel = true: it needs enable_sequence_parallel = true and compile.enable = true with "
-            '"model" in compile.components',
+            "enable_async_tensor_parallel = true: it needs enable_sequence_parallel = true and compile.enable = true",
             dict(async_tp=True, sequence=False),
         ),
         ("needs compile.enable = true", dict(async_tp=True, tp=2)),
         ('needs compile.backend = "inductor"', dict(async_tp=True, tp=2, compile=True)),
-        ("splits nothing; raise it or remove the plan", dict(plan=TinyPlan)),
+        ("tensor_parallel_degree = 1 splits nothing", dict(plan=TinyPlan)),
         ("reshard_after_forward = 3", dict(reshard=3)),
     ],
 )

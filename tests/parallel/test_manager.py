@@ -154,7 +154,7 @@ REFUSED = {
     "degrees = dict: give Degrees": (FSDP2Config(), {"tp": 1}),
     "model is a str": (FSDP2Config(), None, lambda: "model"),
     "temperature has no dimension": (FSDP2Config(), None, lambda: with_number()),
-    "on a CPU torch.autocast supports only bfloat16": (FSDP2Config(autocast_dtype="float32"), None),
+    'autocast_dtype = "float32": on a CPU': (FSDP2Config(autocast_dtype="float32"), None),
     "parameters and buffers are on meta": (
         DDPConfig(activation_checkpoint={"mode": "full"}),
         None,

@@ -99,10 +99,7 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
 @pytest.mark.parametrize(
     ("register", "words"),
     [
-        (
-            lambda: register_plan("x")(int),
-            r"register_plan\('x'\): <class 'int'> is no subclass of titanplans.TPPlan",
-        ),
+        (lambda: register_plan("x")(int), r"register_plan\('x'\): <class 'int'> is no subclass"),
         (lambda: register_plan("x")(lambda: 1), r"register_plan\('x'\): .* is no subclass"),
         (lambda: register_plan(TinyPlan), r"register_plan\(<class 'tiny.TinyPlan'>\): give the names"),
         (lambda: register_plan()(TinyPlan), r"register_plan\(\): give the names"),
@@ -116,7 +113,7 @@ def test_what_can_t_be_registered(another, register, words):
 
 
 def test_a_mesh_that_is_none():
-    with pytest.raises(PlanError, match=r"apply_plan needs a 1-D DeviceMesh, got 'tp': give mesh\['tp'\]"):
+    with pytest.raises(PlanError, match=r"apply_plan .*1-D DeviceMesh, got 'tp'"):
         apply_plan(Tiny(), "tp", plan=TinyPlan)
 
 

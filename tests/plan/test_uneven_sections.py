@@ -52,8 +52,5 @@ def test_equal_to_the_whole_model(model, plan, options):
 
 
 def test_ranks_without_a_row_are_refused():
-    with pytest.raises(
-        PlanError,
-        match=r"degree = 8 leaves a rank without a share of section 1 of its rows = 9 .* size of 16",
-    ):
+    with pytest.raises(PlanError, match=r"degree = 8 leaves .*section 1 of its rows = 9 .* 16"):
         check_plan(build_real(zoo.config("phi3", intermediate_size=9)), 8)

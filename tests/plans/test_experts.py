@@ -121,9 +121,7 @@ def test_every_rank_routes_as_the_whole_model_does():
 
 def test_a_router_that_jitters_is_refused():
     model = modeling.build(config("mixtral", router_jitter_noise=0.1)).train()
-    with pytest.raises(
-        PlanError, match=r"model.layers.0.mlp.jitter_noise = 0.1: in a model that is split over 2 ranks"
-    ):
+    with pytest.raises(PlanError, match=r"layers.0.mlp.jitter_noise = 0.1: .*2 ranks"):
         check_plan(model, tp_degree=2)
 
 
@@ -140,10 +138,7 @@ def test_norms_of_shared_heads_are_refused():
         modeling.load_config("stablelm", "debug", qk_layernorm=True, num_key_value_heads=2)
     )
     assert check_plan(model, tp_degree=2)
-    with pytest.raises(
-        PlanError,
-        match=r"num_key_value_heads = 2 below tensor_parallel_degree = 4: .* take a degree that divides 2",
-    ):
+    with pytest.raises(PlanError, match=r"num_key_value_heads = 2 below tensor_parallel_degree = 4"):
         check_plan(model, tp_degree=4)
 
 
@@ -215,7 +210,7 @@ def test_widths_that_grouped_mm_does_not_take_are_refused(name, fields, dtype, m
     with torch.device("meta"):
         model = modeling.build(of)
     width = next(iter(fields.values()))
-    words = rf"16 bytes, as grouped_mm needs, of .* = {width} .*experts.down_proj.*a width of {multiple}, or .*batched_mm"
+    words = rf"16 bytes, .*grouped_mm .* = {width} .*experts.down_proj.*a width of {multiple}"
     with pytest.raises(PlanError, match=words):
         check_plan(model, 2, dtype=dtype)
     with torch.device("meta"):

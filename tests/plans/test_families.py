@@ -9,7 +9,7 @@ from titanplans import PlanError, check_plan, modeling
 def test_raven_is_refused_with_random_numbers_for_each_head():
     with torch.device("meta"):
         model = modeling.build(modeling.load_config("raven", "debug", add_gumbel_noise=True))
-    with pytest.raises(PlanError, match=r"ranks that draw alike give their heads the same ones.* = False"):
+    with pytest.raises(PlanError, match=r"with add_gumbel_noise = True"):
         check_plan(model, 2)
 
 
@@ -17,7 +17,5 @@ def test_deltaformer_is_refused_with_fewer_heads_of_keys():
     """The kernel of flash-linear-attention asserts it, and a whole model fails, too."""
     with torch.device("meta"):
         model = modeling.build(modeling.load_config("deltaformer", "debug", num_kv_heads=2))
-    with pytest.raises(
-        PlanError, match=r"num_kv_heads = 2 with num_heads = 8: .*: set num_kv_heads = num_heads"
-    ):
+    with pytest.raises(PlanError, match=r"num_kv_heads = 2 with num_heads = 8"):
         check_plan(model, 2)

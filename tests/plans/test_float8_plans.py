@@ -144,12 +144,8 @@ def meta(name, recipe="tensorwise", **overrides):
 @pytest.mark.parametrize(
     ("overrides", "degree", "words"),
     [
-        (
-            {"intermediate_size": 96},
-            4,
-            r"mlp.*96 (outputs|inputs).*multiples of 16.*(gate|up|down)_proj'\), or set .* to 2 or 3",
-        ),
-        ({"vocab_size": 144}, 2, r"lm_head \(Float8Linear, 64 in, 144 out\).*filter 'lm_head'\)$"),
+        ({"intermediate_size": 96}, 4, r"mlp.*96 (outputs|inputs).*(gate|up|down)_proj'\).* to 2 or 3"),
+        ({"vocab_size": 144}, 2, r"lm_head \(Float8Linear, 64 in, 144 out\).* 'lm_head'\)$"),
         ({"head_dim": 8, "num_key_value_heads": 4}, 4, r"(k|v)_proj.*32 outputs.*multiples of 16.*to 2$"),
     ],
 )
@@ -164,7 +160,7 @@ def test_two_recipes_are_refused():
     other = nn.Sequential(nn.Linear(16, 16))
     convert(other, "rowwise", emulate=True)
     model[1] = other[0]
-    with pytest.raises(PlanError, match="0 is converted to float8 by the recipe tensorwise and 1 by rowwise"):
+    with pytest.raises(PlanError, match=r"0 is .*recipe tensorwise and 1 by rowwise"):
         recipe_of(model)
 
 
@@ -176,21 +172,13 @@ def test_a_config_of_ones_own_is_refused():
         cast_config_weight=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
     )
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
-    with pytest.raises(
-        PlanError, match="0 \\(Float8Linear\\) has a config that is none of tensorwise, rowwise"
-    ):
+    with pytest.raises(PlanError, match="0 \\(Float8Linear\\) has a config"):
         recipe_of(model)
 
 
 @pytest.mark.parametrize(
     ("recipe", "words"),
-    [
-        (
-            "rowwise",
-            "gathers with one scale a tensor, and the recipe is rowwise: take tensorwise; or use this project's",
-        ),
-        (None, "the module is not converted to float8: convert the model first"),
-    ],
+    [("rowwise", "the recipe is rowwise"), (None, "the module is not converted")],
 )
 def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
@@ -219,7 +207,7 @@ def test_the_plan_knows_the_recipe():
 
 
 def test_a_proof_in_float32_is_refused():
-    with pytest.raises(PlanError, match=r"rounding of torch\.float32 moves numbers across float8's steps"):
+    with pytest.raises(PlanError, match=r"torch\.float32 moves .*float8's steps"):
         prove("llama", "tensorwise", dtype=torch.float32)
 
 

@@ -71,9 +71,7 @@ def test_names_and_parameters_stay_and_each_module_is_told():
 
 
 def test_what_is_not_aligned_is_refused_or_left_out_if_asked():
-    with pytest.raises(
-        ParallelError, match=r"1.up_proj \(Linear, 24 out\).*multiples of 16.*filter_unaligned = true"
-    ):
+    with pytest.raises(ParallelError, match=r"1.up_proj \(Linear, 24 out\).*multiples of 16"):
         convert(two_blocks(24))
     done = convert(two_blocks(24), filter_unaligned=True)
     assert done.converted == ("0.up_proj", "0.down_proj")
@@ -108,11 +106,7 @@ def converted():
 
 
 REFUSED = {
-    "no such part": (
-        two_blocks,
-        {"filter_fqns": ["output"]},
-        r"'output' is part of no Linear's name; there are up_proj, down",
-    ),
+    "no such part": (two_blocks, {"filter_fqns": ["output"]}, r"'output' is part of no .* up_proj, down"),
     "an empty part": (two_blocks, {"filter_fqns": [""]}, "'' is part of no Linear's name"),
     "nothing left": (two_blocks, {"filter_fqns": ["proj"]}, "no Linear of Sequential is left by the filters"),
     "no Linear": (lambda: nn.Sequential(nn.ReLU()), {}, "no Linear of Sequential is left"),
@@ -121,12 +115,8 @@ REFUSED = {
         {"recipe": "rowwise_with_gw_hp", "filter_fqns": [SMALL]},
         "torchao has no figures for",
     ),
-    "own forward": (
-        lambda: nn.Sequential(OwnForward(16, 16)),
-        {},
-        "0 is a OwnForward, whose own forward float8 would",
-    ),
-    "hooks": (hooked, {}, "0.up_proj has hooks, which the conversion would drop"),
+    "own forward": (lambda: nn.Sequential(OwnForward(16, 16)), {}, "0 is a OwnForward, whose own forward"),
+    "hooks": (hooked, {}, "0.up_proj has hooks"),
     "twice": (converted, {}, "0.up_proj is converted to float8 already"),
 }
 
@@ -144,10 +134,7 @@ def test_refused_before_anything_is_changed(case):
 def test_a_tied_weight_is_not_gathered_in_float8():
     kernels.install("cpu")
     model = modeling.build(modeling.load_config("qwen3", "debug", tie_word_embeddings=True))
-    with pytest.raises(
-        ParallelError,
-        match="are one tensor, which FSDP's float8 all-gather would take apart: leave 'lm_head'",
-    ):
+    with pytest.raises(ParallelError, match=r"one tensor, .*float8 all-gather.* 'lm_head'"):
         convert(model, enable_fsdp_float8_all_gather=True)
     convert(model, enable_fsdp_float8_all_gather=True, filter_fqns=["lm_head"])
 
@@ -157,7 +144,7 @@ def test_without_torchao_nothing_is_float8(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else real(name, *a)
     )
-    with pytest.raises(ParallelError, match="needs torchao, which is not installed: pip install torchao"):
+    with pytest.raises(ParallelError, match=r"needs torchao, .*not installed"):
         convert(two_blocks())
 
 
@@ -165,18 +152,14 @@ def test_a_weight_that_the_parent_reads_itself_is_found_in_the_first_forward():
     model = nn.Sequential(Block(), Reads())
     convert(model, emulate=True)
     check_calls(model)
-    with pytest.raises(
-        ParallelError, match=r"1.down_proj is converted to float8, and its parent 1 \(Reads\) does not call"
-    ):
+    with pytest.raises(ParallelError, match=r"1.down_proj .*float8, .*parent 1 \(Reads\)"):
         model(torch.randn(16, 32))
 
 
 def test_compiled_it_is_found_in_the_source_of_the_parent():
     model = nn.Sequential(Block(), Reads())
     convert(model, emulate=True)
-    with pytest.raises(
-        ParallelError, match=r"1.down_proj is converted to float8, and its parent 1 \(Reads\) does not call"
-    ):
+    with pytest.raises(ParallelError, match=r"1.down_proj .*float8, .*parent 1 \(Reads\)"):
         refuse_read_weights(model)
     fine = nn.Sequential(Block())
     convert(fine, emulate=True)
@@ -204,15 +187,15 @@ def test_a_part_that_does_not_run_is_not_missed():
 OPTIONS = {
     "no recipe": (
         {"emulate": True},
-        r"float8.emulate = true: has no effect unless quantize.linear.float8.recipe_name",
+        "float8.emulate = true: .*float8.recipe_name",
     ),
     "rows": (
         {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True},
-        'has one scale, but recipe_name = "rowwise" has one per row',
+        'enable_fsdp_float8_all_gather = true: .*recipe_name = "rowwise"',
     ),
     "no gather": (
         {"recipe_name": "tensorwise", "precompute_float8_dynamic_scale_for_fsdp": True},
-        "has no effect unless quantize.linear.float8.enable_fsdp_float8_all_gather",
+        "no effect unless .*enable_fsdp_float8_all_gather",
     ),
 }
 
@@ -285,7 +268,7 @@ REFUSED_WAYS = {
     "smaller groups": (
         Degrees(),
         {"enable_fsdp_float8_all_gather": True, "reshard": 2},
-        "FSDP2 can't gather float8 from the ranks of a smaller group",
+        "can't gather float8 from",
     ),
     "nothing gathered": (
         Degrees(tp=4),

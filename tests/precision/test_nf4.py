@@ -83,15 +83,13 @@ def test_initial_values_are_those_of_the_model_quantised():
 def test_a_block_that_would_be_cut_is_refused():
     model = modeling.build(zoo.config("qwen3", num_hidden_layers=1, intermediate_size=192))
     add_adapters(model, QLORA)
-    with pytest.raises(
-        PlanError, match=r"down_proj.*\[64, 192\] is in NF4.* would hold \[64, 96\].*64 inputs.*divides 3"
-    ):
+    with pytest.raises(PlanError, match=r"down_proj.*\[64, 192\] is in NF4.*\[64, 96\].* 3"):
         check_plan(model, 2)
     model = modeling.build(zoo.config("qwen3", num_hidden_layers=1, intermediate_size=48))
-    with pytest.raises(OptionError, match=r"down_proj has a weight \(64, 48\), which blocks of 64 inputs"):
+    with pytest.raises(OptionError, match=r"down_proj .*\(64, 48\), .*64 inputs"):
         add_adapters(model, QLORA)
     model = modeling.build(zoo.config("gpt2"))
-    with pytest.raises(OptionError, match=r"is a Conv1D, and weights in NF4 are of plain Linear"):
+    with pytest.raises(OptionError, match=r"is a Conv1D, .*in NF4"):
         add_adapters(model, QLORA)
     with pytest.raises(OptionError, match=r"has no effect unless lora\.rank"):
         LoRA(quantize_base="nf4")

@@ -116,9 +116,7 @@ def test_module_hit_twice():
         def model_plan(self, model):
             return super().model_plan(model) | {"layers.0.attn.o_proj": self.rowwise()}
 
-    with pytest.raises(
-        PlanError, match=r"'layers\.0\.attn\.o_proj' is given by model_plan and by layer_plan"
-    ):
+    with pytest.raises(PlanError, match=r"'layers\.0\.attn\.o_proj' is given by"):
         verify(Tiny, Plan, degrees=[2])
 
 
@@ -155,7 +153,7 @@ def test_positional_layouts_for_keyword_inputs():
     ours = bugs.changed(bugs.MixerPlan, attn=lambda plan, style: plan.attn_input("x")[""])
     with pytest.raises(
         PlanError,
-        match=r"'layers\.0\.attn' \(Region on Mixer\): it was called .* without 'x' \(got hidden_states\)",
+        match=r"'layers\.0\.attn' \(Region on Mixer\): .*'x' \(got hidden_states\)",
     ):
         verify(model, ours, degrees=[2], sequence_parallel=True)
 
@@ -170,7 +168,7 @@ def test_key_that_matches_nothing():
         def attn_plan(self, attn):
             return super().attn_plan(attn) | {"qkv_proj": self.colwise()}
 
-    with pytest.raises(PlanError, match=r"'layers\.0\.attn\.qkv_proj' \(Plan\) matches no module"):
+    with pytest.raises(PlanError, match=r"'layers\.0\.attn\.qkv_proj' .*no module"):
         verify(Tiny, Plan, degrees=[2])
 
 
@@ -206,13 +204,13 @@ def test_loss_scaled_by_the_ranks():
 @pytest.mark.parametrize("end", ["embed", "lm_head"])
 def test_tied_weights_untied(end):
     plan = bugs.changed(TinyPlan, **{end: lambda plan, style: faults.untied(style)})
-    with pytest.raises(PlanError, match=r"embed\.weight and lm_head\.weight were tied and no longer are"):
+    with pytest.raises(PlanError, match=r"embed\.weight and lm_head\.weight were tied"):
         verify(partial(Tiny, tied=True), plan, degrees=[2])
 
 
 def test_packed_projection_split_evenly():
     """Each rank's rows are right, and their pairs are not: it shows where they have met, in the same MLP."""
-    with pytest.raises(PlanError, match=r"gate and up packed into one projection, 24 \+ 24"):
+    with pytest.raises(PlanError, match=r"gate and up packed .*24 \+ 24"):
         check_plan(bugs.packed(), 2, plan=bugs.PackedPlan)
     said = bugs.changed(bugs.PackedPlan, gate_up_proj=lambda plan, style: plan.colwise(interleaved=True))
     case, where = rejected(bugs.packed, said)
@@ -239,17 +237,13 @@ def test_decay_by_local_head():
 def test_more_ranks_than_key_value_heads():
     plain = {name: lambda plan, style: plan.colwise() for name in ("k_proj", "v_proj")}
     plan = bugs.changed(MODELS["llama"].plan, **plain)
-    with pytest.raises(
-        PlanError, match=r"does not divide num_key_value_heads = 2 \(model\.layers\.0\.self_attn"
-    ):
+    with pytest.raises(PlanError, match=r"not divide num_key_value_heads = 2 \(\S*0\.self_attn"):
         verify(MODELS["llama"].build, plan, degrees=[4])
 
 
 def test_parameter_left_plain():
     plan = bugs.changed(TinyPlan, norm=lambda plan, style: bugs.LeavesPlain())
-    with pytest.raises(
-        PlanError, match=r"'norm' \(LeavesPlain on RMSNorm\): it left parameter 'norm\.weight' a plain"
-    ):
+    with pytest.raises(PlanError, match=r"'norm' \(LeavesPlain on RMSNorm\): .*'norm\.weight' a plain"):
         verify(Tiny, plan, degrees=[2])
 
 
@@ -273,5 +267,5 @@ def test_garbage_after_meta(monkeypatch):
     monkeypatch.setattr(GLABlock, "__init__", with_decay)
     model = modeling.build(modeling.load_config("gla", "debug"))
     model.to_empty(device="cpu")
-    with pytest.raises(modeling.ModelError, match=r"model\.layers\.0\.decay .* would be left uninitialised"):
+    with pytest.raises(modeling.ModelError, match=r"model\.layers\.0\.decay .*left uninitialised"):
         modeling.initialize(model, seed=0)

@@ -149,13 +149,9 @@ def test_groups_of_other_ranks_than_the_mesh_s():
 
         return work
 
-    with pytest.raises(
-        RuntimeError, match=r"test_worlds called AllReduce on a group of 2 of the mesh's 4 ranks, "
-    ):
+    with pytest.raises(RuntimeError, match=r"test_worlds called AllReduce on a group of 2 .*4"):
         threads.run(4, CPU, on([5, 7]))
-    with pytest.raises(
-        RuntimeError, match="on the group of ranks 1, 5, in which other data-parallel ranks are"
-    ):
+    with pytest.raises(RuntimeError, match=r"group of ranks 1, 5, .*other data-parallel"):
         threads.run(4, CPU, on([1, 5]))
 
     def two_dimensions(world):
@@ -323,9 +319,9 @@ def test_the_callers_process_is_left_as_it_was(monkeypatch):
 
 
 def test_ranks_that_are_not_there():
-    with pytest.raises(PlanError, match="ranks = 'processes': threads or process_group"):
+    with pytest.raises(PlanError, match="ranks = 'processes': "):
         verify(Tiny, ranks="processes")
-    with pytest.raises(PlanError, match="ranks = 'threads' on meta: threads run on a CPU"):
+    with pytest.raises(PlanError, match="ranks = 'threads' on meta"):
         Worlds("threads", Tiny().to("meta"))
 
 

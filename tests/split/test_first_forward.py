@@ -28,15 +28,12 @@ def on_ranks(work, ranks=2):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            lambda rank: ((TOKENS + (rank == 2),), {}),
-            r"another input_ids on tensor-parallel rank 2 than on rank 0",
-        ),
+        (lambda rank: ((TOKENS + (rank == 2),), {}), r"another input_ids on .* rank 2 than"),
         (
             lambda rank: ((), {"input_ids": TOKENS[:, : 16 - (rank == 1)]}),
             r"another input_ids on .* rank 1 than",
         ),
-        (lambda rank: ((TOKENS,), {"use_cache": rank == 3}), r"another use_cache on tensor-parallel rank 3"),
+        (lambda rank: ((TOKENS,), {"use_cache": rank == 3}), r"another use_cache on .* rank 3"),
     ],
     ids=["values", "shape", "flag"],
 )
@@ -83,16 +80,14 @@ def test_an_adapter_that_came_after_the_split():
         model.layers[1].attn.q_norm = Adapted(model.layers[1].attn.q_norm)
         model(TOKENS)
 
-    with pytest.raises(
-        PlanError, match=r"'layers.1.attn.q_norm.lora_A.weight' came after .*adapters .*degree = 1"
-    ):
+    with pytest.raises(PlanError, match=r"'layers.1.attn.q_norm.lora_A.weight' came after"):
         on_ranks(work)
 
 
 def test_an_adapter_that_came_before_the_split():
     model = Tiny()
     model.layers[1].mlp.down_proj = Adapted(model.layers[1].mlp.down_proj)
-    with pytest.raises(PlanError, match=r"lora_A.*adapters of peft work with data parallelism alone"):
+    with pytest.raises(PlanError, match=r"lora_A.* is an adapter's"):
         check_plan(model, 2, plan=TinyPlan)
 
 
@@ -109,7 +104,7 @@ class WithDropout(Tiny):
 
 
 def test_dropout_is_refused_for_training_before_anything_moves():
-    with pytest.raises(PlanError, match=r"^layers.1.mlp.act_drop.p = 0.25: .* tensor_parallel_degree = 1$"):
+    with pytest.raises(PlanError, match=r"^layers.1.mlp.act_drop.p = 0.25: "):
         check_plan(WithDropout(False), 2, plan=TinyPlan)
     check_plan(WithDropout(False).eval(), 2, plan=TinyPlan)
     check_plan(WithDropout(False), 1, plan=TinyPlan)
@@ -126,5 +121,5 @@ def test_random_numbers_in_a_forward_are_found_when_it_trains():
         torch.manual_seed(0)
         model(TOKENS)
 
-    with pytest.raises(PlanError, match="the forward of WithDropout drew random numbers"):
+    with pytest.raises(PlanError, match="WithDropout drew random numbers"):
         on_ranks(work, 1)

@@ -192,7 +192,7 @@ def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
 
     model = zoo.build("gla", options=False)
     model.__class__ = Prompted
-    with pytest.raises(PlanError, match="inputs_embeds that the model has made in the same forward"):
+    with pytest.raises(PlanError, match="with inputs_embeds that the model"):
         on_ranks(lambda split, whole: split(ids()), model=model)
 
 
@@ -205,9 +205,7 @@ def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
 )
 def test_torch_s_cross_entropy_of_sharded_logits_names_ours(loss):
     def work(split, whole):
-        with pytest.raises(
-            ParallelError, match=r"call titanplans.parallel.cross_entropy.* loss_parallel = False"
-        ):
+        with pytest.raises(ParallelError, match=r"torch's cross_entropy was given"):
             loss(split(ids()).logits, ids())
         labels = torch.distributed.tensor.distribute_tensor(
             ids(), split(ids()).logits.device_mesh, [torch.distributed.tensor.Replicate()]
@@ -275,9 +273,7 @@ LABELS = {"llama": (None, None, None, None), "gla": (None, None, None)}
 def test_labels_by_position_are_refused_as_by_name(name):
     def work(split, whole):
         for call in (lambda: split(ids(), labels=ids()), lambda: split(ids(), *LABELS[name], ids())):
-            with pytest.raises(
-                PlanError, match="was called with labels, but its logits or its head are sharded"
-            ):
+            with pytest.raises(PlanError, match="was called with labels"):
                 call()
         same(split(ids()).logits, whole(ids()).logits)
 
@@ -318,7 +314,7 @@ def test_the_own_loss_with_the_balance_of_routers():
 
 def test_a_loss_that_some_models_fuse_with_the_head_when_they_train():
     def work(split, whole):
-        with pytest.raises(PlanError, match=r"set loss_parallel = False and .*fuse_cross_entropy"):
+        with pytest.raises(PlanError, match=r"called with labels, .*fuse_cross_entropy"):
             split(ids(), labels=ids())
 
     on_ranks(work, model=zoo.build("kda"))
@@ -328,9 +324,7 @@ def test_a_loss_that_some_models_fuse_with_the_head_when_they_train():
 def test_attentions_of_a_rank_are_refused(sequence_parallel):
     def work(split, whole):
         for call in (split, split.model):
-            with pytest.raises(
-                PlanError, match="output_attentions = True, but each rank has the attention of its own"
-            ):
+            with pytest.raises(PlanError, match="called with output_attentions = True"):
                 call(ids(), output_attentions=True)
         same(split(ids()).logits, whole(ids()).logits)
         split.config.output_attentions = True
@@ -485,7 +479,7 @@ def test_sharded_logits_are_not_differentiated_twice():
     def work(split, whole):
         embedded = whole.get_input_embeddings().weight.detach()[ids()].requires_grad_()
         loss = cross_entropy(split(inputs_embeds=embedded).logits, ids(), 14)
-        with pytest.raises(ParallelError, match=r"can't be differentiated again \(create_graph = True\)"):
+        with pytest.raises(ParallelError, match=r"cross entropy .*create_graph = True"):
             torch.autograd.grad(loss, embedded, create_graph=True)
 
     on_ranks(work, loss_parallel=True)
@@ -524,9 +518,7 @@ def test_a_head_of_ones_own(sequence_parallel):
     model = Classifier()
     on_ranks(work, model=model, sequence_parallel=sequence_parallel, plan=Plan)
     if sequence_parallel:
-        with pytest.raises(
-            PlanError, match=r"'score' .* it stands behind the blocks of a model without a head"
-        ):
+        with pytest.raises(PlanError, match=r"'score' .*model without a head"):
             check_plan(model, 2, plan=OnStream)
 
 
@@ -572,7 +564,7 @@ def test_blocks_that_are_called_again():
 
     def sequence_parallel(split, whole):
         for _ in range(2):  # a forward that has failed leaves nothing
-            with pytest.raises(PlanError, match="Block, the first block, was called twice in a forward"):
+            with pytest.raises(PlanError, match=r"Block, .*was called twice"):
                 split(tokens)
 
     on_ranks(whole_sequence, model=Looped().double(), sequence_parallel=False)
@@ -582,7 +574,5 @@ def test_blocks_that_are_called_again():
 def test_a_block_that_stands_twice_in_the_list_is_refused():
     model = Tiny()
     model.layers[1] = model.layers[0]
-    with pytest.raises(
-        PlanError, match=r"are one tensor, and the plan has no style for layers\.1\.attn_norm"
-    ):
+    with pytest.raises(PlanError, match=r"one tensor, .*no style for layers\.1\.attn_norm"):
         check_plan(model, 2, plan=TinyPlan)

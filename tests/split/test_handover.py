@@ -111,9 +111,7 @@ def test_a_plain_tensor_in_the_place_of_a_split_parameter_is_refused(how):
         others = {"layers.0.mlp_norm.weight": torch.nn.Parameter(torch.ones(16).double())}
         if how == "attribute":
             norm.weight = others.popitem()[1]
-        with pytest.raises(
-            ParallelError, match="the weight of a RMSNorm was split, and is now a plain tensor"
-        ):
+        with pytest.raises(ParallelError, match=r"weight of a RMSNorm .*a plain tensor"):
             torch.func.functional_call(model, others, (TOKENS,))
 
     on_ranks(work)

@@ -100,7 +100,7 @@ def test_ranks_draw_no_weights_each_for_itself(draw):
     def work(world):
         draw(split(world).layers[0].mlp.gate_proj.weight)
 
-    with pytest.raises(PlanError, match=r"weight\.\w+\(\) on a split model .*initialize\(model, seed=0\)"):
+    with pytest.raises(PlanError, match=r"weight\.\w+\(\) on a split model"):
         on_ranks(work)
     on_ranks(work, 1)
 

@@ -30,19 +30,10 @@ def llama(**options):
         (lambda model: model.init_weights(), r"init_weights .*initialize\(model, seed=0\)"),
         (lambda model: model.apply(model._init_weights), r"_init_weights .*initialize\(model, seed=0\)"),
         (lambda model: model.model.init_weights(), r"LlamaModel.init_weights"),
-        (
-            lambda model: model.lm_head.reset_parameters(),
-            "reset_parameters .*load whole tensors by load_state_dict",
-        ),
-        (
-            lambda model: model.resize_token_embeddings(128),
-            "resize_token_embeddings .*before the model is split",
-        ),
+        (lambda model: model.lm_head.reset_parameters(), "reset_parameters .*load_state_dict"),
+        (lambda model: model.resize_token_embeddings(128), "resize_token_embeddings .*before"),
         (lambda model: model.tie_weights(), "tie_weights .*tied"),
-        (
-            lambda model: model.save_pretrained("nowhere"),
-            r"save_pretrained.*titanplans.save_weights\(model.*state_dict=state",
-        ),
+        (lambda model: model.save_pretrained("nowhere"), r"save_pretrained.*titanplans.save_weights"),
     ],
     ids=["init_weights", "apply", "base", "reset", "resize", "tie", "save"],
 )

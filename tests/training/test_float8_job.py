@@ -85,7 +85,7 @@ def test_refused_in_the_jobs_words(load, case):
 
 
 def test_sizes_and_degrees(load):
-    with pytest.raises(UserError, match=r"tokens, but float8 needs a multiple of 16; 112 or 128 would work"):
+    with pytest.raises(UserError, match=r"float8 needs .*16; 112 or 128"):
         load("recipe_name = 'rowwise'", "--training.seq_len=15", "--training.local_batch_size=8")
     job = load("recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=16", model=MODEL)
     with pytest.raises(UserError, match="tensor_parallel_degree = 16"):
@@ -105,5 +105,5 @@ def test_sizes_and_degrees(load):
     job = load(
         "recipe_name = 'rowwise'", "--parallelism.tensor_parallel_degree=2", model="config = 'config.json'"
     )
-    with pytest.raises(UserError, match=r"mlp.* does not split its 48 outputs into multiples of 16"):
+    with pytest.raises(UserError, match=r"mlp.* 48 outputs .*multiples of 16"):
         check_job(job, 2)

@@ -98,9 +98,7 @@ def test_a_model_without_a_balance_refuses_the_option():
     model = LanguageModel(LanguageModel.Config(hf_config=config))
     model.to_empty(device="cpu")
     model.init_states()
-    with pytest.raises(
-        ModelError, match="output_router_logits = True, but DeepseekV3ForCausalLM computes no router"
-    ):
+    with pytest.raises(ModelError, match=r"output_router_logits = True, .*V3ForCausalLM"):
         model(torch.zeros(1, 8, dtype=torch.int64))
 
 
@@ -109,14 +107,10 @@ def test_what_a_model_adds_to_the_loss_is_its_aux_loss_and_no_other():
     model.config = SimpleNamespace(router_aux_loss_coef=0.5)
     assert added_loss(model, SimpleNamespace(logits=None, loss=None)) is None
     assert added_loss(model, SimpleNamespace(aux_loss=balance)) == 1.5
-    with pytest.raises(
-        ModelError, match="Identity returns z_loss, which nothing adds to the loss: let it return aux_loss"
-    ):
+    with pytest.raises(ModelError, match="Identity returns z_loss"):
         added_loss(model, SimpleNamespace(aux_loss=balance, z_loss=balance))
     model.config = None
-    with pytest.raises(
-        ModelError, match="its config has no weight of it: router_aux_loss_coef or aux_loss_scale"
-    ):
+    with pytest.raises(ModelError, match="no weight of it: router_aux_loss_coef"):
         added_loss(model, SimpleNamespace(aux_loss=balance))
 
 
@@ -136,9 +130,7 @@ def test_compiled_blocks_record_their_routers():
     model = build_real(config, dtype=torch.float32)
     tokens = torch.arange(32).view(2, 16)
     balance = model(tokens).aux_loss
-    with pytest.raises(
-        ParallelError, match="the logits of routers are recorded, which ends a graph: leave fullgraph out"
-    ):
+    with pytest.raises(ParallelError, match=r"fullgraph = true.* output_router_logits = true"):
         apply_compile(model, Compile(enable=True, backend="eager", fullgraph=True), None)
     apply_compile(model, Compile(enable=True, backend="eager"), None)
     assert model(tokens).aux_loss.equal(balance)

@@ -131,19 +131,15 @@ def test_files_of_other_adapters_are_refused_with_all_that_differs(tmp_path):
     fields, _ = MODELS["qwen3"]
     other = modeling.build(zoo.config("qwen3", **fields))
     add_adapters(other, LoRA(rank=3, alpha=5, target_modules=("q_proj", "v_proj")))
-    with pytest.raises(
-        ModelError, match=r"2 that train are not in it .*v_proj.lora_A.*; 12 of it do not train here"
-    ):
+    with pytest.raises(ModelError, match=r"2 that train .*v_proj.lora_A.*; 12 of it"):
         load_adapter(other, tmp_path)
     other = modeling.build(zoo.config("qwen3", **fields))
     add_adapters(other, LoRA(rank=2))
-    with pytest.raises(
-        ModelError, match=r"r = 3 and lora_alpha = 5, and the adapter of .* rank 2 and alpha 2"
-    ):
+    with pytest.raises(ModelError, match=r"r = 3 and lora_alpha = 5, .* rank 2 and alpha 2"):
         load_adapter(other, tmp_path)
     values = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(values | {"use_dora": True}))
-    with pytest.raises(ModelError, match="has use_dora = true, and adapters here are LoRA's own, false"):
+    with pytest.raises(ModelError, match=r"has use_dora = true, .*, false"):
         adapter_options(tmp_path)
     (tmp_path / CONFIG).write_text("{")
     with pytest.raises(ModelError, match=r"is no adapter_config.json of peft"):

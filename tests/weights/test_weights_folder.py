@@ -118,13 +118,11 @@ def test_names_that_differ_are_told_together(single, values):
             values[f"model.layers.{layer}.mlp.down_proj.weight"],
         )
     save_file(values, single / SINGLE)
-    assert refusal(single) == (
-        f"{single} does not hold the weights of this model, LlamaForCausalLM: 4 tensors of the model not in it "
-        "(model.layers.0.mlp.up_proj.weight, model.layers.0.mlp.down_proj.weight, model.layers.1.mlp.up_proj.weight and 1 "
-        "more); 1 tensor of it not in the model (surplus.weight); 1 tensor of another shape or type "
-        "(model.norm.weight is (17,) of float32 in model.safetensors, expected (16,) of float32). Name its own folder, or "
-        "take the config.json that belongs to this one"
-    )
+    said, first, second = refusal(single), "model.layers.0.mlp", "model.layers.1.mlp"
+    assert said.startswith(f"{single} does not hold the weights of this model, LlamaForCausalLM: 4 tensors ")
+    assert f"({first}.up_proj.weight, {first}.down_proj.weight, {second}.up_proj.weight and 1 more)" in said
+    assert "1 tensor of it not in the model (surplus.weight); 1 tensor of another shape" in said
+    assert "(model.norm.weight is (17,) of float32 in model.safetensors, expected (16,) of float32)" in said
     built = model()
     before = built.model.layers[1].mlp.up_proj.weight.data.fill_(7.0).clone()
     values["model.norm.weight"] = torch.ones(16)
@@ -138,10 +136,9 @@ def test_names_that_differ_are_told_together(single, values):
 def test_types_whose_values_mean_something_else(single, values, dtype):
     values["model.norm.weight"] = values["model.norm.weight"].to(dtype)
     save_file(values, single / SINGLE)
-    assert (
-        f"(16,) of {str(dtype).removeprefix('torch.')} in model.safetensors, expected (16,) of float32"
-        in refusal(single)
-    )
+    said = refusal(single)
+    assert f"(16,) of {str(dtype).removeprefix('torch.')}" in said
+    assert "expected (16,) of float32" in said
 
 
 def test_a_tied_head_may_be_there_under_either_name_and_twice_only_if_equal(single, values):
@@ -156,7 +153,7 @@ def test_a_tied_head_may_be_there_under_either_name_and_twice_only_if_equal(sing
     save_file(values | {"lm_head.weight": embedding + 1}, single / SINGLE)
     assert "has lm_head.weight and model.embed_tokens.weight with other values" in refusal(single)
     save_file(other, single / SINGLE)
-    assert "1 tensor of the model not in it (model.embed_tokens.weight)" in refusal(single)
+    assert "not in it (model.embed_tokens.weight)" in refusal(single)
 
 
 def test_tables_that_old_releases_saved_are_no_weights(single, values):
@@ -165,9 +162,7 @@ def test_tables_that_old_releases_saved_are_no_weights(single, values):
 
 
 def test_without_memory(single):
-    assert "has no memory yet: call model.to_empty(device=...) first" in refusal(
-        single, modeling.build(CONFIG)
-    )
+    assert "has no memory yet" in refusal(single, modeling.build(CONFIG))
 
 
 def test_what_is_no_folder_of_weights(tmp_path):
@@ -186,7 +181,7 @@ def test_pickles_are_not_read(tmp_path):
     assert "holds its weights as pickles (other.pt, and 1 more file)" in said
     assert "convert them to safetensors" in said
     (tmp_path / SINGLE).write_bytes(pickle.dumps(Runs()))
-    assert "model.safetensors is damaged or cut short" in refusal(tmp_path)
+    assert "model.safetensors is damaged" in refusal(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -198,10 +193,7 @@ def test_an_index_does_not_leave_its_folder(many, named):
     first = next(iter(index["weight_map"]))
     index["weight_map"][first] = named
     (many / INDEX).write_text(json.dumps(index))
-    assert (
-        f"says that {first} is in {named!r}: an index names .safetensors files of its own folder only"
-        in refusal(many)
-    )
+    assert f"says that {first} is in {named!r}: an index names" in refusal(many)
 
 
 def test_links_are_followed_as_the_hub_makes_them(many, tmp_path_factory, values):
@@ -220,12 +212,12 @@ def test_an_index_that_does_not_fit_its_files(many, values):
     one, two = sorted(file.name for file in many.glob("*.safetensors"))
     index = (many / INDEX).read_text()
     change_index(many, lambda index: index["weight_map"].update({"model.norm.weight": one}))
-    assert f"says that model.norm.weight is in {one}, and it is not" in refusal(many)
+    assert f"model.norm.weight is in {one}, and it is not" in refusal(many)
     (many / INDEX).write_text(index)
     save_file(load_file(many / one) | {"model.norm.weight": values["model.norm.weight"]}, many / one)
     assert f"model.norm.weight is in {one} and in {two}" in refusal(many)
     (many / two).unlink()
-    assert f"{two} is not there, though the index names it" in refusal(many)
+    assert f"{two} is not there" in refusal(many)
     save_file(values, many / SINGLE)
     assert "and an index of other files" in refusal(many)
     (many / SINGLE).unlink()
@@ -249,7 +241,7 @@ def test_files_that_are_cut_short_name_the_file(single):
         too_large,
     ):
         (single / SINGLE).write_bytes(content)
-        assert refusal(single).startswith(f"{single / SINGLE} is damaged or cut short: "), len(content)
+        assert refusal(single).startswith(f"{single / SINGLE} is damaged or cut"), len(content)
 
 
 @pytest.mark.parametrize(
@@ -270,13 +262,13 @@ def test_headers_that_lie(single, entry):
         header["model.norm.weight"] = entry and header["model.norm.weight"] | entry
 
     change_header(single / SINGLE, change)
-    assert "is damaged or cut short: " in refusal(single)
+    assert "is damaged or cut" in refusal(single)
 
 
 def test_a_type_that_no_model_has(single):
     """safetensors knows it, and it takes as many bytes."""
     change_header(single / SINGLE, lambda header: header["model.norm.weight"].update(dtype="U32"))
-    assert "model.norm.weight has the type U32, which no model here has" in refusal(single)
+    assert "model.norm.weight has the type U32" in refusal(single)
 
 
 def test_bytes_at_random_are_one_sentence(single):

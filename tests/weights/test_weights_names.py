@@ -85,9 +85,7 @@ def test_a_part_that_is_missing_is_told(tmp_path):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"1 tensor of the model not in it \(model\.layers\.1\.mlp\.up_proj\.weight\)"
-    ):
+    with pytest.raises(ModelError, match=r"1 tensor .*not in it \(\S*1\.mlp\.up_proj\.weight\)"):
         load_weights(modeling.build(model.config).to_empty(device="cpu"), tmp_path)
 
 
@@ -120,4 +118,4 @@ def test_two_names_for_one_tensor(tmp_path):
     said = mixtral(
         tmp_path, lambda state: state.update({"model.layers.0.mlp.gate.weight": torch.zeros(4, 64)})
     )
-    assert "are both model.layers.0.mlp.gate.weight of this model: remove one of them" in said
+    assert "are both model.layers.0.mlp.gate.weight" in said

@@ -152,19 +152,18 @@ def test_the_dtype_is_the_chosen_one_and_the_tokenizer_is_beside_it(saved):
 
 def test_what_can_not_be_written_is_refused_by_every_rank_and_leaves_nothing(saved):
     folder, said = saved
-    assert {case: line.replace(str(folder), "") for case, line in said.items()} == {
-        "there": "ModelError: /bf16 already exists and is not overwritten; name a new folder",
-        "killed": "ModelError: /.killed.writing is there: another process writes /killed, or one was killed while it did; "
-        "if so, remove it",
-        "size": "ModelError: max_shard_size = '5 bananas' is no size: 500MB or 5GB would do",
-        "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json and no other file of a tokenizer in it",
+    begin = {
+        "there": "ModelError: /bf16 already exists",
+        "killed": "ModelError: /.killed.writing is there: another process writes /killed",
+        "size": "ModelError: max_shard_size = '5 bananas' is no size",
+        "tokenizer": "ModelError: tokenizer = '/tp 2': there is no tokenizer.json",
         "place": "NotSaved: /tokenizer/tokenizer.json/.new.writing can't be written (Not a directory)",
-        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: unheard is (3,), "
-        "expected not there",
-        "no config": "ModelError: Linear has no config of transformers, so no config.json can be written: save what "
-        "titanplans.gather_full_state_dict(model) returns on rank 0",
+        "of its config": "ModelError: these are not the weights of a Qwen2ForCausalLM of its config: unheard is (3,)",
+        "no config": "ModelError: Linear has no config of transformers",
         "full": "NotSaved: /.new.writing can't be written (File too large)",
     }
+    lines = {case: line.replace(str(folder), "") for case, line in said.items()}
+    assert {case: line[: len(begin[case])] for case, line in lines.items()} == begin
     assert not [
         path for path in folder.iterdir() if path.name.startswith(".") and path.name != ".killed.writing"
     ]

@@ -88,7 +88,7 @@ def test_the_collectives_of_compiled_graphs_are_recorded_with_their_bytes(border
     assert len(found) == 4
     assert all(c.received == WHOLE // RANKS and not c.fused for c in found)
     assert record.collectives((5, 7)) == []
-    with pytest.raises(ParallelError, match="none of 4 gathers and scatters in 2 compiled graphs was fused"):
+    with pytest.raises(ParallelError, match=r"none of 4 gathers .*in 2 compiled graphs"):
         async_tp.check_fused(mesh)
     with caplog.at_level(logging.WARNING):
         assert async_tp.check_fused(mesh, "warn") == (0, 0, 4)
@@ -131,7 +131,7 @@ def test_a_loop_of_ones_own_is_checked_where_its_second_step_begins(border, mesh
     with torch.no_grad():
         model(x)
     model(x)
-    with pytest.raises(ParallelError, match="no gather and no scatter in 0 compiled graphs"):
+    with pytest.raises(ParallelError, match=r"no gather .*in 0 compiled graphs"):
         model(x)
     model(x)  # told once
 

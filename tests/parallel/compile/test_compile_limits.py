@@ -106,9 +106,7 @@ def test_compiled_too_often_is_an_error(fullgraph, few):
     for length in range(1, 1 + few):
         model(tokens[:, :length])
     assert counters["stats"]["unique_graphs"] == few
-    with pytest.raises(
-        ParallelError, match=r"layers.0 was compiled 3 times.*compile.dynamic to true"
-    ) as error:
+    with pytest.raises(ParallelError, match=r"layers.0 was compiled 3 times") as error:
         model(tokens[:, : 1 + few])
     assert "\n" not in str(error.value)
     model(tokens[:, :few])  # what there is goes on

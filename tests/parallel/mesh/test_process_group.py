@@ -108,14 +108,11 @@ def test_ctrl_c_during_the_tear_down_is_neither_lost_nor_in_its_way():
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        (
-            {"RANK": "0", "WORLD_SIZE": "1"},
-            "RANK, WORLD_SIZE set, but not LOCAL_RANK, .*: start with torchrun",
-        ),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK, WORLD_SIZE set, but not LOCAL_RANK, "),
         ({"MASTER_ADDR": "localhost"}, "unset MASTER_ADDR for a single process"),
         (dict.fromkeys(VARIABLES, "1") | {"RANK": "one"}, "RANK = 'one'"),
         (dict.fromkeys(VARIABLES, "1") | {"RANK": "-1"}, "RANK = '-1'"),
-        (dict.fromkeys(VARIABLES, "1"), "RANK = 1 of WORLD_SIZE = 1: ranks count from 0"),
+        (dict.fromkeys(VARIABLES, "1"), "^RANK = 1 of WORLD_SIZE = 1: "),
         (dict.fromkeys(VARIABLES, "2") | {"RANK": "1"}, "LOCAL_RANK = 2 of LOCAL_WORLD_SIZE = 2"),
     ],
 )
@@ -145,13 +142,13 @@ def test_backends():
     assert backend_for("cpu") == backend_for("cpu", cpu_offload=True) == "gloo"
     assert backend_for("cuda") == "nccl"
     assert backend_for("cuda", cpu_offload=True) == "cpu:gloo,cuda:nccl"
-    with pytest.raises(ParallelError, match="device_type = 'toaster': torch has collectives for cpu, cuda"):
+    with pytest.raises(ParallelError, match=r"device_type = 'toaster': .*cpu, cuda"):
         backend_for("toaster")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
 def test_a_device_that_is_not_there():
-    with pytest.raises(ParallelError, match="device_type = 'cuda', but the accelerator torch sees is "):
+    with pytest.raises(ParallelError, match="device_type = 'cuda', but the accelerator"):
         process_group("cuda").__enter__()
 
 

@@ -43,17 +43,13 @@ def test_a_start_reads_nothing_of_the_one_before_and_waits_for_all_of_its_own():
 
 def test_a_launcher_that_is_gone_is_not_waited_for(server, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(
-        ParallelError, match="MASTER_PORT = 1: the launcher that has started this rank is gone"
-    ):
+    with pytest.raises(ParallelError, match=r"MASTER_PORT = 1: the launcher .*gone"):
         own_store(Ranks(0, 2, 0, 2), TIMEOUT)
 
 
 @pytest.mark.usefixtures("server")
 def test_a_rank_that_is_missing_is_waited_for_so_long():
-    with pytest.raises(
-        ParallelError, match=r"fewer than 2 ranks connected within 1 s: .* init_timeout_seconds"
-    ):
+    with pytest.raises(ParallelError, match=r"fewer than 2 ranks .*within 1 s"):
         own_store(Ranks(0, 2, 0, 2), timedelta(seconds=1))
 
 

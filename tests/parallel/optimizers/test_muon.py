@@ -173,5 +173,5 @@ def test_matrices_are_dealt_out_by_their_cost_and_stacks_in_blocks():
 
 
 def test_a_parameter_that_is_no_matrix_is_refused():
-    with pytest.raises(ParallelError, match=r"not a parameter of the shape \(3,\): give it to AdamW"):
+    with pytest.raises(ParallelError, match=r"parameter of the shape \(3,\): .*AdamW"):
         Muon([torch.nn.Parameter(torch.zeros(3))])

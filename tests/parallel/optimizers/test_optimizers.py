@@ -119,16 +119,16 @@ def test_the_first_pattern_that_is_found_has_the_parameter():
 
 
 REFUSED = {
-    "it matches no parameter; there are, for example, q_proj": [{"pattern": "q_prj", "lr": 1.0}],
-    "table 2 (pattern = \"q_proj\"): groups before it have all that it matches": [
+    "(pattern = \"q_prj\"): it matches no parameter": [{"pattern": "q_prj", "lr": 1.0}],
+    "table 2 (pattern = \"q_proj\"): groups before it": [
         {"pattern": "proj", "lr": 1.0}, {"pattern": "q_proj", "lr": 2.0}
     ],
-    "momentum = 0.5 does nothing, for all of its parameters have AdamW": [{"pattern": "norm", "momentum": 0.5}],
-    "beta1 = 0.5 does nothing, for all of its parameters have Muon": [{"pattern": "q_proj.weight", "beta1": 0.5}],
-    "model.norm.weight is of 1 dimension in a LlamaRMSNorm, and Muon takes matrices": [
+    "momentum = 0.5 does nothing": [{"pattern": "norm", "momentum": 0.5}],
+    "beta1 = 0.5 does nothing": [{"pattern": "q_proj.weight", "beta1": 0.5}],
+    "model.norm.weight is of 1 dimension in a LlamaRMSNorm": [
         {"pattern": r"model\.norm", "name": "Muon"}
     ],
-    "it matches frozen parameters alone, such as model.embed_tokens.weight": [{"pattern": "embed", "lr": 1.0}],
+    "it matches frozen parameters alone": [{"pattern": "embed", "lr": 1.0}],
 }  # fmt: skip
 
 
@@ -142,10 +142,10 @@ def test_a_group_that_can_t_be_honoured_is_refused(message):
 
 
 CONTRADICTIONS = {
-    "optimizer.groups.pattern = \"(\": expected a string, a regular expression": dict(groups=[{"pattern": "(", "lr": 1.0}]),
+    "optimizer.groups.pattern = \"(\": expected": dict(groups=[{"pattern": "(", "lr": 1.0}]),
     "optimizer.groups.pattern = \"\": expected a string": dict(groups=[{"lr": 1.0}]),
-    "so it has no effect; add a key such as lr": dict(groups=[{"pattern": "a"}]),
-    "optimizer.groups.lrr = 1.0: no such option; did you mean lr?": dict(groups=[{"pattern": "a", "lrr": 1.0}]),
+    "optimizer.groups.pattern = \"a\": the group sets nothing": dict(groups=[{"pattern": "a"}]),
+    "optimizer.groups.lrr = 1.0: no such option": dict(groups=[{"pattern": "a", "lrr": 1.0}]),
     'optimizer.groups.eps = 1.0: name = "Muon" does not read it': dict(
         groups=[{"pattern": "a", "name": "Muon", "eps": 1.0}]
     ),
@@ -153,7 +153,7 @@ CONTRADICTIONS = {
         groups=[{"pattern": "a", "name": "AdamW", "ns_steps": 3}]
     ),
     'optimizer.momentum = 0.5: has no effect unless optimizer.name = "Muon"': dict(momentum=0.5),
-    "Muon keeps its momentum in the type of the parameters": dict(name="Muon", implementation="fused_opt_states_bf16"),
+    "optimizer.implementation = \"fused_opt_states_bf16\": Muon": dict(name="Muon", implementation="fused_opt_states_bf16"),
 }  # fmt: skip
 
 
@@ -168,9 +168,7 @@ def test_muon_without_a_matrix_is_refused():
     model = meta("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
-    with pytest.raises(
-        ConfigError, match=r'no parameter that trains is a matrix of a hidden layer.*pattern = "lora_"'
-    ):
+    with pytest.raises(ConfigError, match=r'optimizer.name = "Muon": no parameter that trains'):
         group_parameters(model, Optimizer(name="Muon"))
 
 

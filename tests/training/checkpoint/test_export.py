@@ -70,22 +70,18 @@ def test_the_last_step_is_a_folder_that_transformers_loads(job, at):
 def test_the_job_knows_that_it_is_finished(job, at):
     options = ("--training.steps=2", "--checkpoint.interval=1", IN_HF)
     assert job.run(*options) == 0
-    assert "step-2 is whole: the job has taken its training.steps = 2 and is finished" in job.out
+    assert "step-2 is whole: the job has taken its training.steps = 2" in job.out
     assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2
-    assert (
-        "step-2 holds only the weights (checkpoint.last_save_in_hf), so training can't be resumed from it"
-        in job.err
-    )
+    assert "step-2 holds only the weights (checkpoint.last_save_in_hf)" in job.err
 
 
 def test_a_job_that_is_prolonged_says_which_steps_it_takes_again(job, at):
     shutil.copytree(at, job.folder / "prolonged" / "checkpoint")
     options = ("--job.dump_folder=prolonged", "--training.steps=3", "--checkpoint.interval=1")
     assert job.run(*options) == 0, job.err
-    assert (
-        "the job resumes from step-1 and repeats the steps up to 2: step-2 holds only the weights; "
-        "checkpoint.last_save_model_only = false saves the last step whole"
-    ) in job.out + job.err
+    said = job.out + job.err
+    assert "the job resumes from step-1 and repeats the steps up to 2: step-2 holds only" in said
+    assert "checkpoint.last_save_model_only = false" in said
     assert [step for step, _ in job.losses] == [2, 3]
     shutil.copytree(at / "step-1", job.folder / "whole" / "checkpoint" / "step-1")
     options = ("--job.dump_folder=whole", "--checkpoint.no-last_save_model_only")
@@ -210,23 +206,22 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     assert {status for status, _ in said.values()} == {2}
     lines = {case: text.replace(str(tmp_path), "").replace(str(at), "at") for case, (_, text) in said.items()}
     other = lines.pop("another, no card")
-    assert other.startswith(
-        "error: these are not the weights of a GLAForCausalLM of its config: model.embeddings.weight is (4096, 32)"
-    )
+    assert other.startswith("error: these are not the weights of a GLAForCausalLM")
+    assert ": model.embeddings.weight is (4096, 32)" in other
     metadata = "it holds no distributed checkpoint (.metadata)"
-    assert lines == {
-        "there": "error: /there already exists and is not overwritten; name a new folder\n",
-        "in hf": f"error: export at/step-2: {metadata}; it already is a Hugging Face folder\n",
-        "nothing": f"error: export /there: {metadata}; name a step-N folder\n",
-        "no card": "error: export /plain/step-1: it has no titanplans.json, which names the model; give its "
-        "--config\n",
-        "damaged": f"error: export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum differs "
-        "from the recorded one; take another checkpoint\n",
-        "another": "error: --config /config.json: at/step-1 is of another model (num_heads = 4, now 2); remove --config\n",
-        "import, there": "error: import: /there already exists and is not overwritten; name a new folder\n",
-        "import, step": "error: import: /step-7 would be a checkpoint of another step; name it step-0\n",
-        "import, nothing": "error: model config '/there/config.json' can't be read: No such file or directory\n",
+    begin = {
+        "there": "error: /there already exists",
+        "in hf": f"error: export at/step-2: {metadata}; it already is a Hugging Face",
+        "nothing": f"error: export /there: {metadata}; name a step-N",
+        "no card": "error: export /plain/step-1: it has no titanplans.json",
+        "damaged": f"error: export /flipped/step-1: /flipped/step-1/{path.name} is damaged: its checksum",
+        "another": "error: --config /config.json: at/step-1 is of another model (num_heads = 4, now 2)",
+        "import, there": "error: import: /there already exists",
+        "import, step": "error: import: /step-7 would be a checkpoint of another step",
+        "import, nothing": "error: model config '/there/config.json' can't be read: No such file",
     }
+    assert {case: line[: len(begin[case])] for case, line in lines.items()} == begin
+    assert all(line.index("\n") == len(line) - 1 for line in lines.values())
     assert run(capsys, "export", plain, new, "--config", job.folder / "gla.json")[0] == 0
 
 

@@ -82,10 +82,7 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     for by in (None, partial(by_torchrun, "static", free_endpoint())):
         restarts = () if by else ("--max-restarts=1",)
         assert job.run(f"--training.steps={steps + 2}", *restarts, by=by) == 0
-        assert (
-            job.out.count(f"step-{steps + 2} is whole: the job has taken its training.steps = {steps + 2}")
-            == 1
-        )
+        assert job.out.count(f"step-{steps + 2} is whole: ") == 1
         assert job.losses == []
     assert job.run(f"--training.steps={steps + 4}", "--max-restarts=1") == 0
     assert "Training completed" in job.out
@@ -97,10 +94,8 @@ def test_killed_ranks_are_started_again_up_to_so_many_times(job):
     content[len(content) // 2] ^= 4
     shard.write_bytes(content)
     assert job.run(f"--training.steps={steps + 4}") == 2
-    assert (
-        f"the job is finished, but {shard.relative_to(job.folder)} is damaged: its checksum differs from the recorded "
-        "one; checkpoint.load_step = "
-    ) in job.err
+    assert f"the job is finished, but {shard.relative_to(job.folder)} is damaged" in job.err
+    assert "checkpoint.load_step = " in job.err
 
 
 class Slow:

@@ -119,9 +119,7 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
     (job.folder / "other.json").write_text(
         json.dumps(json.loads((job.folder / "gla.json").read_text()) | {"num_heads": 2})
     )
-    assert "the job's model is not the one of gla (num_heads = 4, now 2)" in refusal(
-        job, "--model.config=other.json"
-    )
+    assert "is not the one of gla (num_heads = 4, now 2)" in refusal(job, "--model.config=other.json")
     (folder / "tokenizer.json").rename(job.folder / "tokenizer.json")
     assert "no tokenizer.json can be read there" in refusal(job)
     refused = load_job([str(job.folder / "job.toml"), f"--model.hf_assets_path={job.folder}"])
@@ -130,22 +128,18 @@ def test_what_does_not_fit_is_refused_before_processes_start(job, monkeypatch):
     values = load_file(file)
     values["model.norm.weight"] = torch.zeros(31)
     save_file(values, file)
-    assert (
-        "(model.norm.weight is (31,) of float32 in model.safetensors, expected (32,) of float32)"
-        in refusal(job)
-    )
+    said = refusal(job)
+    assert "(model.norm.weight is (31,) of float32" in said
+    assert "(32,) of float32)" in said
     file.write_bytes(file.read_bytes()[:-1])
-    assert "model.safetensors is damaged or cut short" in refusal(job)
+    assert "model.safetensors is damaged" in refusal(job)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--checkpoint.no-enable"], "has no effect unless checkpoint.enable"),
-        (
-            ["--checkpoint.no-initial_load_model_only"],
-            "a Hugging Face folder holds only weights; remove this key",
-        ),
+        (["--checkpoint.no-initial_load_model_only"], "a Hugging Face folder holds only"),
         (["--checkpoint.initial_load_in_hf_quantized"], "quantised weights are not read"),
     ],
 )

@@ -262,9 +262,7 @@ def test_conversations_that_are_too_long_are_left_out_or_cut_and_counted(chat, r
     longest = max((left._corpus.document(i) for i in range(6)), key=len)
     assert len(longest) == 65
     assert "cut to seq_len = 64: 2 (the first" in left.summary
-    with pytest.raises(
-        DataError, match=r"line 5 has 127 tokens, more than seq_len \+ 1 = 65, and truncation"
-    ):
+    with pytest.raises(DataError, match=r"line 5 has 127 tokens, .*seq_len \+ 1 = 65"):
         read(truncation="error")
 
 
@@ -318,7 +316,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
             loader(path, options).load_state_dict(state)
     extra = rows(LONG, *numbered(11))
     state, shorter = loader(extra, chat(), seq_len=256).state_dict(), loader(extra, chat())
-    with pytest.raises(DataError, match=r"^conversations = 11: the checkpoint's data loader had 12; keep"):
+    with pytest.raises(DataError, match=r"^conversations = 11: .* had 12"):
         shorter.load_state_dict(state)
 
 
@@ -328,21 +326,21 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(chat, rows):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "a"}, "messages_column = 'messages': FILE, line 2 has the columns 'text'; name the one"),
+        ({"text": "a"}, "messages_column = 'messages': FILE, line 2 has the columns 'text'"),
         ({"messages": []}, "FILE, line 2 holds an empty conversation"),
-        ({"messages": None}, "FILE, line 2: 'messages' holds no value where there should be a list"),
+        ({"messages": None}, "FILE, line 2: 'messages' holds no value"),
         ({"messages": "hello"}, "FILE, line 2: 'messages' is a text, and not one of JSON"),
         ({"messages": {"role": "user"}}, "'messages' holds a value of type dict"),
-        ({"messages": ["hello"]}, "message 1 of 'messages' is of type str, and no {role, content}"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "message 1 of 'messages' has 'from', 'value', and needs a role"),
+        ({"messages": ["hello"]}, "message 1 of 'messages' is of type str"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "message 1 of 'messages' has 'from', 'value', and"),
         ({"messages": [{"role": "user", "content": None}]}, "has 'role', and needs a role and a content"),
-        ({"messages": [{"role": "user", "content": 3}]}, "has a content of type int where there should be a text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "has a content of type int"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-            "FILE, line 2, message 1 of 'messages' has a part of type 'image': only texts are trained on",
+            "FILE, line 2, message 1 of 'messages' has a part of type 'image'",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "holds an unpaired surrogate"),
-        ({"messages": [said("judge", "a")]}, "refuses the conversation (TemplateError: no role judge); repair the row"),
+        ({"messages": [said("judge", "a")]}, "refuses the conversation (TemplateError: no role judge)"),
         ({"prompt": "a", "completion": 3}, "'completion' holds a value of type int"),
         ({"messages": TALK, "tools": "{"}, "'tools' is a text, and not one of JSON"),
         ({"messages": TALK, "tools": [1]}, '"tools" is not a list of objects'),
@@ -360,7 +358,7 @@ def test_a_row_that_is_no_conversation_ends_the_job_with_its_line(chat, rows, ro
 def test_a_row_of_parquet_is_named_too(chat, tmp_path):
     table = pyarrow.table({"messages": [TALK, []]}, schema=None)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 2 holds an empty conversation"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2 holds an empty"):
         open_source("local", str(tmp_path / "a.parquet"), split="all", chat=form(chat()))
 
 
@@ -368,11 +366,11 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
     ("template", "reason"),
     [
         ("{% for m in messages %}", "is no valid Jinja (TemplateSyntaxError: "),
-        ("{{ messages[0].__class__.__mro__ }}", "asks for what a template may not do (access to attribute '__class__'"),
+        ("{{ messages[0].__class__.__mro__ }}", "may not do (access to attribute '__class__'"),
         ("{{ ''.join(messages) }}", "refuses the conversation (TypeError"),
-        (PLAIN + "{{ strftime_now('%d') }}", "if the template asks for the date (strftime_now)"),
-        ("{{ unk_token }}" + PLAIN, "writes unk_token, which tokenizer_config.json does not define"),
-        ("<|im_start|>" + PLAIN, "writes '<|im_start|>', which is no token of the tokenizer"),
+        (PLAIN + "{{ strftime_now('%d') }}", "date (strftime_now)"),
+        ("{{ unk_token }}" + PLAIN, "writes unk_token, which tokenizer_config.json"),
+        ("<|im_start|>" + PLAIN, "writes '<|im_start|>', which is no token"),
         (
             "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}",
             "leaves out what 'system' says in message 1",
@@ -380,7 +378,7 @@ def test_a_row_of_parquet_is_named_too(chat, tmp_path):
         (
             "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}(it said){% endif %}"
             "{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
-            "writes the first 2 messages otherwise where others follow",
+            "writes the first 2 messages otherwise",
         ),
     ],
 )  # fmt: skip
@@ -399,22 +397,20 @@ def test_what_a_template_tests_before_it_writes_may_be_unset(chat):
 def test_an_assistant_that_begins_counts_only_where_it_is_marked(chat):
     talk = {"messages": TALK[2:]}
     assert tokens_of(talk, chat(MARKED)).counted.any()
-    with pytest.raises(DataError, match=r"here: the assistant begins, and .* has no {% generation %} marks"):
+    with pytest.raises(DataError, match=r"here: the assistant begins.*{% generation %}"):
         tokens_of(talk, chat(PLAIN))
 
 
 def test_other_refusals(chat, rows, tmp_path):
-    with pytest.raises(DataError, match=r"its tokenizer has no chat template \(no chat_template.jinja"):
+    with pytest.raises(DataError, match=r"no chat template \(no chat_template.jinja"):
         form(Chat(enable=True))
     with pytest.raises(DataError, match=r"^chat_template = '/nowhere.jinja' can't be read"):
         form(Chat(enable=True, chat_template="/nowhere.jinja"))
-    with pytest.raises(DataError, match=r"^chat_template_kwargs has 'tokenize', which is no variable"):
+    with pytest.raises(DataError, match=r"^chat_template_kwargs has 'tokenize'"):
         form(chat(chat_template_kwargs={"tokenize": True}))
-    with pytest.raises(DataError, match=r"holds texts, and training.chat.enable = true reads conversations"):
+    with pytest.raises(DataError, match=r"holds texts, .*training.chat.enable = true"):
         open_source("stdlib", chat=form(chat()))
-    with pytest.raises(
-        DataError, match=r"holds no conversation in which the assistant says something, within seq"
-    ):
+    with pytest.raises(DataError, match=r"holds no conversation .*within seq"):
         open_source("local", rows(TALK[:2]), split="all", chat=form(chat()))
 
 

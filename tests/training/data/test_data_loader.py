@@ -386,9 +386,7 @@ def test_a_tokenizer_with_another_merge_is_refused(build, corpora, tmp_path):
     loader = corpora["text"].build(
         dp_rank=0, dp_world_size=1, tokenizer=other, seq_len=SEQ_LEN, local_batch_size=BATCH
     )
-    with pytest.raises(
-        DataError, match=r"^tokenizer, by its own tokens = '.*': the checkpoint's data loader had '"
-    ):
+    with pytest.raises(DataError, match=r"^tokenizer, by its own tokens = '.*': .* had '"):
         loader.load_state_dict(state)
     values = json.loads(state["place"])
     del values["identity"]["tokenizer, by its own tokens"]
@@ -402,9 +400,7 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
     state = build(config).state_dict()
     build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3].replace("x", "y"))  # of the same size
-    with pytest.raises(
-        DataError, match=r"^since the checkpoint .*/3\.txt has changed, so its place .* restore"
-    ):
+    with pytest.raises(DataError, match=r"^since the checkpoint .*/3\.txt has changed"):
         build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3])
     moved = tmp_path.rename(tmp_path.parent / "moved")
@@ -412,7 +408,7 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
     moved.rename(tmp_path)
     (tmp_path / "3.txt").unlink()
     (tmp_path / "90.txt").write_text("new")
-    with pytest.raises(DataError, match=r"/90\.txt is new, 1 that was there can't be found, so"):
+    with pytest.raises(DataError, match=r"/90\.txt is new, 1 .*can't be found"):
         build(config).load_state_dict(state)
 
 

@@ -87,7 +87,7 @@ def test_stdlib_holds_neither_packages_nor_tests_nor_the_builds_own_settings():
 
 def test_a_python_without_sources_is_refused(tmp_path):
     (tmp_path / "os.py").write_text("pass\n")
-    with pytest.raises(DataError, match=r"dataset = 'stdlib': .* holds 1 Python sources .*dataset_path"):
+    with pytest.raises(DataError, match=r"dataset = 'stdlib': .* holds 1 Python"):
         stdlib_files(tmp_path)
     with pytest.raises(DataError, match="holds 0 Python sources"):
         stdlib_files(tmp_path / "python311.zip")
@@ -160,11 +160,11 @@ def test_a_format_by_name_chooses_among_the_files_and_overrides_the_extension(co
     write_jsonl(corpus / "a.jsonl", ["x"])
     (corpus / "README.md").write_text("about")
     (corpus / "b.data").write_text("text")
-    with pytest.raises(DataError, match=r"holds 1 text and 1 json files; name one format"):
+    with pytest.raises(DataError, match=r"holds 1 text and 1 json files"):
         find_files(str(corpus))
     assert [file.name for file in find_files(str(corpus), "json")[1]] == ["a.jsonl"]
     assert find_files(str(corpus / "b.data"), "text")[2] == "text"
-    with pytest.raises(DataError, match=r"holds \.data; the extensions read are \.txt, \.md"):
+    with pytest.raises(DataError, match=r"holds \.data; the extensions read"):
         find_files(str(corpus / "b.data"))
 
 
@@ -263,9 +263,7 @@ def test_other_columns_and_empty_files_do_no_harm(corpus):
 def test_a_folder_with_a_script_is_refused_in_one_line(corpus):
     write_jsonl(corpus / "train-0.jsonl", TEXTS)
     (corpus / f"{corpus.name}.py").write_text("raise SystemExit\n")
-    with pytest.raises(
-        DataError, match=r"^[^\n]*can't be opened \(RuntimeError: Dataset scripts are no longer supported"
-    ):
+    with pytest.raises(DataError, match=r"^[^\n]*can't be opened \(RuntimeError: Dataset scripts"):
         open_source(str(corpus))
 
 

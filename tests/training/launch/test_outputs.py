@@ -98,9 +98,7 @@ def test_a_bad_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path):
     writer.close()
     assert [row["step"] for row in read_rows(file)] == [1, 2, 3]
     file.write_bytes(rows + b'{"step": 3, "lo\n{"step": 4}\n')
-    with pytest.raises(
-        ConfigError, match=r"metrics\.jsonl, line 3 is not a row of metrics .*; remove the line"
-    ):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3 is not a row"):
         read_rows(file)
 
 
@@ -115,7 +113,7 @@ def test_the_metrics_of_every_rank_are_looked_at():
 def test_another_file_in_place_of_the_metrics(content):
     Path("outputs").mkdir()
     Path("outputs/metrics.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 is not a row of metrics"):
+    with pytest.raises(ConfigError, match=r"outputs/metrics\.jsonl, line 1 is not a row"):
         check_outputs(build_job(SWITCHES))
 
 

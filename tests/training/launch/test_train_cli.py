@@ -164,10 +164,7 @@ def test_code_of_the_users_own_reaches_every_rank_and_the_rank_that_fails_first_
     *_, other, last = err.splitlines()
     assert err.startswith("rank 1: Traceback")
     assert re.match(r"rank 0 (failed: \w+Error: |was stopped by SIGTERM)", other), other
-    assert re.fullmatch(
-        r"error: rank 1 \(pid \d+\) failed: KeyError: 'first\\nsecond line'; the other ranks were stopped",
-        last,
-    )
+    assert re.match(r"error: rank 1 \(pid \d+\) failed: KeyError: 'first\\nsecond line'; ", last)
     status, _, err = refused("job.toml", *options[2:])
     assert (status, len(err.splitlines())) == (2, 1)
     assert "no plan is registered for OlmoForCausalLM" in err
