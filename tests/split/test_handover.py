@@ -12,7 +12,8 @@ from titanplans import apply_plan
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
 from titanplans.proof.ranks import threads
-from titanplans.split.parameters.local_parameters import ParameterMemo, localize
+from titanplans.split.collectives import group_of
+from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
 from titanplans.split.state import state_of
 
 TOKENS = torch.arange(32).reshape(2, 16)
@@ -47,7 +48,14 @@ def holder(world, layouts, **shapes):
     module = torch.nn.Module()
     for name, shape in shapes.items():
         module.register_parameter(name, torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)))
-    localize(module, world.mesh, layouts, ParameterMemo())
+    localize(
+        module,
+        Placing(world.mesh),
+        layouts,
+        ParameterMemo(),
+        group_of(world.mesh),
+        world.mesh.get_local_rank(),
+    )
     return module
 
 

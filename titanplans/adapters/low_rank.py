@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from titanplans.errors import PlanError
 from titanplans.plan.adapted import LowRank, is_adapted, is_transposed
 from titanplans.plan.layout import Layout
+from titanplans.split.stream import Border
 from titanplans.text import class_name
 
 
@@ -96,12 +97,19 @@ class LowRankDropout(nn.Module):
         self.p = p
         self.split: tuple[int, int, int] | None = None
         """This rank's columns: the first, how many there are, and how many on all ranks together; None: all."""
+        self.border: Border | None = None
+        """That of the stream, once the model is split."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
         first, own, width = self.split or (0, x.shape[-1], x.shape[-1])
-        kept = torch.rand((*x.shape[:-1], width), device=x.device) >= self.p
+        shape, tokens = [*x.shape[:-1], width], None if self.border is None else self.border.tokens
+        if tokens is not None:
+            shape[tokens.dim] = self.border.length_of_own(x)  # type: ignore[union-attr]
+        kept = torch.rand(shape, device=x.device) >= self.p
+        if tokens is not None:
+            kept = tokens.own(kept)
         return x * kept.narrow(-1, first, own) / (1 - self.p)
 
 
@@ -110,11 +118,15 @@ def draws(model: nn.Module) -> bool:
     return any(isinstance(module, LowRankDropout) for module in model.modules())
 
 
-def place_dropout(module: nn.Module, layouts: Mapping[str, Layout], rank: int, ranks: int) -> None:
+def place_dropout(module: nn.Module, layouts: Mapping[str, Layout], border: Border) -> None:
     """Tell the dropout of the adapter of `module`, if it has one, which part of its input this rank has."""
     dropout: Any = module._modules.get("lora_dropout")
-    if dropout is None or "lora_A" not in layouts or layouts["lora_A"].placement != Shard(1):
+    if dropout is None:
+        return
+    dropout.border = border
+    if "lora_A" not in layouts or layouts["lora_A"].placement != Shard(1):
         return
     whole = module._parameters["lora_A"].shape[1]  # type: ignore[union-attr]
+    rank, ranks = border.rank, border.group[1]
     size = -(whole // -ranks)
     dropout.split = (min(rank * size, whole), max(0, min(size, whole - rank * size)), whole)

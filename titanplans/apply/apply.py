@@ -35,6 +35,8 @@ from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.state import make_state
 from titanplans.split.stream import Border
 from titanplans.split.tensors.cut import CutByWeights
+from titanplans.split.tokens.cut import CutByTokens
+from titanplans.split.tokens.meshes import ContextMeshes, context_meshes
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class AppliedPlan:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The 1-D TP mesh."""
-        return self.border.mesh
+        """The 1-D mesh of the ranks that work on the same batch."""
+        assert self.border.everyone is not None
+        return self.border.everyone
 
 
 def check_plan(
@@ -113,36 +116,62 @@ def check_plan(
 
 def apply_plan(
     model: nn.Module,
-    tp_mesh: DeviceMesh,
+    mesh: DeviceMesh,
     *,
     loss_parallel: bool = True,
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
     plan: PlanSource = None,
     dtype: torch.dtype | None = None,
+    sum_over_cp: bool = True,
 ) -> AppliedPlan:
-    """Split `model` over the 1-D mesh `tp_mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
+    """Split `model` over `mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
 
-    The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a
-    DTensor, `Shard(-1)`, if `loss_parallel`). Its parameters may lie on meta; real ones are taken
-    from the mesh's first rank.
+    The model keeps its interface: token ids in, logits out, both whole on every rank (the logits a DTensor, `Shard(-1)`, if
+    `loss_parallel`). With context parallelism the logits are a DTensor over the tokens, and each rank's loss, of its own
+    tokens, and gradients are parts, which are summed. Parameters may lie on meta; real ones are taken from the mesh's first
+    rank.
 
-    Args and errors: see `check_plan`.
+    Args:
+        model: see `check_plan`, as for the other arguments and the errors.
+        mesh: with dimensions "tp" (tensor parallelism), "cp" (context parallelism) or both; without names, 1-D, "tp".
+        sum_over_cp: parameters become DTensors with a copy on each rank of "cp", whose gradients `align_gradients`, the
+            gradient norm and FSDP2 over other ranks sum. False: FSDP2 or DDP over a mesh that holds the ranks of "cp" sums
+            (not averages) them.
     """
-    if not isinstance(tp_mesh, DeviceMesh):
+    if not isinstance(mesh, DeviceMesh):
         raise PlanError(
-            f"apply_plan needs a 1-D DeviceMesh, got {tp_mesh!r}: give mesh['tp'] of init_device_mesh, or "
+            f"apply_plan needs a DeviceMesh, got {mesh!r}: give mesh['tp'] of init_device_mesh, or "
             "manager.mesh.get_mesh('tp')"
         )
-    if tp_mesh.ndim != 1:
+    names = mesh.mesh_dim_names or ()
+    if ("cp" not in names and mesh.ndim != 1) or (set(names) - {"tp", "cp"} and mesh.ndim > 1):
         raise PlanError(
-            f"apply_plan needs a 1-D mesh, got {tp_mesh.ndim} dimensions {tp_mesh.mesh_dim_names}: slice it"
+            f"apply_plan needs a mesh of 'tp', 'cp' or both, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: slice it, as "
+            "mesh['cp', 'tp']"
         )
-    options = TPOptions(tp_mesh.size(), loss_parallel, sequence_parallel, sequence_dim)
-    source = resolve_plan(plan, model, options)
-    checked = check(source, model, dist.get_backend(tp_mesh.get_group()), dtype)
+    meshes = context_meshes(mesh) if "cp" in names and mesh["cp"].size() > 1 else None
+    tp = meshes.tp if meshes is not None else mesh["tp"] if mesh.ndim > 1 else mesh
+    options = TPOptions(
+        1 if tp is None else tp.size(),
+        loss_parallel,
+        sequence_parallel,
+        sequence_dim,
+        1 if meshes is None else meshes.cp.size(),
+    )
+    checked = check(resolve_plan(plan, model, options), model, dist.get_backend(mesh.get_group(0)), dtype)
+    return split(checked, cut_of(checked, tp, meshes, sum_over_cp=sum_over_cp))
 
-    return split(checked, CutByWeights(tp_mesh, options.stream))
+
+def cut_of(
+    checked: Checked, tp: DeviceMesh | None, meshes: ContextMeshes | None, *, sum_over_cp: bool
+) -> Cut:
+    """Return the cut of a plan that has been checked: by weights over `tp`, or by tokens too over `meshes`."""
+    if meshes is None:
+        assert tp is not None
+        return CutByWeights(tp, checked.plan.source.options.stream)
+    assert checked.of_heads is not None
+    return CutByTokens(checked.plan, checked.of_heads, meshes, summed=sum_over_cp)
 
 
 def split(checked: Checked, cut: Cut) -> AppliedPlan:
@@ -150,21 +179,20 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     plan, model = checked.plan, checked.plan.model
     whole = parameters_of(model)
     for name, functions in checked.functions.items():
-        if cut.counts(name):
-            set_functions(model.get_submodule(name), functions, cut.place)
+        set_functions(model.get_submodule(name), functions, cut.place_of(name))
     for key, style in plan.styles.items():
         if (entry := plan.by_key.get(key)) is not None:
             _cut(entry, cut, checked.crossings.get(key))
         elif style._apply(module := model.get_submodule(key), cut.mesh) is not module:
             reason = "it replaced the module; a style works in place"
             raise PlanError(reason, key=key, style=style, module=module)
-    _check_distributed(plan)
+    if cut.distributes:
+        _check_distributed(plan)
     _check_still_tied(model, checked.tied)
     retire_replaced(model, whole)
 
     for name, attributes in checked.attributes.items():
-        if cut.counts(name):
-            set_attributes(model.get_submodule(name), attributes)
+        set_attributes(model.get_submodule(name), attributes)
     decoder = plan.decoder
     read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
     if any(isinstance(e.style, VocabHead) and e.style.loss_parallel for e in plan.entries):
@@ -173,7 +201,7 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     _guard(plan, cut.border)
     let_generate(model)
     refuse_unsupported_methods(model)
-    check_first_forward(model, model.get_submodule(decoder.base), cut.mesh)
+    check_first_forward(model, model.get_submodule(decoder.base), cut.mesh, distributed=cut.distributes)
     return AppliedPlan(plan, checked.crossings, cut.border)
 
 
@@ -187,14 +215,14 @@ def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
             split_linear(
-                module, entry.style, cut.place
+                module, entry.style, cut.place_of(entry.key)
             )  # before the parameters: a packed weight is read around it
         if crossing is not None and None in crossing:
             from titanplans.precision.float8.border import Float8Border  # imports torchao
 
             border = Float8Border(border, module, enter=crossing.enter is None, leave=crossing.leave is None)
     cut.lay_out(entry)
-    place_dropout(module, entry.layouts, cut.place.rank, cut.place.degree)
+    place_dropout(module, entry.layouts, cut.border)
     if entry.parameter is None:
         cut.install(entry, border)
 
@@ -207,10 +235,10 @@ def _guard(plan: ResolvedPlan, border: Border) -> None:
     heads = [entry.key for entry in plan.entries if isinstance(entry.style, VocabHead)]
     known = Forwards(
         border,
-        own_loss=not loss_parallel and not fused_loss,
+        own_loss=not loss_parallel and not fused_loss and border.tokens is None,
         has_head=decoder.head is not None,
         ends_early=decoder.base != "" and decoder.head in heads,
-        begins_at_embedding=border.stream.dim is not None and plan.begins_at is None,
+        begins_at_embedding=border.stream.is_cut and plan.begins_at is None,
     )
     guard_forwards(model, model.get_submodule(decoder.base), plan.begins_at, known)
 

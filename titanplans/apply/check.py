@@ -4,6 +4,7 @@ A plan is resolved once, and every check reads the same entries: those of the pl
 float8, of NF4 and of dropouts. None needs a process group, and each holds on meta.
 """
 
+import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,6 +18,7 @@ from titanplans.plan.checks.packed import packed_faults
 from titanplans.plan.checks.regions import region_faults
 from titanplans.plan.checks.sizes import check_degree
 from titanplans.plan.checks.tied import check_tied, tied_parameters
+from titanplans.plan.checks.tokens import check_tokens
 from titanplans.plan.converted import Crossing
 from titanplans.plan.local_code import Functions
 from titanplans.plan.plan import TPPlan
@@ -39,6 +41,8 @@ class Checked:
     """What the code of a split mixer or MLP counts on each rank, by the module's name."""
     functions: dict[str, Functions]
     """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
+    of_heads: ResolvedPlan | None = None
+    """The plan for all ranks that share the heads of a mixer, with context parallelism."""
 
 
 def check(
@@ -59,7 +63,17 @@ def check(
     for key, reason in chain(region_faults(plan), nf4_faults(plan), packed_faults(plan)):
         raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
     check_tied(plan)
-    check_dropout(model, plan.degree)
+    check_dropout(model, plan.degree * source.options.context)
     check_degree(plan, dtype)
     crossings = check_float8(plan, backend)
-    return Checked(plan, crossings, tied_parameters(model), *code_of_ranks(plan))
+    tied = tied_parameters(model)
+    if source.options.context == 1:
+        return Checked(plan, crossings, tied, *code_of_ranks(plan))
+    of_heads = copy.copy(source)
+    of_heads.options = source.options.of_heads
+    shared = resolve(of_heads, model)
+    check_tokens(plan, shared)
+    check_degree(shared, dtype)
+    attributes, functions = code_of_ranks(shared, of_width=False)
+    widths, others = code_of_ranks(plan, of_heads=False)
+    return Checked(plan, crossings, tied, attributes | widths, functions | others, shared)

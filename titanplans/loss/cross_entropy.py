@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titanplans.errors import ParallelError
 from titanplans.loss.deferred_logits import DeferredLogits
@@ -19,6 +19,7 @@ from titanplans.loss.shares import (
     entropy_and_gradient,
     share_of,
 )
+from titanplans.plan.layout import shard_size
 from titanplans.torch_private.dispatch import OpOverload
 
 
@@ -38,8 +39,8 @@ def cross_entropy(
     the sum of exponentials and the label's logit; the backward communicates nothing.
 
     Args:
-        logits: [..., vocabulary]; a tensor, or a DTensor on a 1-D mesh, replicated or `Shard(-1)`, evenly or not; or what
-            stands in for them where the head has computed the loss (`FusedLoss`).
+        logits: [..., vocabulary]; a tensor, or a DTensor, replicated, or sharded over the vocabulary, the tokens, or both,
+            evenly or not; or what stands in for them where the head has computed the loss (`FusedLoss`).
         labels: [...], token ids; -100 where a token does not count. The same on all ranks of the logits' mesh.
         tokens: how many count in the whole batch: see `count_tokens`.
         label_smoothing: the share of a label that all tokens of the vocabulary have alike, from 0 to below 1.
@@ -58,13 +59,17 @@ def cross_entropy(
         )
     share: VocabularyShare | None = None
     if isinstance(logits, DTensor):
-        placement, mesh = logits.placements[0], logits.device_mesh
-        if mesh.ndim != 1 or not (placement.is_replicate() or placement.is_shard(logits.ndim - 1)):
-            raise ParallelError(
-                f"logits with placements {logits.placements}: whole, or sharded over the vocabulary of a 1-D mesh"
-            )
-        if placement.is_shard():
-            share = share_of(logits.shape[-1], mesh, labels.device)
+        mesh = logits.device_mesh
+        for axis, placement in enumerate(logits.placements):
+            if isinstance(placement, Shard) and placement.dim < labels.ndim:
+                labels = own_labels(labels, placement.dim, mesh.get_local_rank(axis), mesh.size(axis))
+            elif placement.is_shard() and share is None:
+                over = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axis]]  # type: ignore[index]
+                share = share_of(logits.shape[-1], over, labels.device)
+            elif not placement.is_replicate():
+                raise ParallelError(
+                    f"logits with placements {logits.placements}: whole, or sharded over the vocabulary and the tokens"
+                )
         logits = logits.to_local()
     flat, ids = logits.flatten(0, -2), labels.reshape(-1)
     if share is not None:
@@ -78,6 +83,13 @@ def cross_entropy(
     if z_loss:
         total = total + z_loss * torch.where(ids != IGNORED, flat.logsumexp(-1).square(), 0).sum()
     return total / tokens
+
+
+def own_labels(labels: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    """Return the labels of the tokens that `rank` of so many has, as `torch.chunk` and DTensor cut `dim`."""
+    size = shard_size(labels.shape[dim], ranks)
+    first = min(rank * size, labels.shape[dim])
+    return labels.narrow(dim, first, min(size, labels.shape[dim] - first))
 
 
 def refuse_torchs() -> None:

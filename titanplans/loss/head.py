@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import ParallelError
@@ -23,6 +22,7 @@ from titanplans.loss.after_head import after_head
 from titanplans.loss.deferred_logits import Computed, DeferredLogits, NotFused, stand_in
 from titanplans.loss.fused import Compute, Settings, fused_cross_entropy
 from titanplans.loss.shares import (
+    IGNORED,
     Objective,
     VocabularyShare,
     entropy_and_gradient,
@@ -65,8 +65,7 @@ class FusedLoss:
         self._model = class_name(model)
         _refuse_head(self.head, f"{self._model}.{name}")
         self._after_head = after_head(getattr(model, "config", None))
-        border = border_of_model(model)
-        self._mesh: DeviceMesh | None = None if border is None else border.mesh
+        self._border = border_of_model(model)
         self._share: VocabularyShare | None = None
 
     @contextmanager
@@ -108,6 +107,10 @@ class FusedLoss:
             raise NotFused(f"the forward of {self._model} did not call its head")
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, objective: Objective) -> DeferredLogits:
+        tokens = None if self._border is None else self._border.tokens
+        given = labels
+        if tokens is not None:
+            labels = tokens.own(labels, fill=IGNORED)
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
                 f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",
@@ -126,21 +129,18 @@ class FusedLoss:
             _autocast(hidden),
         )
         loss = fused_cross_entropy(hidden.flatten(0, -2), weight, bias, labels.reshape(-1), settings)
-        computed = Computed(labels, version(labels), objective, self._after_head, loss.requires_grad)
+        computed = Computed(given, version(given), objective, self._after_head, loss.requires_grad)
         return stand_in(loss, (*hidden.shape[:-1], vocabulary), computed)
 
     def _share_of(
         self, vocabulary: int, weight: torch.Tensor, device: torch.device
     ) -> VocabularyShare | None:
         parameter = self.head._parameters["weight"]
-        if (
-            self._mesh is None
-            or not isinstance(parameter, DTensor)
-            or not parameter.placements[0].is_shard(0)
-        ):
+        mesh = None if self._border is None else self._border.mesh
+        if mesh is None or not isinstance(parameter, DTensor) or not parameter.placements[-1].is_shard(0):
             return None
         if self._share is None:
-            self._share = share_of(vocabulary, self._mesh, device)
+            self._share = share_of(vocabulary, mesh, device)
         return self._share
 
 

@@ -24,6 +24,10 @@ class Place(Protocol):
     @property
     def degree(self) -> int: ...
 
+    def all_tokens(self, value: Any) -> Any:
+        """Return `value`, tensors in containers, with all tokens in each that has those of this rank [tokens, ...] alone."""
+        ...
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' parts; the region goes on with the sum on every rank."""
         ...
@@ -72,6 +76,7 @@ def count_once(function: Callable[..., Any], place: Place) -> Callable[..., Any]
 
     @wraps(function)
     def computed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = place.all_tokens((args, kwargs))
         value = function(*args, **kwargs)
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value

@@ -128,8 +128,8 @@ class TPPlan(PlanStyles):
                 )
             if not isinstance(value, int) or value % self.options.degree:
                 raise PlanError(
-                    f"{type(attn).__name__}.{name} = {value!r} is no multiple of tensor_parallel_degree = "
-                    f"{self.options.degree}, by which {type(self).__name__} divides it"
+                    f"{type(attn).__name__}.{name} = {value!r} is no multiple of {self.options.words}, "
+                    f"by which {type(self).__name__} divides it"
                 )
             values[name] = value // self.options.degree
         return values

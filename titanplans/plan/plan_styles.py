@@ -4,7 +4,7 @@ The declarations are in `plan.styles`; this gives them the plan's options.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -44,13 +44,43 @@ class TPOptions:
     sequence_dim: int = 1
     """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
 
+    context: int = 1
+    """Number of ranks that share a sequence: each of them has a part of the heads that a rank of `degree` has."""
+
+    shares_heads: bool = False
+    """`degree` counts all ranks that share the heads of a mixer, those of `context` too."""
+
     float8: Recipe | Literal["none"] = "none"
     """The recipe by which the model's Linear modules were converted to float8."""
 
     @property
     def stream(self) -> StreamLayout:
         """How the residual stream lies between regions."""
-        return StreamLayout(self.sequence_dim if self.sequence_parallel else None)
+        return StreamLayout(self.sequence_dim if self.sequence_parallel and not self.is_whole else None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is cut by weights, but by tokens alone."""
+        return self.degree == 1 and self.context > 1
+
+    @property
+    def cuts_stream(self) -> bool:
+        """Whether a rank has a part of the tokens between regions."""
+        return self.sequence_parallel or self.context > 1
+
+    @property
+    def of_heads(self) -> "TPOptions":
+        """The same for a mixer, whose heads are shared by the ranks of `context`, too."""
+        return replace(self, degree=self.degree * self.context, shares_heads=True)
+
+    @property
+    def words(self) -> str:
+        """The degree, as an error names it."""
+        if not self.shares_heads:
+            return f"tensor_parallel_degree = {self.degree}"
+        if self.degree == self.context:
+            return f"context_parallel_degree = {self.context}"
+        return f"tensor_parallel_degree x context_parallel_degree = {self.degree // self.context} x {self.context}"
 
 
 class PlanStyles:

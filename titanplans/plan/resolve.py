@@ -78,7 +78,7 @@ class ResolvedPlan:
     @cached_property
     def begins_at(self) -> nn.Module | None:
         """The block at whose entry the stream is sharded; None: at the embedding, or not at all."""
-        if self.source.options.stream.dim is None or self.embedding_begins_stream:
+        if not self.source.options.cuts_stream or self.embedding_begins_stream:
             return None
         return (self.decoder if self.decoder.blocks else find_decoder(self.model)).blocks[0].module
 

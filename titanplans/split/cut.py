@@ -17,10 +17,11 @@ class Cut(Protocol):
     """
 
     mesh: DeviceMesh
+    """1-D, of all ranks that work on the same batch."""
+    distributes: bool
+    """Parameters become DTensors."""
     border: Border
     """Of the residual stream."""
-    place: PlaceInGroup
-    """Where this rank stands among those that share the heads."""
 
     def lay_out(self, entry: Entry) -> None:
         """Make the parameters of `entry` DTensors on the mesh, which its module reads as local tensors."""
@@ -30,6 +31,6 @@ class Cut(Protocol):
         """Put the hooks of the style of `entry` on its module, at `border`."""
         ...
 
-    def counts(self, module: str) -> bool:
-        """Whether the code of the module of this name counts this rank's heads or width, and not all of them."""
+    def place_of(self, module: str) -> PlaceInGroup:
+        """Return where this rank stands among those that share the heads or the width of the module of this name."""
         ...

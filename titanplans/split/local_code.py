@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from titanplans.plan.layout import shard_size
 from titanplans.plan.local_code import Functions, calls, looks_up, methods
 from titanplans.split.collectives import Group, sum_in_region
 from titanplans.split.root_mean_square import root_ratio
 from titanplans.split.state import specialise, subclass
+from titanplans.split.stream import Border
+from titanplans.torch_private.dispatch import tree_map
 
 
 class PlaceInGroup(NamedTuple):
@@ -25,6 +28,25 @@ class PlaceInGroup(NamedTuple):
     degree: int
     group: Group
     """For the collectives of `titanplans.split.collectives`."""
+    order: tuple[int, ...] = ()
+    """The number in the group of each rank; () for the same."""
+    border: Any = None
+    """Where tokens are cut, too: that of the stream."""
+
+    def all_tokens(self, value: Any) -> Any:
+        """Return `value` with all tokens in each tensor [batch x tokens, ...] in it that has those of this rank alone."""
+        border: Border | None = self.border
+        if border is None or border.tokens is None:
+            return value
+        tokens, (batch, length) = border.tokens, border.within[:2]
+        own = shard_size(length, tokens.ranks)
+
+        def whole(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or len(x) != batch * own or not x.is_floating_point():
+                return x
+            return tokens.gather(x.unflatten(0, (batch, own)), length).flatten(0, 1)
+
+        return tree_map(whole, value)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' parts; the region goes on with the sum on every rank."""

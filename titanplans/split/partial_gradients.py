@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
-from titanplans.split.raw_collectives import all_reduce, group_of
+from titanplans.split.raw_collectives import all_reduce
 from titanplans.torch_private.dtensor import local_tensor, spec_as, spec_of, with_spec
 
 LARGE = 2**20
@@ -21,30 +22,34 @@ LARGE = 2**20
 
 @torch.no_grad()
 def summed(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `grads`, with each that is Partial on a 1-D mesh summed over its ranks: a DTensor that is Replicate.
+    """Return `grads`, with each that is Partial summed over its ranks: a DTensor that is Replicate there.
 
     Collective: every rank calls it with gradients of the same parameters in the same order.
     """
     found = list(grads)
-    alike: dict[tuple[DeviceMesh, torch.dtype, torch.device], list[tuple[int, DTensor]]] = {}
+    alike: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype, torch.device], list[tuple[int, DTensor]]] = {}
     for at, grad in enumerate(grads):
-        if (
-            not isinstance(grad, DTensor)
-            or grad.device_mesh.ndim != 1
-            or not grad.placements[0].is_partial("sum")
-        ):
+        if not isinstance(grad, DTensor) or not any(p.is_partial("sum") for p in grad.placements):
             continue
         local = local_tensor(grad)
         if local.is_contiguous() and not _is_large(local):
-            alike.setdefault((grad.device_mesh, local.dtype, local.device), []).append((at, grad))
+            dims = tuple(dim for dim, p in enumerate(grad.placements) if p.is_partial("sum"))
+            alike.setdefault((grad.device_mesh, dims, local.dtype, local.device), []).append((at, grad))
         else:
-            found[at] = grad.redistribute(placements=(Replicate(),))
-    for (mesh, _, _), places in alike.items():
+            found[at] = grad.redistribute(placements=_whole(grad))
+    for (mesh, dims, _, _), places in alike.items():
         flat = torch.cat([local_tensor(grad).view(-1) for _, grad in places])
-        parts = all_reduce(flat, group_of(mesh)).split([local_tensor(grad).numel() for _, grad in places])
+        for dim in dims:
+            flat = all_reduce(flat, (mesh.get_group(dim).group_name, mesh.size(dim)))
+        parts = flat.split([local_tensor(grad).numel() for _, grad in places])
         for (at, grad), part in zip(places, parts, strict=True):
-            found[at] = with_spec(part.view(grad.shape), spec_as(spec_of(grad), Replicate()))
+            found[at] = with_spec(part.view(local_tensor(grad).shape), spec_as(spec_of(grad), *_whole(grad)))
     return found
+
+
+def _whole(grad: DTensor) -> tuple[Placement, ...]:
+    """Return the placements of `grad` once it is summed."""
+    return tuple(Replicate() if p.is_partial("sum") else p for p in grad.placements)
 
 
 def number_of_sums(grads: Iterable[torch.Tensor]) -> int:

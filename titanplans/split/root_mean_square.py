@@ -8,17 +8,21 @@ from titanplans.split.collectives import Group, gather, sum_in_region
 
 
 def root_ratio(
-    x: torch.Tensor, epsilon: float, group: Group, first: int = 0, sharing: int | None = None
+    x: torch.Tensor, epsilon: float, group: Group, members: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """Return the ratio of the root mean square of this rank's `x` [..., width] to that of more ranks', [..., 1].
 
-    They are all ranks of `group`, or `sharing` ones from the `first`.
+    They are all ranks of `group`, or those of these numbers.
     """
     own = _MeanSquare.apply(x, epsilon)
-    if sharing is None or sharing == group[1]:
+    if members is None or len(members) == group[1]:
         return _RootRatio.apply(own, sum_in_region(own, group), group[1])
-    of_ranks = gather(own, own.ndim - 1, group[1], group).narrow(-1, first, sharing)
-    return _RootRatio.apply(own, of_ranks.sum(-1, keepdim=True), sharing)
+    of_ranks = gather(own, own.ndim - 1, group[1], group)
+    if members[-1] - members[0] == len(members) - 1:
+        total = of_ranks.narrow(-1, members[0], len(members)).sum(-1, keepdim=True)
+    else:
+        total = sum(of_ranks.narrow(-1, rank, 1) for rank in members)  # type: ignore[assignment]
+    return _RootRatio.apply(own, total, len(members))
 
 
 class _MeanSquare(torch.autograd.Function):

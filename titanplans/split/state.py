@@ -35,6 +35,10 @@ class SplitState:
     """Local tensors that its own forward has read; None while that does not run."""
     border: Border | None = None
     """The model's, and the embedding's: the border of the residual stream."""
+    reads_all: bool = False
+    """Its own tokens are multiplied with all that this rank holds of its parameters, not with its part in a mixer."""
+    heads: Any = None
+    """How its output or its input is exchanged between ranks that share a sequence (`titanplans.split.tokens`)."""
     product: Any = None
     """How a float8 product lies on the ranks."""
     weight_scale: torch.Tensor | None = None

@@ -46,6 +46,7 @@ from titanplans.split.collectives import (
     sum_ranks,
     take_shard,
 )
+from titanplans.split.tokens.own import OwnTokens
 from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
 
 REMEMBERED = 1024
@@ -70,10 +71,11 @@ class Stream:
 
     Args:
         layout: whether the sequence is sharded, and which dimension of the hidden states [..., sequence, hidden] it is.
+        parts: ranks of context parallelism; each has its part of the tokens.
     """
 
-    def __init__(self, layout: StreamLayout):
-        self.dim = layout.dim
+    def __init__(self, layout: StreamLayout, parts: int = 1):
+        self.dim, self.parts = layout.dim, parts
         self.length = 0
         """Tokens of the whole sequence in the newest forward; set where the stream begins."""
         self.ended = False
@@ -88,6 +90,11 @@ class Stream:
         """The number of the first autograd node of the forward that runs."""
         self._forwards: deque[Forward] = deque(maxlen=REMEMBERED)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank has not all tokens of the stream."""
+        return self.dim is not None or self.parts > 1
+
     def start(self, head_follows: bool) -> None:
         """Begin a forward."""
         self.ended, self.begun, self.head_follows = False, False, head_follows
@@ -100,8 +107,13 @@ class Stream:
             self._forwards.append(Forward(self._first, last, self.length))
         self.ended = True
 
+    def forward(self) -> int:
+        """Return the number of the forward that runs, or that a backward computes again."""
+        then = self._forward_then() if self.ended and in_backward() else None
+        return self._first if then is None else then.first
+
     def length_of(self, shard: int, ranks: int) -> int:
-        """Return the length of a sequence that `ranks` ranks hold in shards of `shard` tokens.
+        """Return the length of a sequence of whose part `ranks` ranks each hold a shard of `shard` tokens.
 
         Raises:
             PlanError: no forward runs, or a backward computes one again that is not known.
@@ -125,7 +137,7 @@ class Stream:
 
     def is_sharded(self) -> bool:
         """Whether hidden states at the model's two ends are a shard; in a backward, whether they were in the forward."""
-        if self.dim is None:
+        if not self.is_cut:
             return False
         if self.ended and not torch.compiler.is_compiling() and in_backward():
             return self._forward_then() is not None
@@ -140,7 +152,7 @@ class Stream:
         """Return the length of the forward that a backward computes again; its ranks held shards of `shard` tokens."""
 
         def fits(forward: Forward) -> bool:
-            return shard is None or shard_size(forward.length, ranks) == shard
+            return shard is None or shard_size(shard_size(forward.length, self.parts), ranks) == shard
 
         then = self._forward_then()
         # In a reentrant checkpoint within another the inner one's nodes are made in the backward, and tell nothing.
@@ -172,17 +184,30 @@ class Stream:
 
 
 class Border:
-    """The border between the residual stream and the regions of one 1-D TP mesh.
+    """The border between the residual stream and the regions of one 1-D TP mesh; None for a mesh: nothing is cut by weights.
 
     With B sequences of L tokens, hidden size H and N ranks, the stream's local tensor is [B, L, H] where every rank has the
     whole stream, and [B, ceil(L / N), H] where it is sharded (`StreamLayout`), shorter on the last ranks where N does not
     divide L. Inside a region it is [B, L, H] on every rank.
+
+    With context parallelism L is this rank's part of the tokens, but in `begin`, `end`, `whole` and `shard`, on whose far
+    side a sequence has all of them.
     """
 
-    def __init__(self, mesh: DeviceMesh, stream: Stream):
-        self.stream, self.mesh = stream, mesh
-        self.group: Group = group_of(mesh)
-        self.rank = mesh.get_local_rank()
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        stream: Stream,
+        tokens: OwnTokens | None = None,
+        everyone: DeviceMesh | None = None,
+    ):
+        self.stream, self.mesh, self.tokens = stream, mesh, tokens
+        self.everyone = mesh if everyone is None else everyone
+        """1-D, of the ranks that work on the same batch."""
+        self.group: Group = ("", 1) if mesh is None else group_of(mesh)
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.within = torch.Size()
+        """The shape of the sequence in the newest region that mixes tokens, where tokens are cut."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Border":
         """A copied model has a stream of its own, on the same mesh."""
@@ -195,32 +220,51 @@ class Border:
 
         The work before it is the same on every rank, and so is its gradient, which the backward gathers.
         """
+        if (tokens := self.tokens) is not None:
+            self.stream.length, x = x.shape[tokens.dim], tokens.own(x)
         if self.stream.dim is None:
             return x
-        self.stream.length = x.shape[self.stream.dim]
+        if tokens is None:
+            self.stream.length = x.shape[self.stream.dim]
         return take_shard(x, self.stream.dim, self.rank, self.group)
 
     def holds_shard(self, x: torch.Tensor) -> bool:
         """Whether `x` looks like a shard of the hidden states, [..., sequence, hidden], and not like all of them."""
-        dim, ranks = self.stream.dim, self.group[1]
+        dim = self.stream.dim if self.tokens is None else self.tokens.dim
         if dim is None or isinstance(x, DTensor) or x.ndim != dim + 2:
             return False
-        return x.shape[dim] == shard_size(self.stream.length, ranks)
+        ranks = 1 if self.stream.dim is None else self.group[1]
+        return x.shape[dim] == shard_size(shard_size(self.stream.length, self.stream.parts), ranks)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """End the stream: return [B, L, H] on every rank of the local tensor `x` [B, ceil(L / N), H]."""
-        if self.stream.dim is None:
-            return x
-        return collect(x, self.stream.dim, self.stream.length, self.rank, self.group)
+        return self._whole(x, self.stream.length)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Return [B, L, H] of `x` [B, ceil(L / N), H], for the same work on every rank; `shard` goes back."""
+        return self._whole(x, self.length_of(x)) if self.stream.is_cut else x
+
+    def length_of_own(self, x: torch.Tensor) -> int:
+        """Return the length of the whole sequence, given all tokens `x` that the ranks of this mesh share."""
+        assert self.tokens is not None
+        return self.stream.length_of(x.shape[self.tokens.dim], 1)
+
+    def end_of_tensors(self, x: torch.Tensor) -> torch.Tensor:
+        """End the stream but for the cut by tokens."""
         if self.stream.dim is None:
             return x
-        return collect(x, self.stream.dim, self.length_of(x), self.rank, self.group)
+        length = shard_size(self.stream.length, self.stream.parts)
+        return collect(x, self.stream.dim, length, self.rank, self.group)
+
+    def _whole(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        if self.stream.dim is not None:
+            x = collect(x, self.stream.dim, shard_size(length, self.stream.parts), self.rank, self.group)
+        return x if self.tokens is None else self.tokens.gather(x, length)
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard [B, ceil(L / N), H] of `x` [B, L, H], which is the same on every rank."""
+        if self.tokens is not None:
+            x = self.tokens.own(x)
         return x if self.stream.dim is None else take_shard(x, self.stream.dim, self.rank, self.group)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -230,17 +274,18 @@ class Border:
         the backward sums them and lays the sum out as the stream.
         """
         if self.stream.dim is None:
-            return sum_gradients(x, self.group)
-        return gather(x, self.stream.dim, self.length_of(x), self.group)
+            return self.enter_whole(x)
+        length = shard_size(self.length_of(x), self.stream.parts)
+        return gather(x, self.stream.dim, length, self.group)
 
     def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
         """Bring `x` [B, L, H], whole on every rank, into a region, after the stream has ended."""
-        return sum_gradients(x, self.group)
+        return x if self.mesh is None else sum_gradients(x, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the partial results `x` [B, L, H] of a region over the ranks: return this rank's shard [B, ceil(L / N), H]."""
         if self.stream.dim is None:
-            return sum_ranks(x, self.group)
+            return x if self.mesh is None else sum_ranks(x, self.group)
         return scatter_sum(x, self.stream.dim, self.group)
 
     def enter_plainly(self, x: torch.Tensor) -> torch.Tensor:
@@ -253,5 +298,7 @@ class Border:
 
     def length_of(self, x: torch.Tensor) -> int:
         """Return the length of the whole sequence, given this rank's shard `x`."""
-        assert self.stream.dim is not None
-        return self.stream.length_of(x.shape[self.stream.dim], self.group[1])
+        if self.stream.dim is not None:
+            return self.stream.length_of(x.shape[self.stream.dim], self.group[1])
+        assert self.tokens is not None
+        return self.stream.length_of(x.shape[self.tokens.dim], 1)

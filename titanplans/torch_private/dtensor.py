@@ -32,14 +32,14 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def spec_as(spec: DTensorSpec, placement: Placement) -> DTensorSpec:
-    """Return the spec of a contiguous tensor that is otherwise as `spec`, of a 1-D mesh, with another placement."""
+def spec_as(spec: DTensorSpec, *placements: Placement) -> DTensorSpec:
+    """Return the spec of a contiguous tensor that is otherwise as `spec`, with other placements."""
     stride, size = [], 1
     for length in reversed(spec.shape):
         stride.append(size)
         size *= max(length, 1)
     meta = spec.tensor_meta._replace(stride=tuple(reversed(stride)))  # type: ignore[union-attr]
-    return DTensorSpec(spec.mesh, (placement,), tensor_meta=meta)
+    return DTensorSpec(spec.mesh, placements, tensor_meta=meta)
 
 
 def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

@@ -13,8 +13,15 @@ from titanplans.text import class_name
 from titanplans.user_code import as_user_error
 
 
-def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
+def code_of_ranks(
+    plan: ResolvedPlan, *, of_heads: bool = True, of_width: bool = True
+) -> tuple[dict[str, dict[str, Any]], dict[str, Functions]]:
     """Return the attributes and the functions of a rank's own code, by the name of the split module.
+
+    Args:
+        plan: resolved for the ranks that share what the code counts.
+        of_heads: the mixers' code, and what else of the model counts heads.
+        of_width: the MLPs'.
 
     Raises:
         PlanError: a module has no such attribute, or its code calls no such function.
@@ -23,17 +30,18 @@ def code_of_ranks(plan: ResolvedPlan) -> tuple[dict[str, dict[str, Any]], dict[s
     attributes: dict[str, dict[str, Any]] = {}
     functions: dict[str, Functions] = {}
     with as_user_error(f"plan {type(source).__name__}"):
-        for key, make in source.model_functions(model).items():
+        for key, make in source.model_functions(model).items() if of_heads else ():
             path, _, name = key.rpartition(".")
             functions[path] = {**functions.get(path, {}), name: make}
-        attributes[""] = source.model_attributes(model)
-    for name, mixer in decoder.mixers.items():
+        if of_heads:
+            attributes[""] = source.model_attributes(model)
+    for name, mixer in decoder.mixers.items() if of_heads else ():
         if plan.split_key(name) is not None:
             owner = source.plan_of(mixer)
             with as_user_error(f"plan {type(owner).__name__}"):
                 attributes[name] = {**owner.queries_per_group(mixer), **owner.local_attributes(mixer)}
                 functions[name] = owner.local_functions(mixer)
-    for name, mlp in decoder.mlps.items():
+    for name, mlp in decoder.mlps.items() if of_width else ():
         if plan.split_key(name) is not None:
             with as_user_error(f"plan {type(source).__name__}"):
                 attributes[name] = source.mlp_attributes(mlp)

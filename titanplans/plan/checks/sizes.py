@@ -13,6 +13,7 @@ from titanplans.plan.layout import shard_size
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.projections import Rowwise
+from titanplans.plan.token_regions import region_of, token_regions
 
 _DEGREES = 256
 """The largest degree that an error proposes."""
@@ -34,14 +35,16 @@ class Size(NamedTuple):
 def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
     """Refuse a degree that does not suit every size, with the degrees that do; `dtype` is that of weights in products."""
     degree = plan.degree
-    sizes = [*_sizes(plan), *_widths_of_experts(plan, dtype)]
+    of_heads = plan.source.options.shares_heads
+    sizes = [*_sizes(plan)] if of_heads else [*_sizes(plan), *_widths_of_experts(plan, dtype)]
     for size in sizes:
         if not size.suits(degree):
             largest = max(s.value for s in sizes)
             works = [d for d in range(1, min(largest, _DEGREES) + 1) if all(s.suits(d) for s in sizes)]
             raise PlanError(
-                f"tensor_parallel_degree = {degree} {size.fault} {size.what} = {size.value} ({size.where}): "
-                f"{either(works)} would work{size.also}"
+                f"{plan.source.options.words} {size.fault} {size.what} = {size.value} ({size.where}): "
+                f"{'a product of ' if len(plan.source.options.words.split(' x ')) > 2 else ''}{either(works)} would "
+                f"work{size.also}"
             )
 
 
@@ -52,12 +55,18 @@ def _sizes(plan: ResolvedPlan) -> Iterator[Size]:
     uneven, as long as every rank holds something.
     """
     decoder, degree = plan.decoder, plan.degree
+    regions = token_regions(plan) if plan.source.options.shares_heads else None
     for name, mixer in decoder.mixers.items():
         if plan.split_key(name) is not None:
             shared = any(entry.style.shares_heads for entry in plan.within(name))
             yield from _heads(plan.source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
-    for key, style, _, module, _, layouts in plan.entries:
+    for entry in plan.entries:
+        key, style, _, module, _, layouts = entry
         in_mixer = decoder.mixer_around(key) is not None
+        if regions is not None:
+            in_mixer = region_of(entry, regions, plan) is not None
+            if not in_mixer:
+                continue
         where = f"{key}, {type(module).__name__}"
         for what, (value, shared) in style.sizes().items():
             if in_mixer or shared:

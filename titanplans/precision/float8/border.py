@@ -46,6 +46,7 @@ class Float8Border(Border):
         self.dtype = linear.config.cast_config_input.target_dtype
         self.gradient_dtype = linear.config.cast_config_grad_output.target_dtype
         # gloo has no float8, but it has bytes. Async tensor parallelism looks for NCCL's gather in float8.
+        assert of.mesh is not None
         self.as_bytes = dist.get_backend(of.mesh.get_group()) == "gloo"
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,15 +26,16 @@ from titanplans.text import class_name
 from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
 
 
-def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> None:
+def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh, *, distributed: bool) -> None:
     """Put the checks before and behind the first forward of `model`, or of `base` in it, whichever is called.
 
     Args:
         model: the split model.
         base: the module that holds its blocks, which an adapter's wrapper calls past the model.
-        mesh: the 1-D TP mesh.
+        mesh: 1-D, of the ranks that work on one batch.
+        distributed: its parameters are DTensors; others came later.
     """
-    first = _First(mesh)
+    first = _First(mesh, distributed)
     for module in {model: None, base: None}:
         first.parameters[id(module)] = parameters_of(module)
         first.handles += [
@@ -44,8 +45,8 @@ def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh) -> 
 
 
 class _First:
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, distributed: bool):
+        self.mesh, self.distributed = mesh, distributed
         self.handles: list[Any] = []
         self.started = False
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
@@ -59,7 +60,7 @@ class _First:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_First":
         """A copied model has first forwards of its own, on the same mesh."""
-        twin = memo[id(self)] = _First(self.mesh)
+        twin = memo[id(self)] = _First(self.mesh, self.distributed)
         twin.started, twin.handles = self.started, copy.deepcopy(self.handles, memo)
         return twin
 
@@ -71,7 +72,8 @@ class _First:
         retire_replaced(module, split.get(id(module), {}))
         trains = module.training and torch.is_grad_enabled()
         if not self.started or trains:
-            _check_parameters(module, self.mesh)
+            if self.distributed:
+                _check_parameters(module, self.mesh)
             _check_batch(module, args, kwargs, self.mesh)
         self.started = True
         if trains:
@@ -114,7 +116,8 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names  # after FSDP, those of its mesh before
-            if names is None or mesh.mesh_dim_names is None or mesh.mesh_dim_names[0] in names:
+            ours = {"cp", "tp", *(mesh.mesh_dim_names or ())}
+            if names is None or mesh.mesh_dim_names is None or ours & set(names):
                 continue
         raise PlanError(
             f"parameter '{name}' came after the model was split, and is no part of its plan: its gradient would not be "

@@ -93,7 +93,7 @@ def _before(
     given = dict(zip(names, args, strict=False)) | kwargs
     stream = known.border.stream
     _refuse(known, is_model, module, given)
-    if stream.dim is None:
+    if not stream.is_cut:
         return None
     if is_model or stream.ended:  # otherwise the model was called, and calls its base
         kept = any(_is_some(given.get(name)) for name in _KEPT)
@@ -123,7 +123,7 @@ def _refuse(known: Forwards, is_model: bool, module: nn.Module, given: Mapping[s
             "and fuse_linear_cross_entropy = False (fuse_cross_entropy, where a config has no other)"
         )
     for kept in _KEPT:
-        if known.border.stream.dim is not None and not known.ends_early and _is_some(given.get(kept)):
+        if known.border.stream.is_cut and not known.ends_early and _is_some(given.get(kept)):
             raise PlanError(
                 f"{name} was called with {kept} = {given[kept]}, which would keep that many tokens of each "
                 "rank's shard: take the last logits from the output, or set sequence_parallel = False"
@@ -131,7 +131,7 @@ def _refuse(known: Forwards, is_model: bool, module: nn.Module, given: Mapping[s
     attentions = given.get("output_attentions")
     if attentions is None:
         attentions = getattr(getattr(module, "config", None), "output_attentions", False)
-    if attentions and known.border.group[1] > 1:
+    if attentions and known.border.group[1] * known.border.stream.parts > 1:
         raise PlanError(
             f"{name} was called with output_attentions = {attentions}, but each rank has the attention of its own heads "
             "only: leave it out, or call the model before it is split"
@@ -145,7 +145,7 @@ def _is_some(kept: Any) -> bool:
 
 def _after(known: Forwards, is_model: bool, is_base: bool, module: nn.Module, args, output):
     stream = known.border.stream
-    if stream.dim is None:
+    if not stream.is_cut:
         return None
     if output is None:  # the forward has failed
         stream.stop()

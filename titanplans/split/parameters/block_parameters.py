@@ -17,7 +17,7 @@ from titanplans.split.parameters.local_parameters import (
     Reading,
     finish,
     is_exchanged,
-    on_tp_mesh,
+    is_gathered,
     readings_of,
 )
 from titanplans.split.parameters.local_read import is_plain, read_all
@@ -34,7 +34,9 @@ def read_together(blocks: Iterable[nn.Module]) -> None:
         holders: Holders = []
         for module in block.modules():
             names = [
-                name for name, reading in readings_of(module).items() if not is_exchanged(reading.layout)
+                name
+                for name, reading in readings_of(module).items()
+                if reading.gradient and not is_exchanged(reading.layout)
             ]
             if names:
                 holders.append((module, tuple(names)))
@@ -55,11 +57,11 @@ def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
         parameters: Any = module._parameters
         for name in names:
             param = parameters[name]
-            if on_tp_mesh(param) and param.requires_grad and is_plain(local_tensor(param)):
-                reading = readings[name]
+            reading = readings[name]
+            if is_gathered(param, reading) and param.requires_grad and is_plain(local_tensor(param)):
                 found.append((known, name, reading))
                 params.append(param)
-                specs.append(reading.local_read.spec(param, reading.layout.gradient))
+                specs.append(reading.local_read.spec(param, reading.gradient))
     if params:
         for (known, name, reading), local, param in zip(found, read_all(params, specs), params, strict=True):
             known[name] = finish(local, param, reading)

@@ -11,21 +11,22 @@ not change.
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
-from titanplans.split.collectives import group_of
-from titanplans.split.parameters.local_read import LocalRead, Reading, read
+from titanplans.split.collectives import Group
+from titanplans.split.parameters.local_read import LocalRead, MixerPart, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
-from titanplans.split.parameters.selection import selected
+from titanplans.split.parameters.selection import of_places, selected
 from titanplans.split.parameters.shards import take_shards
-from titanplans.split.state import make_state, specialise, state_of, subclass
+from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
 from titanplans.text import class_name
 
 
@@ -45,43 +46,78 @@ class ParameterMemo(dict[int, nn.Parameter]):
         self[id(original)] = distributed
 
 
+class Placing(NamedTuple):
+    """The ranks on which parameters are laid out."""
+
+    mesh: DeviceMesh | None
+    """Of the DTensors: its last dimension is that of the layouts; None: parameters stay plain tensors, which data
+    parallelism sums the gradients of."""
+    copies: int = 0
+    """So many dimensions before it have a copy of the parameters each, whose gradients are parts."""
+    cut: bool = True
+    """The layouts have a dimension; otherwise all of them are those of copies."""
+
+    def placements(self, layout: Layout) -> tuple[Placement, ...]:
+        """Return how a parameter with this layout lies on the mesh."""
+        return (Replicate(),) * self.copies + ((layout.placement,) if self.cut else ())
+
+    def gradient(self, layout: Layout) -> tuple[Placement, ...]:
+        """Return how its gradient does."""
+        return (Partial(),) * self.copies + ((layout.gradient,) if self.cut else ())
+
+
 def localize(
     module: nn.Module,
-    mesh: DeviceMesh,
+    placing: Placing,
     layouts: Mapping[str, Layout],
     memo: ParameterMemo,
+    group: Group,
+    rank: int,
+    parts: Mapping[str, MixerPart] | None = None,
 ) -> None:
     """Distribute the parameters of `module` named in `layouts`; let attribute reads give local tensors.
 
     Real values are taken from the mesh's first rank, so that replicas agree whatever the seeds
     were; parameters on meta move nothing.
+
+    Args:
+        module: its own parameters are laid out, not its children's.
+        placing: on which mesh.
+        layouts: by name, on `group`, in which this rank is `rank`.
+        memo: of the model.
+        parts: what this rank reads, by name; without one all that it holds.
     """
-    for name, layout in layouts.items():
+    mesh, parts = placing.mesh, parts or {}
+    if mesh is None:  # what is read as it is needs no reader
+        layouts = {name: layout for name, layout in layouts.items() if name in parts or layout.hidden}
+    for name, layout in layouts.items() if mesh is not None else ():
         param = module._parameters[name]
         assert param is not None, name
         known = memo.get(id(param))
         if known is None:
-            tensor = distribute_tensor(param.detach(), mesh, [layout.placement])
+            tensor = distribute_tensor(param.detach(), mesh, placing.placements(layout))
             known = nn.Parameter(tensor, requires_grad=param.requires_grad)
             known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
             memo.remember(param, known)
         module._parameters[name] = known
     if layouts:
-        group = group_of(mesh)
         readings = {
             name: Reading(
                 layout,
-                _uneven(module._parameters[name], layout, mesh),
-                mesh.get_local_rank(),
+                () if mesh is None else placing.gradient(layout),
+                placing.cut and _uneven(module._parameters[name], layout, group[1]),
+                rank,
                 group,
                 LocalRead(),
+                parts.get(name),
             )
             for name, layout in layouts.items()
         }
         make_state(module).readings |= readings
         for names, kind in _kinds(layouts).items():
             specialise(module, kind(type(module), names))
-        module.register_load_state_dict_pre_hook(take_shards)
+        if mesh is not None:
+            module.register_load_state_dict_pre_hook(take_shards)
 
 
 def readings_of(module: nn.Module) -> dict[str, Reading]:
@@ -96,26 +132,37 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         ParallelError: a plain tensor was put in the parameter's place.
     """
     state = state_of(module)
-    if state is not None and not torch.compiler.is_compiling() and name in state.read_by_block:
-        return state.read_by_block[name]
     param = module._parameters[name]
-    if state is None or not on_tp_mesh(param):
-        if (
-            param is not None
-            and not isinstance(param, DTensor)
-            and state is not None
-            and name in state.readings
-        ):
+    if state is None or (reading := state.readings.get(name)) is None:
+        return param
+    if not torch.compiler.is_compiling() and name in state.read_by_block:
+        return _part(state.read_by_block[name], param, reading, state)
+    if not is_gathered(param, reading):
+        if param is not None and not isinstance(param, DTensor):
             raise ParallelError(
                 f"the {name} of a {class_name(module)} was split, and is now a plain tensor, whose gradient would not be "
                 "summed over the ranks: copy values into the parameter, or set a DTensor on the mesh of tensor parallelism"
             )
         return param
-    reading = state.readings[name]
+    assert param is not None
+    if not reading.gradient:
+        return _part(param, param, reading, state)
     sharded = cast("DTensor", param)
-    return finish(
-        read(sharded, reading.layout.gradient, reading.uneven, reading.local_read), sharded, reading
-    )
+    local = read(sharded, reading.gradient, reading.uneven, reading.local_read)
+    return _part(finish(local, sharded, reading), param, reading, state)
+
+
+def _part(
+    local: torch.Tensor, param: torch.Tensor | None, reading: Reading, state: SplitState
+) -> torch.Tensor:
+    """Return what the code of a mixer uses of `local` on a rank of context parallelism; a product with own tokens all."""
+    if (part := reading.part) is None or state.reads_all:
+        return local
+    if part.addends > 1:
+        local = local / part.addends
+    if part.places:
+        local = of_places(local, part.dim, part.places)
+    return local if param is None else as_weight(local, param)
 
 
 def finish(local: torch.Tensor, param: DTensor, reading: Reading) -> torch.Tensor:
@@ -134,15 +181,17 @@ def hidden_bias(module: nn.Module) -> torch.Tensor | None:
     return local_parameter(module, "bias") if reading is not None and reading.layout.hidden else None
 
 
-def _uneven(param: torch.Tensor | None, layout: Layout, mesh: DeviceMesh) -> bool:
+def _uneven(param: torch.Tensor | None, layout: Layout, ranks: int) -> bool:
     assert param is not None
-    return isinstance(layout.placement, Shard) and param.shape[layout.placement.dim] % mesh.size() != 0
+    return isinstance(layout.placement, Shard) and param.shape[layout.placement.dim] % ranks != 0
 
 
-def on_tp_mesh(param: torch.Tensor | None) -> bool:
-    """Whether `param` is split, and gathered."""
-    # On more than the TP mesh it is FSDP's shard, between forwards: FSDP itself reads it then.
-    return isinstance(param, DTensor) and param.device_mesh.ndim == 1
+def is_gathered(param: torch.Tensor | None, reading: Reading) -> bool:
+    """Whether `param` is what a forward reads."""
+    # On more than its own mesh it is FSDP's shard, between forwards: FSDP itself reads it then.
+    if not reading.gradient:
+        return param is not None and not isinstance(param, DTensor)
+    return isinstance(param, DTensor) and param.device_mesh.ndim == len(reading.gradient)
 
 
 def _kinds(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], Callable[..., type[nn.Module]]]:
@@ -176,8 +225,12 @@ def _read_anywhere(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 def _not_read(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """Subclass `cls` with parameters that are read as None."""
 
-    def reader(name: str) -> property:
-        return property(lambda self: None if on_tp_mesh(self._parameters[name]) else self._parameters[name])
+    def reader(name: str) -> Any:
+        def hidden(self: Any) -> torch.Tensor | None:
+            param = self._parameters[name]
+            return None if is_gathered(param, self._split.readings[name]) else param
+
+        return property(hidden)
 
     return subclass(cls, {name: reader(name) for name in names})
 

@@ -22,36 +22,51 @@ from titanplans.torch_private.threads import DTensorSpec
 class LocalRead:
     """Remembers the spec of the gradient of one parameter, which FSDP2 and a change of its dtype replace."""
 
-    __slots__ = ("_made", "_of", "_placement")
+    __slots__ = ("_made", "_of", "_placements")
 
     def __init__(self) -> None:
         self._of: DTensorSpec | None = None
-        self._placement: Placement | None = None
+        self._placements: tuple[Placement, ...] | None = None
         self._made: DTensorSpec | None = None
 
-    def spec(self, param: DTensor, placement: Placement) -> DTensorSpec:
-        """Return the spec of the gradient of `param`, which lies as `placement` says."""
+    def spec(self, param: DTensor, placements: tuple[Placement, ...]) -> DTensorSpec:
+        """Return the spec of the gradient of `param`, which lies as `placements` say."""
         of = spec_of(param)
-        if of is not self._of or placement is not self._placement or self._made is None:
-            self._of, self._placement, self._made = of, placement, spec_as(of, placement)
+        if of is not self._of or placements is not self._placements or self._made is None:
+            self._of, self._placements, self._made = of, placements, spec_as(of, *placements)
         return self._made
 
     def __deepcopy__(self, memo: Any) -> "LocalRead":
         return LocalRead()  # a mesh has process groups, and is not copied
 
 
+class MixerPart(NamedTuple):
+    """What a rank of context parallelism uses, in a mixer, of what its rank of tensor parallelism has of a parameter."""
+
+    dim: int
+    places: tuple[tuple[int, int], ...]
+    """The first row and the number of each run; () for all rows."""
+    addends: int = 1
+    """It is added to so many times as many parts of a sum."""
+
+
 class Reading(NamedTuple):
     """The data that reading a parameter takes, apart from the parameter."""
 
     layout: Layout
+    gradient: tuple[Placement, ...]
+    """How its gradient lies on the mesh of the parameter; () where that is a plain tensor."""
     uneven: bool
     rank: int
     group: Group
     local_read: LocalRead
+    part: MixerPart | None = None
 
 
-def read(param: DTensor, gradient: Placement, uneven: bool, local_read: LocalRead) -> torch.Tensor:
-    """Return the local tensor of `param`, on a 1-D mesh, whose gradient goes back with the placement `gradient`.
+def read(
+    param: DTensor, gradient: tuple[Placement, ...], uneven: bool, local_read: LocalRead
+) -> torch.Tensor:
+    """Return the local tensor of `param`, whose gradient goes back with the placements `gradient`.
 
     Args:
         uneven: the shards are not equally large, so that `to_local` can't tell the whole shape by this rank's.
@@ -63,7 +78,7 @@ def read(param: DTensor, gradient: Placement, uneven: bool, local_read: LocalRea
         return local.view_as(local)
     if plain or uneven:
         return read_all([param], [local_read.spec(param, gradient)])[0]
-    return param.to_local(grad_placements=(gradient,))
+    return param.to_local(grad_placements=gradient)
 
 
 def is_plain(local: torch.Tensor) -> bool:

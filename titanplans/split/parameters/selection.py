@@ -20,7 +20,11 @@ def selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> to
     dim, runs = layout.rows
     if isinstance(layout.placement, Shard):
         return _OfShards.apply(local, dim, runs, layout.placement.dim, rank, group)
-    places = [(run.at(rank), run.of(rank)) for run in runs]
+    return of_places(local, dim, [(run.at(rank), run.of(rank)) for run in runs])
+
+
+def of_places(local: torch.Tensor, dim: int, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the rows of `dim` at `places`, the first and the number of each run."""
     return local.narrow(dim, *places[0]) if len(places) == 1 else _OfCopy.apply(local, dim, places)
 
 

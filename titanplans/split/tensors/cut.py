@@ -13,7 +13,7 @@ from titanplans.plan.styles.replicated import EndOfStream, ReplicatedOnStream, W
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.local_code import PlaceInGroup
-from titanplans.split.parameters.local_parameters import ParameterMemo, localize
+from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
 from titanplans.split.stream import Border, Stream
 from titanplans.split.tensors.norms import GATHERED, SPLIT_NORM
 from titanplans.split.tensors.projections import COLWISE, ROWWISE, ROWWISE_IN_REGION
@@ -46,14 +46,16 @@ class CutByWeights:
         stream: how the residual stream lies.
     """
 
+    distributes = True
+
     def __init__(self, mesh: DeviceMesh, stream: StreamLayout):
         self.mesh, self.border = mesh, Border(mesh, Stream(stream))
-        self.place = PlaceInGroup(self.border.rank, mesh.size(), self.border.group)
-        self._memo = ParameterMemo()
+        self._place = PlaceInGroup(self.border.rank, mesh.size(), self.border.group)
+        self._placing, self._memo = Placing(mesh), ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
         """Distribute the parameters of `entry`; its module then reads their local tensors."""
-        localize(entry.module, self.mesh, entry.layouts, self._memo)
+        localize(entry.module, self._placing, entry.layouts, self._memo, self.border.group, self.border.rank)
 
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""
@@ -61,9 +63,9 @@ class CutByWeights:
         if install is not None:
             install(entry.style, entry.module, border)
 
-    def counts(self, module: str) -> bool:
-        """Whether the code of a module counts this rank's part: every split one does."""
-        return True
+    def place_of(self, module: str) -> PlaceInGroup:
+        """Return where this rank stands in the mesh."""
+        return self._place
 
 
 def rule_of(style: Style) -> Rule:

@@ -28,7 +28,10 @@ def _install_norm(style: SplitNorm, module: nn.Module, border: Border) -> None:
         module.normalized_shape = (rows,)
     sharing = max(1, ranks // style.groups)
     first = border.rank // sharing * sharing
-    module.register_forward_hook(partial(_correct, style, border.group, first, sharing), with_kwargs=True)
+    members = tuple(range(first, first + sharing))
+    if order := getattr(border, "order", ()):
+        members = tuple(order[rank] for rank in members)
+    module.register_forward_hook(partial(_correct, style, border.group, members), with_kwargs=True)
 
 
 def _expect_norm(style: SplitNorm, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
@@ -43,25 +46,24 @@ def _expect_norm(style: SplitNorm, module: nn.Module, call: Call) -> tuple[Expec
 def _correct(
     style: SplitNorm,
     group: Group,
-    first: int,
-    sharing: int,
+    members: tuple[int, ...],
     module: nn.Module,
     args: Any,
     kwargs: Any,
     output: Any,
 ) -> Any:
-    if sharing > 1:
+    if len(members) > 1:
         x = args[0] if style.statistic is None else style.statistic(*args, **kwargs)
         epsilon = next(getattr(module, name) for name in EPSILONS if hasattr(module, name))
         if epsilon is None:  # torch's RMSNorm: that of the input's dtype
             epsilon = torch.finfo(x.dtype).eps
-        output = (output * root_ratio(x, epsilon, group, first, sharing)).to(output.dtype)
+        output = (output * root_ratio(x, epsilon, group, members)).to(output.dtype)
     bias = hidden_bias(module)
     return output if bias is None else output + bias
 
 
 def _install_gathered(style: GatheredInRegion, module: nn.Module, border: Border) -> None:
-    gathered = _Gathered(style.dim, border.group, border.rank)
+    gathered = _Gathered(style.dim, border.group, border.rank, getattr(border, "order", ()))
     module.register_forward_pre_hook(gathered.enter)
     module.register_forward_hook(gathered.leave)
 
@@ -75,8 +77,8 @@ def _expect_gathered(
 class _Gathered:
     """The hooks of a module that runs on the whole width: `width` is this rank's part of it in the call that runs."""
 
-    def __init__(self, dim: int, group: Group, rank: int):
-        self.dim, self.group, self.rank, self.width = dim, group, rank, 0
+    def __init__(self, dim: int, group: Group, rank: int, order: tuple[int, ...]):
+        self.dim, self.group, self.rank, self.order, self.width = dim, group, rank, order, 0
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         self.width = args[0].shape[self.dim]
@@ -85,7 +87,11 @@ class _Gathered:
     def _whole(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        return gather(x, self.dim % x.ndim, x.shape[self.dim] * self.group[1], self.group)
+        whole = gather(x, self.dim % x.ndim, x.shape[self.dim] * self.group[1], self.group)
+        if not self.order:
+            return whole
+        parts = whole.chunk(self.group[1], self.dim)
+        return torch.cat([parts[rank] for rank in self.order], self.dim)
 
     def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output.narrow(self.dim, self.rank * self.width, self.width).contiguous()

@@ -13,7 +13,7 @@ from titanplans.split.tensors.rules import Rule, on_input, on_output
 
 
 def _install_on_stream(style: ReplicatedOnStream, module: nn.Module, border: Border) -> None:
-    if border.stream.dim is not None:
+    if border.stream.is_cut:
         module.register_forward_pre_hook(partial(_check, border))
 
 

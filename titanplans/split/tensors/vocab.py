@@ -4,7 +4,8 @@ Of the embedding each rank looks up the rows that it holds, and a sum makes the 
 that subclasses which do more than look up (a scaled embedding) work as they are, and `padding_idx` keeps its meaning.
 """
 
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,22 +13,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanplans.plan.layout import StreamLayout, shard_size
+from titanplans.plan.layout import shard_size
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.collectives import collect, sum_ranks
 from titanplans.split.costs import Call, ExpectedCollective, entered, even
 from titanplans.split.parameters.local_parameters import read_inside
 from titanplans.split.state import make_state, specialise, subclass
-from titanplans.split.stream import Border, Stream
+from titanplans.split.stream import Border
 from titanplans.split.tensors.rules import Rule
+from titanplans.split.tokens.looks_whole import look_whole
 from titanplans.torch_private.dispatch import assert_async
 
 
 def _install_embedding(style: VocabEmbedding, module: nn.Module, border: Border) -> None:
-    whole = Border(border.mesh, Stream(StreamLayout(None)))
-    make_state(module).border = border if style.begins_stream else whole
-    specialise(module, read_inside(_on_rows(type(module)), ("weight",)))
+    make_state(module).border = border
+    specialise(module, read_inside(_on_rows(type(module), style.begins_stream), ("weight",)))
 
 
 def _expect_embedding(style: VocabEmbedding, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
@@ -44,11 +45,25 @@ def _expect_embedding(style: VocabEmbedding, module: nn.Module, call: Call) -> t
 
 
 @cache
-def _on_rows(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass an embedding class with a forward that works on this rank's rows."""
+def _on_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
+    """Subclass an embedding class with a forward that works on this rank's rows, and of its own tokens."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         border = self._split.border
+        tokens = border.tokens if border.stream.is_sharded() else None
+        if tokens is None or input.ndim <= tokens.dim:
+            return of_ids(self, input, begins_stream and border.stream.is_sharded())
+        length = input.shape[tokens.dim]
+        out = of_ids(self, tokens.own(input), begins_stream)
+        if begins_stream:
+            border.stream.begun, border.stream.length = True, length
+            return out
+        return look_whole(out, tokens, length)
+
+    def of_ids(self: Any, input: torch.Tensor, leaves: bool) -> torch.Tensor:
+        border = self._split.border
+        if border.mesh is None:
+            return cls.forward(self, input)
         rows = self._parameters["weight"].shape[0]
         size = shard_size(rows, border.group[1])
         # Clamped and compared: two kernels, where two bounds take three.
@@ -65,9 +80,11 @@ def _on_rows(cls: type[nn.Module]) -> type[nn.Module]:
         out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
-        if not border.stream.is_sharded():  # called outside of a forward, for one
+        if not leaves:  # called outside of a forward, for one
             return sum_ranks(out, border.group)
-        border.stream.begun, border.stream.length = True, input.shape[border.stream.dim]
+        border.stream.begun = True
+        if border.tokens is None:
+            border.stream.length = input.shape[border.stream.dim]
         return border.leave(out)
 
     return subclass(cls, {"forward": forward})
@@ -76,35 +93,54 @@ def _on_rows(cls: type[nn.Module]) -> type[nn.Module]:
 def _install_head(style: VocabHead, module: nn.Module, border: Border) -> None:
     vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
     specialise(module, read_inside(type(module), tuple(held(module))))
-    module.register_forward_pre_hook(partial(_enter, border))
-    module.register_forward_hook(partial(_logits, style, border, vocabulary))
+    head = _Head(style, border, vocabulary)
+    module.register_forward_pre_hook(head.enter)
+    module.register_forward_hook(head.leave)
 
 
 def _expect_head(style: VocabHead, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
     return (entered(call),)
 
 
-def _enter(border: Border, module: nn.Module, args: Any) -> Any:
-    hidden_states, *others = args
-    enter = border.enter if border.stream.is_sharded() else border.enter_whole
-    return enter(hidden_states), *others
+class _Head:
+    """The hooks of a head: its input enters from the stream, or whole behind the stream's end, and its logits are shards."""
+
+    def __init__(self, style: VocabHead, border: Border, vocabulary: int):
+        self.style, self.border, self.vocabulary, self.length = style, border, vocabulary, 0
+
+    def enter(self, module: nn.Module, args: Any) -> Any:
+        hidden_states, *others = args
+        border = self.border
+        sharded, tokens = border.stream.is_sharded(), border.tokens
+        if tokens is not None:
+            self.length = border.length_of(hidden_states) if sharded else hidden_states.shape[tokens.dim]
+            hidden_states = hidden_states if sharded else tokens.own(hidden_states)
+        enter = border.enter if sharded else border.enter_whole
+        return enter(hidden_states), *others
+
+    def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if getattr(type(output), "deferred", False):  # a loss computed inside the head
+            return output
+        border, dim = self.border, output.ndim - 1
+        tokens, whole = border.tokens, border.stream.whole_logits
+        split = border.mesh is not None and self.style.loss_parallel and not whole
+        if border.mesh is not None and not split:
+            output = _gather_shards(output, border, dim, self.vocabulary)
+        if tokens is None:
+            return _shards_of(output, border.mesh, {dim: self.vocabulary}) if split else output  # type: ignore[arg-type]
+        if whole:
+            return tokens.gather(output, self.length)
+        output = output.narrow(tokens.dim, 0, tokens.number(self.length))
+        sizes = {tokens.dim: self.length} | ({dim: self.vocabulary} if split else {})
+        return _shards_of(output, tokens.logits_mesh if split else tokens.mesh, sizes)
 
 
-def _logits(
-    style: VocabHead, border: Border, vocabulary: int, module: nn.Module, args: Any, output: torch.Tensor
-) -> torch.Tensor:
-    if getattr(type(output), "deferred", False):  # a loss computed inside the head
-        return output
-    if style.loss_parallel and not border.stream.whole_logits:
-        return _shards_of(output, border.mesh, output.ndim - 1, vocabulary)
-    return _gather_shards(output, border, output.ndim - 1, vocabulary)
-
-
-def _shards_of(x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
-    """Return the DTensor of length `size` in `dim` whose shard on each rank of `mesh` is `x`."""
-    shape = [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+def _shards_of(x: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int]) -> DTensor:
+    """Return the DTensor whose shard on each rank is `x`: each dimension of `mesh` shards one, of a length in `sizes`."""
+    shape = [sizes.get(dim, size) for dim, size in enumerate(x.shape)]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, (Shard(dim),), run_check=False, shape=torch.Size(shape), stride=stride)
+    placements = [Shard(dim) for dim in sizes]
+    return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _gather_shards(x: torch.Tensor, border: Border, dim: int, size: int) -> torch.Tensor:
@@ -123,7 +159,7 @@ class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, mesh, dim, size):
         ctx.mesh, ctx.dim = mesh, dim
-        return _shards_of(x, mesh, dim, size).redistribute(placements=(Replicate(),)).to_local()
+        return _shards_of(x, mesh, {dim: size}).redistribute(placements=(Replicate(),)).to_local()
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]

@@ -1,0 +1,41 @@
+"""What context parallelism refuses of a plan: styles that don't declare what of a mixer belongs to heads."""
+
+from titanplans.errors import PlanError
+from titanplans.plan.converted import float8_linears
+from titanplans.plan.decoder import within
+from titanplans.plan.resolve import ResolvedPlan
+from titanplans.plan.styles.base import Style
+from titanplans.plan.token_regions import token_regions
+
+
+def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
+    """Refuse what can't be cut by tokens of `plan`; `of_heads` is the same for all ranks that share heads.
+
+    Raises:
+        PlanError: a foreign style that would have to be exchanged; a style that another degree changes; float8.
+    """
+    if linears := float8_linears(plan.model):
+        raise PlanError(
+            f"context_parallel_degree = {plan.source.options.context}: {next(iter(linears))} is float8, whose scales are "
+            "those of all tokens, and a rank has its own: remove float8, or set context_parallel_degree = 1"
+        )
+    regions = token_regions(plan)
+    for key, style in plan.styles.items():
+        if not isinstance(style, Style) and (
+            plan.source.options.is_whole or any(within(key, r) for r in regions)
+        ):
+            raise PlanError(
+                "context parallelism cuts what a plan declares, and this style installs its own hooks: give the module a "
+                "style of titanplans, such as colwise()",
+                key=key,
+                style=style,
+                module=plan.module_at(key),
+            )
+        if type(of_heads.styles.get(key)) is not type(style):
+            raise PlanError(
+                f"its style is another one for {of_heads.degree} ranks, {of_heads.styles.get(key)}: a plan names the same "
+                "styles whatever the degree",
+                key=key,
+                style=style,
+                module=plan.module_at(key),
+            )

@@ -1,0 +1,168 @@
+"""The cut by tokens, on top of the one by weights: the ranks of both share a mixer's heads.
+
+    ranks of      have                                                          over
+    tp            their heads' and widths' weights                              whatever the cut by weights splits
+    cp            their tokens between the mixers; inside, their part of the    mixers, embeddings, the head and its loss
+                  heads of their tp rank, of all tokens
+
+Head counts, rows, split norms and sums inside of a mixer are those of all tp x cp ranks, tp first: a cp rank's heads are
+among those of its tp rank.
+"""
+
+from torch.distributed.tensor import Shard
+
+from titanplans.errors import PlanError
+from titanplans.plan.layout import Layout, shard_size
+from titanplans.plan.plan import TPOptions
+from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm
+from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
+from titanplans.plan.styles.region import Region
+from titanplans.plan.styles.replicated import EndOfStream, ReplicatedInRegion
+from titanplans.plan.token_regions import region_of, token_regions
+from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
+from titanplans.split.parameters.local_read import MixerPart
+from titanplans.split.stream import Border, Stream
+from titanplans.split.tensors.convolution import check_groups
+from titanplans.split.tensors.cut import rule_of
+from titanplans.split.tokens.end import install_end
+from titanplans.split.tokens.exchange import Places, number_of, places_within
+from titanplans.split.tokens.meshes import ContextMeshes
+from titanplans.split.tokens.own import OwnTokens
+from titanplans.split.tokens.products import Heads, is_product, keep_tokens, split_by_inputs, split_by_outputs
+from titanplans.split.tokens.region import install_region
+
+
+class CutByTokens:
+    """Cuts the modules of one model over ranks of context and of tensor parallelism, as its plan's styles declare.
+
+    Args:
+        plan: resolved for the ranks of tensor parallelism.
+        of_heads: the same plan, for all ranks that share the heads of a mixer.
+        meshes: of both.
+        summed: parameters become DTensors whose gradients are parts over the ranks of context parallelism, for whoever sums
+            them (`align_gradients`); False: data parallelism over a mesh that holds these ranks sums.
+    """
+
+    def __init__(self, plan: ResolvedPlan, of_heads: ResolvedPlan, meshes: ContextMeshes, *, summed: bool):
+        options: TPOptions = plan.source.options
+        self.plan, self.of_heads, self.regions = plan, of_heads, token_regions(plan)
+        self.mesh, tp = meshes.heads, meshes.tp
+        tokens = OwnTokens(meshes.cp, options.sequence_dim, meshes.both)
+        self.border = Border(tp, Stream(options.stream, tokens.ranks), tokens, meshes.heads)
+        self.tp, self.cp = self.border.group[1], tokens.ranks
+        self.rank = self.border.rank * self.cp + tokens.rank
+        order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
+        heads = meshes.heads
+        group = (heads.get_group().group_name, heads.size())
+        self.heads = PlaceInGroup(self.rank, heads.size(), group, order if self.tp > 1 else (), self.border)
+        if summed:
+            self._placing = Placing(meshes.both, copies=1, cut=tp is not None)
+        else:
+            self._placing = Placing(tp)
+        self.distributes = self._placing.mesh is not None
+        self._memo = ParameterMemo()
+
+    def lay_out(self, entry: Entry) -> None:
+        """Distribute the parameters of `entry`; in a mixer its module reads this rank's part of them."""
+        layouts = dict(entry.layouts)
+        if self.border.mesh is None:  # one rank has all rows
+            hides = not isinstance(entry.style, Rowwise)
+            layouts = {
+                name: layout._replace(rows=None, hidden=layout.hidden and hides)
+                for name, layout in layouts.items()
+            }
+        parts = {}
+        if self._is_inside(entry):
+            inner = self.of_heads.by_key[entry.key]
+            found = {name: self._part(entry, name, inner.layouts[name]) for name in layouts}
+            parts = {name: part for name, part in found.items() if part is not None}
+        group, rank = self.border.group, self.border.rank
+        localize(entry.module, self._placing, layouts, self._memo, group, rank, parts)
+
+    def install(self, entry: Entry, border: Border) -> None:
+        """Put the hooks of the style of `entry` on its module, at `border`."""
+        style, module = entry.style, entry.module
+        if isinstance(style, EndOfStream):
+            install_end(module, border)
+            return
+        if not self._is_inside(entry):
+            if (install := rule_of(style).install) is not None:
+                install(style, module, border)
+            return
+        match style:
+            case Region():
+                install_region(style, module, border)
+            case Colwise():
+                if is_product(module):
+                    split_by_outputs(module, self._heads(entry, outputs=True))
+                check_groups(module, style)
+            case Rowwise():
+                rule_of(style).install(style, module, border)  # type: ignore[misc]
+                if is_product(module):
+                    split_by_inputs(module, self._heads(entry, outputs=False))
+            case SplitNorm() | GatheredInRegion() | RowwiseInRegion():
+                of_heads = self.of_heads.by_key[entry.key].style
+                rule_of(style).install(of_heads, module, self.heads)  # type: ignore[misc, arg-type]
+            case ReplicatedInRegion():
+                if is_product(module) or "Norm" in type(module).__name__:
+                    keep_tokens(module, border)
+
+    def place_of(self, module: str) -> PlaceInGroup:
+        """Return where this rank stands among those that share what the code of `module` counts."""
+        return self.heads
+
+    def _is_inside(self, entry: Entry) -> bool:
+        return region_of(entry, self.regions, self.plan) is not None
+
+    def _part(self, entry: Entry, name: str, inner: Layout) -> MixerPart | None:
+        """Return what this rank reads, out of what its rank of tensor parallelism holds of a parameter."""
+        param = entry.module._parameters[name]
+        assert param is not None
+        outer = entry.layouts[name]
+        addends = inner.addends // outer.addends
+        held = _held(inner, param.shape, self.rank, self.tp * self.cp)
+        if held is None:
+            return MixerPart(0, (), addends) if addends > 1 else None
+        dim, rows = held
+        of_tp = _held(outer, param.shape, self.border.rank, self.tp)
+        return MixerPart(dim, self._within(entry, None if of_tp is None else of_tp[1], rows), addends)
+
+    def _heads(self, entry: Entry, *, outputs: bool) -> Heads:
+        """Return how the rows of a product are shared out: the outputs, or the inputs, of its weight."""
+        name = "weight" if "weight" in entry.layouts else "nf4_codes"
+        outer, inner = entry.layouts[name], self.of_heads.by_key[entry.key].layouts[name]
+        shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
+        of_tp = _held(outer, shape, self.border.rank, self.tp)
+        assert of_tp is not None
+        places = []
+        for rank in range(self.cp):
+            held = _held(inner, shape, self.border.rank * self.cp + rank, self.tp * self.cp)
+            assert held is not None
+            places.append(self._within(entry, of_tp[1], held[1]))
+        closes = isinstance(entry.style, Rowwise) and entry.style.closes
+        return Heads(self.border, tuple(places), number_of(of_tp[1]), closes)
+
+    def _within(self, entry: Entry, outer: Places | None, inner: Places) -> Places:
+        try:
+            return places_within(outer, inner)
+        except ValueError as error:
+            raise PlanError(
+                f"over {self.tp} x {self.cp} ranks of tensor and context parallelism {error}",
+                key=entry.key,
+                style=entry.style,
+                module=entry.module,
+            ) from error
+
+
+def _held(layout: Layout, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, Places] | None:
+    """Return the dimension and the rows of a parameter that `rank` uses; None for all."""
+    if layout.rows is not None:
+        return layout.rows.dim, tuple((run.at(rank), run.of(rank)) for run in layout.rows.runs)
+    if not isinstance(layout.placement, Shard):
+        return None
+    dim = layout.placement.dim
+    size = shard_size(shape[dim], ranks)
+    first = min(rank * size, shape[dim])
+    return dim, ((first, min(size, shape[dim] - first)),)

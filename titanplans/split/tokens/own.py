@@ -1,0 +1,61 @@
+"""A rank's own tokens, [B, ceil(L / c), H] of a sequence [B, L, H] over c ranks; the last ranks' are filled up with zeros.
+
+Every gradient over these ranks is a part: each rank has followed its own tokens, or its own heads, to the loss. So to take
+one's tokens out of what every rank has takes no collective in the backward, and to gather them sums the parts.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.plan.layout import shard_size
+from titanplans.split.collectives import gather, group_of, scatter_sum
+
+
+class OwnTokens:
+    """The tokens of this rank among those of a 1-D mesh of context parallelism.
+
+    Args:
+        mesh: of the ranks that share a sequence.
+        dim: the dimension of the hidden states [..., sequence, hidden] that is the sequence.
+        logits_mesh: the same, or with tensor parallelism both, on which sharded logits lie.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dim: int, logits_mesh: DeviceMesh):
+        self.mesh, self.dim, self.logits_mesh = mesh, dim, logits_mesh
+        self.group, self.rank = group_of(mesh), mesh.get_local_rank()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnTokens":
+        return self  # of a mesh, which is not copied
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share a sequence."""
+        return self.group[1]
+
+    def number(self, length: int) -> int:
+        """Return how many tokens of a sequence of `length` are this rank's, without those that fill up."""
+        size = shard_size(length, self.ranks)
+        return max(0, min(size, length - self.rank * size))
+
+    def own(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """Return this rank's tokens of `x`, which every rank has, or which is a `LooksWhole`."""
+        if (shard := getattr(x, "shard", None)) is not None:
+            return shard
+        length = x.shape[self.dim]
+        size, number = shard_size(length, self.ranks), self.number(length)
+        mine = x.narrow(self.dim, min(self.rank * size, length), number)
+        if number == size:
+            return mine
+        return torch.nn.functional.pad(
+            mine, (0, 0) * (x.ndim - 1 - self.dim) + (0, size - number), value=fill
+        )
+
+    def gather(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the whole sequence of the ranks' tokens `x`; the ranks' gradients of it are summed."""
+        return gather(x, self.dim, length, self.group)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of the sum of the ranks' `x`, whole sequences."""
+        return scatter_sum(x, self.dim, self.group)

@@ -1,0 +1,152 @@
+"""Products of a sequence that looks whole: with own tokens and all weights, then exchanged for all tokens of own heads.
+
+Given a real tensor, such as one whose padding the mixer has taken out, a module multiplies it with its part of the weights,
+as tensor parallelism does; its output is then a part of a sum, which the region's exit takes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from titanplans.errors import PlanError
+from titanplans.plan.styles.projections import Rowwise
+from titanplans.split.state import make_state, specialise, subclass
+from titanplans.split.stream import Border
+from titanplans.split.tokens.exchange import HeadExchange, Places, to_heads, to_tokens
+from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
+
+
+class Heads(NamedTuple):
+    """How a projection's rows are shared out."""
+
+    border: Border
+    places: tuple[Places, ...]
+    """By rank of context parallelism, among the rows that this rank multiplies with."""
+    width: int
+    """Those rows."""
+    closes: bool = False
+    """The stream is behind it."""
+
+
+def split_by_outputs(module: nn.Module, heads: Heads) -> None:
+    """Let `module`, a product [..., inputs] -> [..., rows], return all tokens of this rank's heads."""
+    make_state(module).heads = heads
+    specialise(module, _by_outputs(type(module)))
+
+
+def split_by_inputs(module: nn.Module, heads: Heads) -> None:
+    """Let `module`, a product of this rank's heads' outputs, work on this rank's tokens of all heads."""
+    make_state(module).heads = heads
+    specialise(module, _by_inputs(type(module)))
+
+
+def keep_tokens(module: nn.Module, border: Border) -> None:
+    """Let `module`, which works token by token, work on own tokens of a sequence that looks whole."""
+    specialise(module, _by_tokens(type(module)))
+
+
+@contextmanager
+def _reading_all(module: Any, outputs: int | None = None) -> Iterator[None]:
+    """Let `module` multiply with all that this rank holds: so many `outputs`, which a Conv1D counts as `nf`."""
+    state, counted = module._split, getattr(module, "nf", None)
+    before, state.reads_all = state.reads_all, True
+    if counted is not None and outputs is not None:
+        module.nf = outputs
+    try:
+        yield
+    finally:
+        state.reads_all = before
+        if counted is not None:
+            module.nf = counted
+
+
+@cache
+def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
+    def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(x, LooksWhole):
+            return cls.__call__(self, x, *args, **kwargs)
+        entered = x.region
+        if entered is None:
+            return _exchanged([self], x, cls)[0]
+        if (ready := entered.ready.pop(self, None)) is not None:
+            return ready
+        entered.readers.found[self] = None
+        together = entered.known if self in entered.known else (self,)
+        entered.ready = dict(zip(together, _exchanged(together, x, cls), strict=True))
+        return entered.ready.pop(self)
+
+    return subclass(cls, {"__call__": call})
+
+
+def _exchanged(modules: Any, x: LooksWhole, cls: type[nn.Module]) -> list[torch.Tensor]:
+    own = []
+    for module in modules:
+        with _reading_all(module, module._split.heads.width):
+            own.append(_plain_call(module)(x.shard))
+    found: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(out.dtype for out in own):
+        at = [n for n, out in enumerate(own) if out.dtype == dtype]
+        heads = [modules[n]._split.heads for n in at]
+        exchange = HeadExchange(
+            x.tokens, x.length, tuple(h.width for h in heads), tuple(h.places for h in heads)
+        )
+        found |= dict(zip(at, to_heads([own[n] for n in at], exchange), strict=True))
+    return [found[n] for n in range(len(own))]
+
+
+def _plain_call(module: nn.Module) -> Any:
+    return nn.Module.__call__.__get__(module)
+
+
+@cache
+def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
+    def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        heads: Heads = self._split.heads
+        border = heads.border
+        lead = border.within[:-1]
+        if x.shape[:-1] != lead:
+            if heads.closes:
+                raise PlanError(
+                    f"it got {tuple(x.shape)}, not all tokens {tuple(lead)} of a sequence, which context parallelism would "
+                    "have to exchange: leave the sum to the region's exit, rowwise(reduce_output=False) in attn_region()",
+                    key=self._split.key,
+                    style=self._split.style,
+                    module=self,
+                )
+            return cls.__call__(self, x, *args, **kwargs)
+        tokens = border.tokens
+        assert tokens is not None
+        length = lead[tokens.dim]
+        if isinstance(x, LooksWhole):
+            x = x.numbers()
+        (own,) = to_tokens([x], HeadExchange(tokens, length, (heads.width,), (heads.places,)))
+        with _reading_all(self):
+            output = _plain_call(self)(own, *args, **kwargs)
+        return output if heads.closes else look_whole(output, tokens, length, partial=True)
+
+    return subclass(cls, {"__call__": call})
+
+
+@cache
+def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
+    def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, LooksWhole):
+            return cls.__call__(self, x, *args, **kwargs)
+        return x.like(_plain_call(self)(x.shard, *args, **kwargs))
+
+    return subclass(cls, {"__call__": call})
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether `module` multiplies each token with a weight: a Linear, or GPT-2's Conv1D."""
+    weight = module._parameters.get("weight", module._parameters.get("nf4_codes"))
+    return weight is not None and (weight.ndim == 2 or isinstance(module, nn.Linear))
+
+
+def closes(style: Rowwise) -> bool:
+    """Whether the stream is behind a product with this style."""
+    return style.reduce_output

@@ -1,0 +1,75 @@
+"""A region that mixes tokens, cut by tokens: its code gets a sequence that looks whole, its exit takes own tokens."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanplans.plan.styles.region import Region
+from titanplans.split.stream import Border
+from titanplans.split.tensors.rules import on_input, on_output
+from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
+
+
+class Readers:
+    """Which projections read the input of a region: all are exchanged together once the first is called.
+
+    They are learnt in the region's first forward, where each is exchanged by itself, as in its recomputation.
+    """
+
+    def __init__(self) -> None:
+        self.forward: int | None = None
+        """The number of the forward in which they were learnt."""
+        self.found: dict[nn.Module, None] = {}
+
+    def known(self, forward: int) -> tuple[nn.Module, ...]:
+        """Return the modules that read the input, in order; () in the forward in which they are learnt."""
+        if self.forward is None:
+            self.forward = forward
+        return () if forward == self.forward else tuple(self.found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Readers":
+        return Readers()
+
+
+class Entered:
+    """One call of a region: its projections that have been exchanged, and that nothing has called yet."""
+
+    def __init__(self, readers: Readers, forward: int):
+        self.readers, self.known = readers, readers.known(forward)
+        self.ready: dict[nn.Module, torch.Tensor] = {}
+
+
+def install_region(style: Region, module: nn.Module, border: Border) -> None:
+    """Let `module` work on the whole sequence, as far as its code can tell."""
+    module.register_forward_pre_hook(partial(_enter, style, border, Readers()), with_kwargs=True)
+    if style.reduce_output:
+        module.register_forward_hook(partial(_leave, style, border), with_kwargs=True)
+
+
+def _enter(style: Region, border: Border, readers: Readers, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    tokens = border.tokens
+    assert tokens is not None
+
+    def enter(x: torch.Tensor) -> LooksWhole:
+        length = border.length_of(x)
+        whole = look_whole(border.enter(x), tokens, length)
+        whole.region = Entered(readers, border.stream.forward())
+        border.within = whole.shape
+        return whole
+
+    return on_input(enter, style, style.input_name, module, args, {**kwargs, **style.arguments})
+
+
+def _leave(style: Region, border: Border, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    tokens = border.tokens
+    assert tokens is not None
+
+    def leave(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, LooksWhole):
+            return border.leave(x.shard)
+        lead = border.within[:-1]
+        return border.leave(tokens.sum(x.unflatten(0, lead) if len(lead) > 1 and x.ndim == 2 else x))
+
+    return on_output(leave, output)
