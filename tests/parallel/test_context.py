@@ -6,14 +6,17 @@ A step over ranks is that of one process.
 import functools
 
 import equal
-import pytest
 import torch
 import torch.distributed as dist
 import zoo
 
-from titanplans.config import OptionError
-from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, Mesh, ParallelError, ParallelManager, parallelize
-from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.parallel import (
+    DDPConfig,
+    Degrees,
+    FSDP2Config,
+    Mesh,
+    parallelize,
+)
 
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager", "components": ["model"]}}
 SHARED = Degrees(cp=2, dp_shard=2)

@@ -3,12 +3,9 @@
 One spawn of each size, shared by all cases.
 """
 
-import json
 import os
-import shutil
 from pathlib import Path
 
-import pytest
 import worlds
 import zoo
 from test_trainer import train, write_inputs
@@ -29,27 +26,47 @@ JOBS = {
     "mixtral, tp 2 x cp 2": ("mixtral", (*STEPS, TP, CP)),
     "gla, cp 2 x hsdp 2": ("gla", (*HALF, CP, *HSDP)),
     "gla, cp 2 x ddp 2, accumulated": (
-        "gla", (*HALF[:2], "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2", CP, *DDP),
+        "gla",
+        (*HALF[:2], "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2", CP, *DDP),
     ),
     "gla, cp 2 x fsdp 2, accumulated": (
-        "gla", (*HALF[:2], "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2", CP,
-                "--parallelism.fsdp_defer_grad_sync=all"),
+        "gla",
+        (
+            *HALF[:2],
+            "--training.local_batch_size=2",
+            "--training.gradient_accumulation_steps=2",
+            CP,
+            "--parallelism.fsdp_defer_grad_sync=all",
+        ),
     ),
     "samba, cp 4, compiled and recomputed": (
-        "samba", (*STEPS, "--parallelism.context_parallel_degree=4", "--compile.enable", "--compile.backend=aot_eager",
-                  "--activation_checkpoint.mode=full"),
+        "samba",
+        (
+            *STEPS,
+            "--parallelism.context_parallel_degree=4",
+            "--compile.enable",
+            "--compile.backend=aot_eager",
+            "--activation_checkpoint.mode=full",
+        ),
     ),
     "gla, cp 2 x fsdp 2, loss from logits": ("gla", (*HALF, CP, "--loss.no-fused")),
 }
 TUNED = {
     "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2")),
     "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2")),
-    "muon": ("dense", ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 1e-3}]")),
+    "muon": (
+        "dense",
+        ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 1e-3}]"),
+    ),
 }
 MODELS = {
     "samba": dict(vocab_size=4096, attn=dict(layers=[1], num_heads=8, num_kv_heads=2, window_size=5)),
-    "qwen3_next": dict(vocab_size=4096, layer_types=["linear_attention", "full_attention"], num_experts=4,
-                       output_router_logits=False),
+    "qwen3_next": dict(
+        vocab_size=4096,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        output_router_logits=False,
+    ),
     "mixtral": dict(vocab_size=4096, output_router_logits=True, router_aux_loss_coef=0.5),
 }
 
@@ -73,7 +90,9 @@ def figures(folder: Path, model: str, dump: str, *options: str) -> dict[str, dic
 
 def on_one_rank(rank: int) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
-    found = {model: figures(folder, model, f"{model} alone", *STEPS, *VALIDATION) for model in ("gla", *MODELS)}
+    found = {
+        model: figures(folder, model, f"{model} alone", *STEPS, *VALIDATION) for model in ("gla", *MODELS)
+    }
     for name, (model, options) in TUNED.items():
         found[name] = figures(folder, model, f"{name} alone", *STEPS, *options)
     found["whole"] = figures(folder, "gla", "whole", STEPS[2], *PUBLISHED)
@@ -97,7 +116,9 @@ def on_four_ranks(rank: int) -> dict:
 
 
 if __name__ == "__main__":
-    import tempfile, pprint
+    import pprint
+    import tempfile
+
     folder = inputs(Path(tempfile.mkdtemp()))
     one = worlds.run(on_one_rank, 1)
     pprint.pprint(one)

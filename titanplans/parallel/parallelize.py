@@ -149,9 +149,7 @@ def apply_steps(
         apply_data_parallelism(model, mesh, config)
 
 
-def dry_run(
-    model: nn.Module, config: Config, tp_degree: int, device_type: str, cp_degree: int = 1
-) -> None:
+def dry_run(model: nn.Module, config: Config, tp_degree: int, device_type: str, cp_degree: int = 1) -> None:
     """Take the steps of `parallelize` that need no mesh, on a model on meta, which is of no use afterwards.
 
     What depends on the meshes is refused in `parallelize`.

@@ -13,8 +13,8 @@ _NOT_COMPILED = 'no block is compiled; set compile.enable = true with "model" in
 def no_float8(context: int) -> str:
     """Say why context parallelism of that degree and float8 exclude each other."""
     return (
-        f"with context_parallel_degree = {context} a process has its own tokens, and float8's scales are those of all; leave "
-        "float8 out, or set context_parallel_degree = 1"
+        f"with context_parallel_degree = {context} a process has its own tokens, and float8's scales are those of all; "
+        "leave float8 out, or set context_parallel_degree = 1"
     )
 
 

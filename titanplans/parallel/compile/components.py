@@ -80,8 +80,8 @@ def apply_compile(
             )
         if fullgraph and mixes_tokens(block):
             raise ParallelError(
-                f"compile.fullgraph = true, but {name} is cut by tokens, and its mixer is outside of graphs: leave fullgraph "
-                "out"
+                f"compile.fullgraph = true, but {name} is cut by tokens, and its mixer is outside of graphs: leave "
+                "fullgraph out"
             )
         if fullgraph and calls_kernels(block):
             raise ParallelError(

@@ -118,7 +118,8 @@ class Mesh:
         made: dict[tuple[str, ...], DeviceMesh] = {}
         combined = {}
         for name, axes in _COMBINED.items():
-            long = tuple(axis for axis in axes if getattr(self, axis) > 1) or ("dp_shard",)
+            alone = "dp_shard" if "dp_shard" in axes else axes[0]
+            long = tuple(axis for axis in axes if getattr(self, axis) > 1) or (alone,)
             if long not in made:
                 made[long] = (
                     self.world_mesh[long] if len(long) == 1 else flatten_mesh(self.world_mesh[long], name)

@@ -170,7 +170,12 @@ def _workers(job: JobConfig) -> Part:
 
 def _process(job: JobConfig, processes: int) -> Part:
     p = job.parallelism
-    degrees = ("tensor_parallel_degree", "context_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree")
+    degrees = (
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "data_parallel_shard_degree",
+        "data_parallel_replicate_degree",
+    )
     said = [f"{degree} = {getattr(p, degree)}" for degree in degrees if getattr(p, degree) > 1]
     what = "the processes themselves" if processes > 1 else "the process itself"
     return Part(_PROCESS, f"parallelism.{', '.join(said)}" if said else "this job", what, "lower a degree")
