@@ -66,8 +66,20 @@ class _ToHeads(torch.autograd.Function):
                     sent[rank, ..., at : at + size] = x[..., first : first + size]
                     at += size
             offset += number
-        came = all_to_all(sent, tokens.group).movedim(0, dim).flatten(dim, dim + 1)
-        return tuple(part.contiguous() for part in came.narrow(dim, 0, length).split(rows, -1))
+        came, offset, made = all_to_all(sent, tokens.group), 0, []
+        size = came.shape[dim + 1]
+        full, rest = divmod(length, size)
+        for number in rows:
+            part = came.narrow(-1, offset, number)
+            shape = [*lead[:dim], length, *lead[dim + 1 :], number]
+            whole = came.new_empty(shape)
+            body = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
+            body.copy_(part.narrow(0, 0, full).movedim(0, dim))
+            if rest:
+                whole.narrow(dim, full * size, rest).copy_(part[full].narrow(dim, 0, rest))
+            offset += number
+            made.append(whole)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
