@@ -38,13 +38,13 @@ class ThreadGroup(threaded.ProcessLocalGroup):
             self._refuse(name)
         if not self.in_world and not _goes_over_all(collective):
             self._refuse(name)
-        what = (name, *vars(collective).items(), *((t.shape, t.dtype) for t in tensors))
+        what, given = (name, *vars(collective).items()), tuple((t.shape, t.dtype) for t in tensors)
         if part:
             rank = self.meeting.in_world.index(self.in_world[self._rank])
-            what = (*what, ("ranks of a group", self.size()))
-            self.meeting(rank, what, (tuple(self.in_world), value), partial(_by_group, collective))
+            brought = tuple(self.in_world), given, value
+            self.meeting(rank, (*what, ("ranks", self.size())), brought, partial(_by_group, collective))
         else:
-            self.meeting(self._rank % self.meeting.ranks, what, value, collective.work)
+            self.meeting(self._rank % self.meeting.ranks, (*what, *given), value, collective.work)
         return threaded.ret_work(value)
 
     def _refuse(self, name: str) -> NoReturn:
@@ -104,10 +104,13 @@ class ThreadGroup(threaded.ProcessLocalGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]  torch 2.11's name
 
 
-def _by_group(collective: Any, brought: list[tuple[tuple[int, ...], Any]]) -> None:
-    """Do a collective in each of several groups; `brought` are their ranks and values, in rank order."""
-    for group in dict.fromkeys(ranks for ranks, _ in brought):
-        collective.work([value for ranks, value in brought if ranks == group])
+def _by_group(collective: Any, brought: list[tuple[tuple[int, ...], Any, Any]]) -> None:
+    """Do a collective in each of several groups; `brought` are their ranks, shapes and values, in rank order."""
+    for group in dict.fromkeys(ranks for ranks, *_ in brought):
+        shapes, values = zip(*(rest for ranks, *rest in brought if ranks == group), strict=True)
+        if any(one != shapes[0] for one in shapes):
+            raise RuntimeError(f"the ranks {group} brought {', '.join(map(str, shapes))}")
+        collective.work(list(values))
 
 
 def _running() -> Iterator[str]:
