@@ -47,7 +47,18 @@ def refused(config, degrees=None, model=llama, policy=None):
 
 TP = Degrees(tp=2)
 CASES = {
-    "context_parallel_degree = 2": (FSDP2Config(), Degrees(cp=2)),
+    "with context_parallel_degree = 2 a process has its own tokens": (
+        FSDP2Config(float8={"recipe_name": "tensorwise", "emulate": True}),
+        Degrees(cp=2),
+    ),
+    "compile.fullgraph = true: with context_parallel_degree = 2 the mixers": (
+        FSDP2Config(compile=COMPILED | {"fullgraph": True}),
+        Degrees(cp=2),
+    ),
+    "compiled blocks with context_parallel_degree = 2 are several graphs": (
+        DDPConfig(compile=COMPILED, activation_checkpoint={"mode": "selective", "selective_ac_option": "op"}),
+        Degrees(cp=2, dp_replicate=2, dp_shard=1),
+    ),
     "pipeline_parallel_degree = 2": (FSDP2Config(), Degrees(pp=2)),
     "tensor_parallel_degree = 1 splits nothing": (FSDP2Config(plan=TinyPlan), None),
     "raise data_parallel_replicate_degree": (FSDP2Config(fsdp_defer_grad_sync="replicas"), None),

@@ -152,7 +152,7 @@ ELSEWHERE = {
     "model.class": "tests/test_out_of_tree.py",
     "model.arguments": "tests/test_out_of_tree.py",
     "parallelism.pipeline_parallel_degree": "refused above 1",
-    "parallelism.context_parallel_degree": "refused above 1",
+    "parallelism.context_parallel_degree": "test_context_jobs",
     "parallelism.enable_fsdp_symm_mem": "torchtitan asks for a GPU of compute capability 9",
     "experimental.custom_import": "test_checks",
 }

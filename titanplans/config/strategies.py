@@ -62,7 +62,7 @@ class FSDP2Config(
     title: ClassVar[str] = "fsdp2"
 
 
-class DDPConfig(StrategyOptions, Autocast, DDP, section="", refuses=strategy.ddp):
+class DDPConfig(StrategyOptions, Autocast, PlanOption, DDP, section="", refuses=strategy.ddp):
     """A whole model on each rank, each with other data; gradients are summed."""
 
     title: ClassVar[str] = "ddp"

@@ -110,6 +110,8 @@ class FusedLoss:
         tokens = None if self._border is None else self._border.tokens
         given = labels
         if tokens is not None:
+            # Of sequences packed into one row hidden states are [1, B * L, H].
+            labels = labels.reshape(*hidden.shape[: tokens.dim], -1)
             labels = tokens.own(labels, fill=IGNORED)
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(

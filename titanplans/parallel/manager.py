@@ -105,9 +105,10 @@ class ParallelManager:
         config = self.config
         if isinstance(config, MegatronFSDPConfig):
             megatron_fsdp.check_available()
+            megatron_fsdp.refuse_mesh(self.mesh.get_mesh(("dp_shard", "cp")))
         else:  # before the values are read, which takes a while
             if isinstance(config, DDPConfig):  # a job gives a model its values later; here it has them
-                ddp.refuse_model(model, self.mesh.get_mesh("dp"))
+                ddp.refuse_model(model, self.mesh.get_mesh("loss"))
             check_compatible(model, self.mesh, config)
         check_equal_values(model, self.device)
         if isinstance(config, MegatronFSDPConfig):

@@ -1,5 +1,5 @@
-"""`parallelize`: how a model becomes a parallel one, top-down: float8, tensor parallelism, recomputation, compile, data
-parallelism. The one door: torchtitan's trainer and `ParallelManager` come through here, too.
+"""`parallelize`: how a model becomes a parallel one, top-down: float8, tensor and context parallelism, recomputation,
+compile, data parallelism. The one door: torchtitan's trainer and `ParallelManager` come through here, too.
 
 Each step is a named function in a file of its own. Here is what comes after what, and why.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanplans.apply.apply import split
+from titanplans.apply.apply import cut_of, split
 from titanplans.apply.check import Checked, check
 from titanplans.apply.prepare import prepare
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
@@ -30,6 +30,7 @@ from titanplans.parallel.compile import apply_compile, compile_options, one_grap
 from titanplans.parallel.compile.async_tp import has_nccl
 from titanplans.parallel.ddp import apply_ddp, refuse_model
 from titanplans.parallel.fsdp import check_shard, shard
+from titanplans.parallel.mesh.context import meshes_of_heads
 from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
@@ -39,7 +40,6 @@ from titanplans.precision.autocast import apply_autocast
 from titanplans.precision.float8.all_gather import gather_in_float8
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
-from titanplans.split.tensors.cut import CutByWeights
 from titanplans.text import show
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def parallelize(
     Args:
         model: a causal language model (token ids [batch, sequence] in, logits out), normally on meta. Under DDP a model
             on meta takes every step but the last: call `apply_data_parallelism` once it has values.
-        parallel_dims: torchtitan's ParallelDims, or a `Mesh`: the degrees, and the meshes "tp" and "fsdp" (with
+        parallel_dims: torchtitan's ParallelDims, or a `Mesh`: the degrees, and the meshes "tp", "cp" and "fsdp" (with
             "dp_replicate").
         config: the options; instead of the four sections.
         training, parallelism, compile_config: torchtitan's sections of these names.
@@ -109,8 +109,11 @@ def apply_steps(
 ) -> None:
     """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
     record, over = record_of(model), fsdp_mesh(mesh)
-    backend = dist.get_backend(mesh.get_mesh("tp").get_group()) if mesh.tp_enabled else None
-    checked = _prepare(model, config, mesh.tp, over.device_type, backend)
+    tp = mesh.get_mesh("tp") if mesh.tp > 1 else None
+    heads = meshes_of_heads(mesh)
+    shared = tp if heads is None else heads.heads
+    backend = None if shared is None else dist.get_backend(shared.get_group())
+    checked = _prepare(model, config, mesh.tp, mesh.cp, over.device_type, backend)
     if (converted := record.float8) is not None:
         _log.info(_words(converted))
     if (adapters := record.adapters) is not None:
@@ -121,10 +124,13 @@ def apply_steps(
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if checked is not None:
-        record.plan = split(checked, CutByWeights(mesh.get_mesh("tp"), checked.plan.source.options.stream))
+        # Data parallelism is over all ranks that see other tokens, and sums their gradients.
+        record.plan = split(checked, cut_of(checked, tp, heads, sum_over_cp=False))
         counts = Counter(type(style).__name__ for style in record.plan.styles.values())
-        _log.info(f"Tensor parallel {mesh.tp}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
-        record.steps.append("tensor parallelism")
+        degrees = {name: degree for name, degree in (("tensor", mesh.tp), ("context", mesh.cp)) if degree > 1}
+        said = ", ".join(f"{name} parallel {degree}" for name, degree in degrees.items()).capitalize()
+        _log.info(f"{said}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+        record.steps += [f"{name} parallelism" for name in degrees]
 
     # Before compile, so that the compiler sees the recomputation.
     recomputed = config.activation_checkpoint if ac_config is None else ac_config
@@ -143,7 +149,7 @@ def apply_steps(
         apply_data_parallelism(model, mesh, config)
 
 
-def dry_run(model: nn.Module, config: Config, tp_degree: int, device_type: str) -> None:
+def dry_run(model: nn.Module, config: Config, tp_degree: int, device_type: str, cp_degree: int = 1) -> None:
     """Take the steps of `parallelize` that need no mesh, on a model on meta, which is of no use afterwards.
 
     What depends on the meshes is refused in `parallelize`.
@@ -151,12 +157,17 @@ def dry_run(model: nn.Module, config: Config, tp_degree: int, device_type: str) 
     Raises:
         PlanError, OptionError, ParallelError: as `parallelize`.
     """
-    _prepare(model, config, tp_degree, device_type)
+    _prepare(model, config, tp_degree, cp_degree, device_type)
     check_activation_checkpointing(model, config.activation_checkpoint)
 
 
 def _prepare(
-    model: nn.Module, config: Config, tp_degree: int, device_type: str, backend: str | None = None
+    model: nn.Module,
+    config: Config,
+    tp_degree: int,
+    cp_degree: int,
+    device_type: str,
+    backend: str | None = None,
 ) -> Checked | None:
     """Prepare the modules of `model` and check its plan; None where nothing is split. Nothing is logged."""
     record = record_of(model)
@@ -172,15 +183,21 @@ def _prepare(
     done = {"float8": record.float8, "LoRA": record.adapters, "freezing": frozen}
     record.steps += [step for step, change in done.items() if change is not None]
     checked = None
-    if isinstance(config, FSDP2Config) and tp_degree > 1:
-        options = TPOptions(tp_degree, not config.disable_loss_parallel, config.enable_sequence_parallel)
-        source = resolve_plan(config.plan, model, options)
-        checked = check(source, model, backend, dtype(config.mixed_precision_param))
+    if tp_degree > 1 or cp_degree > 1:
+        options, weights = TPOptions(tp_degree, context=cp_degree), None
+        if isinstance(config, FSDP2Config):
+            weights = dtype(config.mixed_precision_param)
+            options = replace(
+                options,
+                loss_parallel=not config.disable_loss_parallel,
+                sequence_parallel=config.enable_sequence_parallel,
+            )
+        checked = check(resolve_plan(config.plan, model, options), model, backend, weights)
 
     # Parameters lose what a model has marked on them when they are sharded, and modules their numbers when they are split.
     if record.roles is None:
         known = None if checked is None else checked.plan.styles
-        record.roles = find_roles(model, config.plan if isinstance(config, FSDP2Config) else None, known)
+        record.roles = find_roles(model, config.plan, known)
     return checked
 
 
@@ -220,11 +237,12 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config) -> None:
         Placement(
             config=config,
             tp=mesh.tp,
+            cp=mesh.cp,
             dp_replicate=mesh.dp_replicate,
             dp_shard=over.size(over.ndim - 1),
             device_type=over.device_type,
             nccl=mesh.tp_enabled and has_nccl(mesh),
-            one_graph=not config.compile.blocks or one_graph_a_block(model),
+            one_graph=not config.compile.blocks or (mesh.cp == 1 and one_graph_a_block(model)),
         )
     )
     if isinstance(config, FSDP2Config):
@@ -284,4 +302,4 @@ def _in_words(recomputed: Any) -> str:
 
 
 def _ddp_mesh(mesh: Any) -> DeviceMesh:
-    return mesh.get_mesh("batch" if mesh.dp_enabled else "fsdp")
+    return mesh.get_mesh("loss" if mesh.dp_cp_enabled else "fsdp")

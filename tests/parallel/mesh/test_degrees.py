@@ -85,7 +85,6 @@ def test_the_outermost_axis_comes_first():
 @pytest.mark.parametrize(
     ("degrees", "words"),
     [
-        (Degrees(cp=2), "context_parallel_degree = 2"),
         (Degrees(pp=4), "pipeline_parallel_degree = 4"),
         (SimpleNamespace(cp=1, pp=1, ep=8), "expert_parallel_degree = 8"),
         (Degrees(ep=2).resolve(4), "expert_parallel_degree = 2"),
@@ -112,4 +111,4 @@ def test_degrees_that_split_the_model_are_refused_by_ddp(degrees, words):
 
 def test_what_there_is_is_not_refused():
     refuse_degrees(Degrees(dp_replicate=2, tp=8))
-    refuse_degrees(Degrees(dp_replicate=4, dp_shard=1), ddp=True)
+    refuse_degrees(Degrees(dp_replicate=4, cp=2, dp_shard=1), ddp=True)

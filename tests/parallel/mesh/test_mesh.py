@@ -24,6 +24,7 @@ COMBINED = {
     "fsdp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
+    "heads": ("cp", "tp"),
 }
 NAMES = {**{axis: (axis,) for axis in AXES}, **COMBINED}
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT, async_tensor_parallel
+from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT, async_tensor_parallel, no_float8
 from titanplans.config.compatibility.words import fields, get, needs
 from titanplans.config.options import Refusals
 from titanplans.config.other_names import REFUSED
@@ -27,9 +27,9 @@ def refusals(job: Any) -> Refusals:
 
 def _parallelism(job: Any) -> Refusals:
     p = job.parallelism
-    for key in ("parallelism.pipeline_parallel_degree", "parallelism.context_parallel_degree"):
-        if get(job, key) != 1:
-            yield key, REFUSED[key].reason
+    if p.pipeline_parallel_degree != 1:
+        key = "parallelism.pipeline_parallel_degree"
+        yield key, REFUSED[key].reason
     if p.data_parallel_strategy == "megatron_fsdp":
         yield (
             STRATEGY,
@@ -48,12 +48,22 @@ def _parallelism(job: Any) -> Refusals:
             f'DDP copies whole models; use {STRATEGY} = "fsdp2" with data_parallel_replicate_degree for the copies, or '
             "remove this key",
         )
-    degree, length = p.tensor_parallel_degree, job.training.seq_len
-    if job.model.plan is not None and degree == 1:
+    degree, context, length = p.tensor_parallel_degree, p.context_parallel_degree, job.training.seq_len
+    if job.model.plan is not None and degree == context == 1:
         yield "model.plan", f"parallelism.{NOTHING_IS_SPLIT}"
+    if context > 1 and length % (2 * context):
+        yield (
+            "training.seq_len",
+            f"torchtitan's trainer takes multiples of 2 x context_parallel_degree = {2 * context} alone; "
+            f"{near_multiples(length, 2 * context)} would work",
+        )
+    if context > 1 and job.quantize.linear.float8.recipe_name is not None:
+        yield "quantize.linear.float8.recipe_name", no_float8(context)
     # With another length, the last shard is padded, and each block pads before each product.
     multiple = f"training.seq_len = {length} to be a multiple of tensor_parallel_degree = {degree}"
-    splits = {"tensor_parallel_degree above 1": degree > 1, multiple: length % degree == 0}
+    if context > 1:
+        multiple += f" x context_parallel_degree = {context}"
+    splits = {"tensor_parallel_degree above 1": degree > 1, multiple: length % (degree * context) == 0}
     yield from async_tensor_parallel("parallelism.enable_async_tensor_parallel", p, job.compile, **splits)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanplans.config.compatibility.groups import WITH_ATTENTION
-from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT
+from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT, no_float8
 from titanplans.config.compatibility.words import get
 from titanplans.config.options import Refusals
 
@@ -16,6 +16,7 @@ class Placement:
     config: Any
     """An FSDP2Config or a DDPConfig."""
     tp: int
+    cp: int
     dp_replicate: int
     dp_shard: int
     device_type: str
@@ -31,18 +32,21 @@ def check_placement(placement: Placement) -> None:
     Raises:
         OptionError: the first option that is refused.
     """
-    refusals = [_float8, _compile]
+    refusals = [_plan, _float8, _compile]
     if placement.config.title == "fsdp2":
-        refusals.insert(0, _fsdp2)
+        refusals.insert(1, _fsdp2)
     for refuse in refusals:
         for option, why in refuse(placement):
             raise placement.config.error(option, why)
 
 
+def _plan(p: Placement) -> Refusals:
+    if p.config.plan is not None and p.tp == p.cp == 1:
+        yield "plan", NOTHING_IS_SPLIT
+
+
 def _fsdp2(p: Placement) -> Refusals:
     c = p.config
-    if c.plan is not None and p.tp == 1:
-        yield "plan", NOTHING_IS_SPLIT
     if c.fsdp_defer_grad_sync == "replicas" and p.dp_replicate == 1:
         yield (
             "fsdp_defer_grad_sync",
@@ -58,6 +62,8 @@ def _fsdp2(p: Placement) -> Refusals:
 
 def _float8(p: Placement) -> Refusals:
     gather = "float8.enable_fsdp_float8_all_gather"
+    if p.cp > 1 and p.config.float8.recipe_name is not None:
+        yield "float8.recipe_name", no_float8(p.cp)
     if get(p.config, gather):  # which DDP has not
         if p.dp_shard == 1:
             yield gather, "data_parallel_shard_degree = 1 gathers nothing; raise it or remove this key"
@@ -96,15 +102,18 @@ def _compile(p: Placement) -> Refusals:
             f"inductor does not read {foreign!r} on device type {p.device_type!r}; remove it",
         )
     if compiled.blocks and compiled.fullgraph and not p.one_graph:
-        yield (
-            "compile.fullgraph",
-            "blocks contain modules of flash-linear-attention, whose kernels break every graph; remove this key",
-        )
+        why = "blocks contain modules of flash-linear-attention, whose kernels break every graph"
+        if p.cp > 1:
+            why = f"with context_parallel_degree = {p.cp} the mixers of blocks are outside of graphs"
+        yield "compile.fullgraph", f"{why}; remove this key"
     keeps_operators = ac.mode == "selective" and ac.selective_ac_option == "op"
     if compiled.blocks and not p.one_graph and keeps_operators:
+        which = "with modules of flash-linear-attention"
+        if p.cp > 1:
+            which = f"with context_parallel_degree = {p.cp}"
         yield (
             "activation_checkpoint.mode",
-            "compiled blocks with modules of flash-linear-attention are several graphs, in which no operator can be "
+            f"compiled blocks {which} are several graphs, in which no operator can be "
             'kept; use full, selective with selective_ac_option = "2", mlp or memory_budget, or set compile.enable = '
             "false",
         )

@@ -10,6 +10,14 @@ NOTHING_IS_SPLIT = "tensor_parallel_degree = 1 splits nothing; raise it or remov
 _NOT_COMPILED = 'no block is compiled; set compile.enable = true with "model" in compile.components'
 
 
+def no_float8(context: int) -> str:
+    """Say why context parallelism of that degree and float8 exclude each other."""
+    return (
+        f"with context_parallel_degree = {context} a process has its own tokens, and float8's scales are those of all; "
+        "leave float8 out, or set context_parallel_degree = 1"
+    )
+
+
 def _shared(c: Any) -> Refusals:
     # In a job, `strategy_of` leaves these out: [compile] enable and recipe_name are switches that the others wait for.
     switched = [f"compile.{name}" for name in ("backend", "mode", "fullgraph", "dynamic", "options")]

@@ -48,7 +48,7 @@ class ParallelDegrees(Options):
     """Processes over which the layers are spread; 1 is what works today."""
 
     context_parallel_degree: PositiveInt = 1
-    """Processes over which the mixers' sequence is spread; 1 is what works today."""
+    """Processes that share each sequence: each has a part of its tokens, in a mixer all tokens of a part of its heads."""
 
     @property
     def shard_degree(self) -> int:

@@ -98,12 +98,12 @@ def refuse_degrees(degrees: Any, *, ddp: bool = False) -> None:
         ddp: whether the strategy is DDP.
 
     Raises:
-        ParallelError: a context, pipeline or expert degree above 1; under DDP also a tensor or shard degree.
+        ParallelError: a pipeline or expert degree above 1; under DDP also a tensor or shard degree.
     """
-    for name, degree in (("context", degrees.cp), ("pipeline", degrees.pp), ("expert", degrees.ep)):
+    for name, degree in (("pipeline", degrees.pp), ("expert", degrees.ep)):
         if degree > 1:
             raise ParallelError(
-                f"{name}_parallel_degree = {degree}: this entry parallelises by tensor and data; set it to 1"
+                f"{name}_parallel_degree = {degree}: this entry parallelises by tensor, tokens and data; set it to 1"
             )
     if ddp and degrees.tp > 1:
         raise ParallelError(f"ddp with tp = {degrees.tp}: {NOT_FOR_DDP}")

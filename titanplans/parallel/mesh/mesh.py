@@ -4,7 +4,7 @@
     pp             pipeline stages              dp          dp_replicate x dp_shard: the ranks that read different data
     dp_replicate   copies of the model          fsdp        dp_shard x cp: the ranks that shard parameters
     dp_shard       shards of a copy             dp_cp       dp_replicate x dp_shard x cp: the ranks that sum the loss
-    cp             parts of a sequence
+    cp             parts of a sequence          heads       cp x tp: the ranks that share a mixer's heads
     tp             parts of a layer
 
 All are slices of one root mesh, so that FSDP and tensor parallelism can combine theirs. Communicators cost memory,
@@ -31,6 +31,7 @@ _COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "heads": ("cp", "tp"),
 }
 _ALIASES = {"batch": "dp", "loss": "dp_cp"}
 """What torchtitan's ParallelDims calls them."""
@@ -64,6 +65,7 @@ class Mesh:
     dp_shard_enabled: bool
     fsdp_enabled: bool
     dp_cp_enabled: bool
+    heads_enabled: bool
     cp_enabled: bool
     tp_enabled: bool
     pp_enabled: bool
@@ -87,7 +89,7 @@ class Mesh:
 
         Args:
             names: "pp", "dp_replicate", "dp_shard", "cp", "tp", "dp" (or "batch"), "fsdp", "dp_cp" (or
-                "loss"), or several of them that don't overlap.
+                "loss"), "heads", or several of them that don't overlap.
 
         The same names give the same object each time.
 
@@ -116,7 +118,8 @@ class Mesh:
         made: dict[tuple[str, ...], DeviceMesh] = {}
         combined = {}
         for name, axes in _COMBINED.items():
-            long = tuple(axis for axis in axes if getattr(self, axis) > 1) or ("dp_shard",)
+            alone = "dp_shard" if "dp_shard" in axes else axes[0]
+            long = tuple(axis for axis in axes if getattr(self, axis) > 1) or (alone,)
             if long not in made:
                 made[long] = (
                     self.world_mesh[long] if len(long) == 1 else flatten_mesh(self.world_mesh[long], name)

@@ -136,13 +136,16 @@ class CutByTokens:
         shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
         of_tp = _held(outer, shape, self.border.rank, self.tp)
         assert of_tp is not None
+        # A column of codes stands for two inputs.
+        wide = entry.module.in_features // shape[1] if name != "weight" and of_tp[0] == 1 else 1  # type: ignore[operator]
         places = []
         for rank in range(self.cp):
             held = _held(inner, shape, self.border.rank * self.cp + rank, self.tp * self.cp)
             assert held is not None
-            places.append(self._within(entry, of_tp[1], held[1]))
+            within = self._within(entry, of_tp[1], held[1])
+            places.append(tuple((wide * first, wide * size) for first, size in within))
         closes = isinstance(entry.style, Rowwise) and entry.style.closes
-        return Heads(self.border, tuple(places), number_of(of_tp[1]), closes)
+        return Heads(self.border, tuple(places), wide * number_of(of_tp[1]), closes)
 
     def _within(self, entry: Entry, outer: Places | None, inner: Places) -> Places:
         try:

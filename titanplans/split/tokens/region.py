@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from titanplans.plan.styles.region import Region
+from titanplans.split.state import make_state
 from titanplans.split.stream import Border
 from titanplans.split.tensors.rules import on_input, on_output
 from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
@@ -46,6 +47,7 @@ class Entered:
 
 def install_region(style: Region, module: nn.Module, border: Border) -> None:
     """Let `module` work on the whole sequence, as far as its code can tell."""
+    make_state(module).mixes_tokens = True
     module.register_forward_pre_hook(partial(_enter, style, border, Readers()), with_kwargs=True)
     if style.reduce_output:
         module.register_forward_hook(partial(_leave, style, border), with_kwargs=True)

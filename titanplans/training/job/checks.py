@@ -160,7 +160,8 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     """Refuse a model that float8, adapters, the plan, the degree or recomputation does not fit; see `dry_run`."""
     spread = strategy_of(job)
     with rename_option_errors():
-        dry_run(model, spread, job.parallelism.tensor_parallel_degree, default_device_type())
+        p = job.parallelism
+        dry_run(model, spread, p.tensor_parallel_degree, default_device_type(), p.context_parallel_degree)
     if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(

@@ -124,7 +124,8 @@ def _training(job: JobConfig, world_size: int) -> TrainingConfig:
 
 def _parallelism(job: JobConfig) -> ParallelismConfig:
     p = job.parallelism
-    divisible = job.training.seq_len % p.tensor_parallel_degree == 0
+    ends = 2 * p.context_parallel_degree if p.context_parallel_degree > 1 else 1
+    divisible = job.training.seq_len % (p.tensor_parallel_degree * ends) == 0
     return ParallelismConfig(
         data_parallel_replicate_degree=p.data_parallel_replicate_degree,
         data_parallel_shard_degree=p.shard_degree,

@@ -31,9 +31,11 @@ class CrossEntropyLoss(titan.BaseLoss):
     Attributes:
         added: returns the term that the newest forward adds to the mean over its tokens, or None. Only in training.
         objective: terms added to the cross entropy of a token. Only in training.
+        parts: the ranks that share a sequence, each of which returns its part of the loss.
     """
 
     added: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
+    parts: int = 1
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.BaseLoss.Config):
@@ -59,6 +61,7 @@ class CrossEntropyLoss(titan.BaseLoss):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of logits `pred` [B, L, V], nats per token of the whole batch, and no metrics.
 
+        With context parallelism it is this rank's part: of its own tokens, labels are given for all.
         Without the tokens of the whole batch, in validation, it is a sum, of the cross entropy alone.
         """
         training = global_valid_tokens is not None
@@ -68,7 +71,9 @@ class CrossEntropyLoss(titan.BaseLoss):
         if training:
             loss = loss / global_valid_tokens
             if (added := self.added()) is not None:
-                loss = loss + added * ((labels != IGNORED).sum() / global_valid_tokens)
+                # Each rank has it whole, and a part of its gradient.
+                whole = added * ((labels != IGNORED).sum() / global_valid_tokens)
+                loss = loss + whole - (whole - whole / self.parts).detach()
         return loss, {}
 
     def fuse(self, model: torch.nn.Module) -> FusedLoss | None:

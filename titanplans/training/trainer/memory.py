@@ -114,9 +114,10 @@ def _logits(job: JobConfig, model: PreTrainedModel) -> Part:
     fused, most = job.loss.fused is not False, job.loss.chunk_tokens
     vocab_size = model.config.get_text_config().vocab_size
     split = 1 if p.disable_loss_parallel and not fused else p.tensor_parallel_degree
+    own = p.context_parallel_degree  # tokens are cut
     size = 2 if "bfloat16" in (t.mixed_precision_param, t.dtype) else 4
     section, data = max(_data(job), key=lambda item: item[1].local_batch_size * item[1].seq_len)
-    tokens = data.local_batch_size * data.seq_len
+    tokens = data.local_batch_size * -(data.seq_len // -own)
     if fused and tokens > most:
         keys, what = f"loss.chunk_tokens = {most}", "the logits of a chunk"
         return Part(most * vocab_size * size // split, keys, f"{what} over {vocab_size:,} tokens", "lower it")
@@ -169,7 +170,12 @@ def _workers(job: JobConfig) -> Part:
 
 def _process(job: JobConfig, processes: int) -> Part:
     p = job.parallelism
-    degrees = ("tensor_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree")
+    degrees = (
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "data_parallel_shard_degree",
+        "data_parallel_replicate_degree",
+    )
     said = [f"{degree} = {getattr(p, degree)}" for degree in degrees if getattr(p, degree) > 1]
     what = "the processes themselves" if processes > 1 else "the process itself"
     return Part(_PROCESS, f"parallelism.{', '.join(said)}" if said else "this job", what, "lower a degree")

@@ -114,7 +114,10 @@ class MetricsProcessor(titan.MetricsProcessor):
             scalars["time_metrics/left(s)"] = left
             fields.append((self.color.white, f"left {format_seconds(left)}"))
 
-        self._write(scalars | (extra_metrics or {}), step)
+        extra = dict(extra_metrics or {})
+        if "n_tokens_seen" in extra:  # summed over the ranks that share a sequence, too
+            extra["n_tokens_seen"] //= self.parallel_dims.cp
+        self._write(scalars | extra, step)
         self._print(fields)
         self._last_step = step
         self._start_interval()

@@ -31,6 +31,7 @@ from titanplans.training.trainer.model import LanguageModel
 from titanplans.training.trainer.optimizer import prepare_optimizer
 from titanplans.training.trainer.parallelism_report import JobReport
 from titanplans.training.trainer.random_state import get_rng_state, set_rng_state
+from titanplans.training.trainer.sequences import WholeSequences, whole_batches
 from titanplans.training.trainer.step import Skipped, clipping
 
 _Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -75,7 +76,7 @@ class Trainer(torchtitan.trainer.Trainer):
         super().__init__(config)
         (part,) = self.model_parts
         loss: Any = self.loss_fn
-        loss.added = lambda: part.added
+        loss.added, loss.parts = lambda: part.added, self.parallel_dims.cp
         part.fused, part.objective, part.on_fusion_failed = (
             loss.fuse(part.lm),
             loss.objective,
@@ -105,9 +106,11 @@ class Trainer(torchtitan.trainer.Trainer):
     def init_distributed(self) -> ParallelDims:
         """torchtitan's, by a store that ranks of an earlier start have not written to."""
         if torch.distributed.is_initialized():
-            return super().init_distributed()
-        with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
-            return super().init_distributed()
+            dims = super().init_distributed()
+        else:
+            with own_rendezvous(timedelta(seconds=self.config.comm.init_timeout_seconds)):
+                dims = super().init_distributed()
+        return WholeSequences.from_config(self.config.parallelism, dims.world_size)
 
     def should_continue_training(self) -> bool:
         """True while steps are left. Under checkpoint.save_on_signal saves and ends where a rank was asked to.
@@ -198,7 +201,7 @@ class Trainer(torchtitan.trainer.Trainer):
             return norms[-1]
 
         try:
-            with clipping(clip):
+            with clipping(clip), whole_batches(self.parallel_dims):
                 super().train_step(data_iterator)
         except RuntimeError as error:
             # torchtitan's train_step itself raises for a loss that is not finite, once the step is over.

@@ -1,0 +1,56 @@
+"""Context parallelism in torchtitan's trainer: each rank of a group reads whole sequences, and has a part of their loss.
+
+torchtitan's own cuts ids, labels and positions before the model, for its own attention. Here the model cuts them, so that
+what torchtitan counts by the labels of a rank (tokens, the mean loss of a batch) it would count once a rank of the group.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+
+
+class WholeSequences(ParallelDims):
+    """torchtitan's, for whose trainer and validator there is nothing to cut by tokens."""
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: asked where ids and labels are cut."""
+        return False
+
+    @property
+    def dp_cp_enabled(self) -> bool:
+        """Whether several ranks have a part of the loss."""
+        return self.dp_enabled or self.cp > 1
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether several ranks have a part of each weight."""
+        return self.dp_shard_enabled or self.cp > 1
+
+
+@contextmanager
+def whole_batches(dims: ParallelDims) -> Iterator[None]:
+    """Let torchtitan's `train_step` find the largest of the batches' mean losses, and not of their parts.
+
+    It calls `torchtitan.distributed.utils.dist_max`, which is replaced only while the body runs.
+    """
+    if dims.cp == 1:
+        yield
+        return
+    largest, group = dist_utils.dist_max, dims.get_mesh("cp").get_group()
+
+    def of_batches(x: torch.Tensor, *args: Any, **kwargs: Any) -> float:
+        whole = x.clone()
+        dist.all_reduce(whole, group=group)
+        return largest(whole, *args, **kwargs)
+
+    dist_utils.dist_max = of_batches  # pyrefly: ignore[bad-assignment]
+    try:
+        yield
+    finally:
+        dist_utils.dist_max = largest
