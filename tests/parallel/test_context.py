@@ -6,17 +6,13 @@ A step over ranks is that of one process.
 import functools
 
 import equal
+import pytest
 import torch
 import torch.distributed as dist
+import worlds
 import zoo
 
-from titanplans.parallel import (
-    DDPConfig,
-    Degrees,
-    FSDP2Config,
-    Mesh,
-    parallelize,
-)
+from titanplans.parallel import DDPConfig, Degrees, FSDP2Config, Mesh, ParallelManager, parallelize
 
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager", "components": ["model"]}}
 SHARED = Degrees(cp=2, dp_shard=2)
@@ -88,3 +84,85 @@ def case(name, degrees, options):
 def test_step_equals_single_process():
     differences = equal.equals_one_process({name: case(*given) for name, given in CASES.items()}, ranks=4)
     assert not differences, differences
+
+
+def documents(rank):
+    """Return the losses of documents packed into rows, fused and not, and of the whole model, by model."""
+    from titanplans import kernels
+    from titanplans.loss import FusedLoss
+    from titanplans.parallel import cross_entropy
+    from titanplans.training.trainer.documents import inputs
+
+    kernels.install("cpu")
+    ids = torch.randint(96, (2, 14), generator=torch.Generator().manual_seed(2))
+    labels, positions = ids.roll(-1, 1), torch.tensor([[*range(5), *range(9)], [*range(11), *range(3)]])
+    found = {}
+    for name, by in {"gla": "cu_seqlens", "qwen3": "position_ids"}.items():
+        given = inputs(ids, positions, by)
+        model = build(name)
+        logits = model(**given, use_cache=False).logits
+        found[name] = [equal.summed_cross_entropy(logits, labels.view(logits.shape[:-1])).item()]
+        parallelize(model, parallel_dims=mesh_once(Degrees(cp=2, dp_shard=1)), config=FSDP2Config())
+        for _ in range(2):
+            logits = model(**given, use_cache=False).logits
+            found[name].append(cross_entropy(logits, labels.view(logits.shape[:-1]), 1).detach())
+            with FusedLoss(model)(labels):
+                logits = model(**given, use_cache=False).logits
+            found[name].append(cross_entropy(logits, labels, 1).detach())
+        for part in found[name][1:]:
+            dist.all_reduce(part)
+    return found
+
+
+def test_documents_of_a_row_are_kept_apart():
+    for name, (whole, *found) in worlds.run(documents, 2).items():
+        assert [part.item() for part in found] == pytest.approx([whole] * len(found), rel=1e-6), name
+
+
+def through_manager(rank):
+    """Return losses and norms of two accumulated steps by `ParallelManager`, and of one process."""
+    from titanplans import kernels
+    from titanplans.parallel import clip_gradients
+
+    kernels.install("cpu")
+    ids = torch.randint(96, (4, 13), generator=torch.Generator().manual_seed(3))
+    labels = ids.roll(-1, 1)
+    model = build("gla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {"one": [], "manager": []}
+    for _ in range(2):
+        loss = equal.summed_cross_entropy(model(input_ids=ids).logits, labels) / labels.numel()
+        loss.backward()
+        found["one"] += [loss.item(), clip_gradients(model.parameters(), 1.0).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    manager = ParallelManager(FSDP2Config(compile={"enable": True, "backend": "aot_eager"}), Degrees(cp=2))
+    model = manager.parallelize(build("gla"))
+    compiled = manager.prepare_loss(manager.cross_entropy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        tokens, total = manager.count_tokens(labels), torch.zeros(())
+        for number in range(2):
+            rows = slice(2 * number, 2 * number + 2)
+            with manager.accumulate(last=number == 1):
+                loss = compiled(model(input_ids=ids[rows]).logits, labels[rows], tokens)
+                loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        found["manager"] += [total.item(), manager.clip_gradients(1.0).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    found["report"] = manager.parallelism_report().values
+    return found
+
+
+def test_a_loop_of_ones_own():
+    found = worlds.run(through_manager, 2)
+    assert found["manager"] == pytest.approx(found["one"], rel=1e-5)
+    report = found["report"]
+    assert report["tensor_parallel"] is None
+    assert report["context_parallel"]["plan"] == "GLAPlan"
+    assert report["context_parallel"]["regions"] == ["model.layers.0.attn", "model.layers.1.attn"]
+    assert report["steps_taken"] == ["context parallelism", "compile", "FSDP2"]
+    assert report["compile"]["blocks"] == 2
+    assert report["data_parallel"]["shards"] == 2

@@ -3,12 +3,19 @@
 One spawn of each size, shared by all cases.
 """
 
+import json
 import os
 from pathlib import Path
 
+import pytest
+import torch
 import worlds
 import zoo
+from safetensors.torch import load_file
 from test_trainer import train, write_inputs
+
+from titanplans.config import load_job
+from titanplans.errors import OptionError, PlanError
 
 CP, TP = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
 STEPS = ("--training.steps=3", "--lr_scheduler.total_steps=8", "--training.local_batch_size=8")
@@ -19,46 +26,31 @@ VALIDATION = ("--validation.enable", "--validation.freq=2", "--validation.steps=
 FIGURES = ("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "n_tokens_seen",
            "validation_metrics/loss")  # fmt: skip
 PUBLISHED = ("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.last_save_in_hf")
+ACCUMULATED = (
+    *HALF[:2], "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2",
+    "--validation.local_batch_size=4",
+)  # fmt: skip
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--activation_checkpoint.mode=full")
 JOBS = {
     "gla, tp 2 x cp 2": ("gla", (*STEPS, TP, CP)),
     "samba, cp 2 x fsdp 2": ("samba", (*HALF, CP)),
-    "qwen3_next, cp 2 x fsdp 2": ("qwen3_next", (*HALF, CP)),
-    "mixtral, tp 2 x cp 2": ("mixtral", (*STEPS, TP, CP)),
-    "gla, cp 2 x hsdp 2": ("gla", (*HALF, CP, *HSDP)),
-    "gla, cp 2 x ddp 2, accumulated": (
-        "gla",
-        (*HALF[:2], "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2", CP, *DDP),
-    ),
-    "gla, cp 2 x fsdp 2, accumulated": (
-        "gla",
-        (
-            *HALF[:2],
-            "--training.local_batch_size=2",
-            "--training.gradient_accumulation_steps=2",
-            CP,
-            "--parallelism.fsdp_defer_grad_sync=all",
-        ),
-    ),
     "samba, cp 4, compiled and recomputed": (
-        "samba",
-        (
-            *STEPS,
-            "--parallelism.context_parallel_degree=4",
-            "--compile.enable",
-            "--compile.backend=aot_eager",
-            "--activation_checkpoint.mode=full",
-        ),
+        "samba", (*STEPS, "--parallelism.context_parallel_degree=4", *COMPILED),
     ),
-    "gla, cp 2 x fsdp 2, loss from logits": ("gla", (*HALF, CP, "--loss.no-fused")),
-}
+    "qwen3_next, cp 2 x hsdp 2": ("qwen3_next", (*HALF, CP, *HSDP)),
+    "mixtral, tp 2 x cp 2": ("mixtral", (*STEPS, TP, CP)),
+    "gla, cp 2 x ddp 2, accumulated": ("gla", (*ACCUMULATED, CP, *DDP)),
+    "gla, cp 2 x fsdp 2, accumulated, loss from logits": (
+        "gla", (*ACCUMULATED, CP, "--parallelism.fsdp_defer_grad_sync=all", "--loss.no-fused"),
+    ),
+}  # fmt: skip
 TUNED = {
-    "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2")),
-    "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2")),
+    "lora": ("gla", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, CP)),
+    "qlora": ("wide", ("--lora.rank=3", "--lora.quantize_base=nf4", "--optimizer.lr=3e-2"), (*STEPS, TP, CP)),
     "muon": (
-        "dense",
-        ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 1e-3}]"),
+        "dense", ("--optimizer.name=Muon", "--optimizer.groups=[{pattern = 'embed|lm_head', lr = 1e-3}]"), (*HALF, CP),
     ),
-}
+}  # fmt: skip
 MODELS = {
     "samba": dict(vocab_size=4096, attn=dict(layers=[1], num_heads=8, num_kv_heads=2, window_size=5)),
     "qwen3_next": dict(
@@ -90,10 +82,8 @@ def figures(folder: Path, model: str, dump: str, *options: str) -> dict[str, dic
 
 def on_one_rank(rank: int) -> dict:
     folder = Path(os.environ["TEST_FOLDER"])
-    found = {
-        model: figures(folder, model, f"{model} alone", *STEPS, *VALIDATION) for model in ("gla", *MODELS)
-    }
-    for name, (model, options) in TUNED.items():
+    found = {name: figures(folder, name, f"{name} alone", *STEPS, *VALIDATION) for name in ("gla", *MODELS)}
+    for name, (model, options, _) in TUNED.items():
         found[name] = figures(folder, model, f"{name} alone", *STEPS, *options)
     found["whole"] = figures(folder, "gla", "whole", STEPS[2], *PUBLISHED)
     return found
@@ -104,22 +94,116 @@ def on_four_ranks(rank: int) -> dict:
     found = {}
     for name, (model, options) in JOBS.items():
         found[name] = figures(folder, model, name, *options, *VALIDATION)
-    for name, (model, options) in TUNED.items():
-        found[name, "tp 2 x cp 2"] = figures(folder, model, f"{name}, tp", *STEPS, *options, TP, CP)
-        found[name, "cp 2 x fsdp 2"] = figures(folder, model, f"{name}, fsdp", *HALF, *options, CP)
+    for name, (model, options, degrees) in TUNED.items():
+        found[name] = figures(folder, model, name, *degrees, *options)
     saves = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
-    found["begun"] = figures(folder, "gla", "moved", "--training.steps=2", *HALF[1:], *saves, CP)
-    found["moved to tp"] = figures(folder, "gla", "moved", "--training.steps=4", *STEPS[1:], *saves, TP, CP)
-    found["moved to ddp"] = figures(folder, "gla", "moved", "--training.steps=6", *HALF[1:], *saves, *DDP, CP)
-    found["moved to no cp"] = figures(folder, "gla", "moved", HALF[2], *PUBLISHED, TP)
+    found["moved"] = [
+        figures(folder, "gla", "moved", "--training.steps=2", *HALF[1:], *saves, CP),
+        figures(folder, "gla", "moved", "--training.steps=4", *STEPS[1:], *saves, TP, CP),
+        figures(folder, "gla", "moved", "--training.steps=6", *HALF[1:], *saves, *DDP, CP),
+        figures(folder, "gla", "moved", HALF[2], *PUBLISHED, TP),
+    ]
     return found
 
 
-if __name__ == "__main__":
-    import pprint
-    import tempfile
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return inputs(tmp_path_factory.mktemp("jobs"))
 
-    folder = inputs(Path(tempfile.mkdtemp()))
-    one = worlds.run(on_one_rank, 1)
-    pprint.pprint(one)
-    pprint.pprint(worlds.run(on_four_ranks, 4))
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return worlds.run(on_one_rank, 1)
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return worlds.run(on_four_ranks, 4)
+
+
+LARGEST, LOSS = "loss_metrics/global_max_loss", "loss_metrics/global_avg_loss"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_has_the_figures_of_one_process(one, four, name):
+    model, options = JOBS[name]
+    expected, found = one[model], four[name]
+    assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
+    for key in FIGURES:
+        if key == LARGEST and not set(STEPS) <= set(options):  # of several batches
+            assert all(found[LOSS][step] < found[key][step] < found[LOSS][step] + 0.2 for step in (1, 2, 3))
+            continue
+        # float32, summed in another order, as in test_trainer.
+        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_adapters_and_muon_train_alike(one, four, name):
+    # bfloat16 rounds what Muon orthogonalises.
+    assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=1e-4 if name == "muon" else 1e-5)
+    assert one[name][LOSS][3] < one[name][LOSS][1] - 0.05
+
+
+def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
+    losses = {step: loss for part in four["moved"] for step, loss in part[LOSS].items()}
+    assert list(losses) == list(range(1, 9))
+    assert losses == pytest.approx(one["whole"][LOSS], rel=1e-5)
+    moved, whole = (
+        load_file(folder / name / "checkpoint" / "step-8" / "model.safetensors")
+        for name in ("moved", "whole")
+    )
+    assert list(moved) == list(whole)
+    for name, weight in whole.items():
+        torch.testing.assert_close(moved[name], weight, rtol=0, atol=1e-3, msg=name)
+
+
+def test_the_report_names_the_degree_and_the_mixers(folder, four):
+    report = json.loads((folder / "samba, cp 2 x fsdp 2" / "parallelism.json").read_text())
+    assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1}
+    assert report["tensor_parallel"] is None
+    assert report["context_parallel"]["regions"] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+    assert report["data_parallel"]["shards"] == 4
+    assert report["step"]["by_operation"]["all_to_all"]["collectives"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--training.seq_len=30"],
+            "training.seq_len = 30: .* 2 x context_parallel_degree = 4 .*28 or 32 would work",
+        ),
+        (
+            ["--quantize.linear.float8.recipe_name=rowwise"],
+            "quantize.linear.float8.recipe_name = .*with context_parallel_degree = 2",
+        ),
+        ([TP, "--parallelism.data_parallel_strategy=ddp"], "tensor_parallel_degree = 2"),
+    ],
+)
+def test_what_a_job_can_not_have_beside_it(folder, words, said):
+    with pytest.raises(OptionError, match=said):
+        load_job([f"{folder}/job.toml", CP, *words])
+
+
+def test_a_job_of_torchtitans_is_taken_as_it_is(folder, tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(
+        "[parallelism]\ncontext_parallel_degree = 4\ncontext_parallel_rotate_method = 'alltoall'\n"
+        "context_parallel_load_balancer = 'headtail'\n"
+    )
+    job = load_job([str(path)])
+    assert job.parallelism.context_parallel_degree == 4
+    assert job.notes == ()
+
+
+def test_more_ranks_than_heads_are_refused_before_a_process_starts(folder):
+    from titanplans.training.job.checks import check_job
+
+    words = [
+        f"--model.config={folder}/gla.json",
+        f"--training.dataset_path={folder}/text",
+        "--training.seq_len=32",
+    ]
+    job = load_job([f"{folder}/job.toml", *words, "--parallelism.context_parallel_degree=8"])
+    with pytest.raises(PlanError, match="context_parallel_degree = 8 does not divide num_heads = 4"):
+        check_job(job, 8)

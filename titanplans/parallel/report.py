@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanplans.apply.apply import AppliedPlan
 from titanplans.config import DDPConfig, Strategy
 from titanplans.observe.compilation import is_compiled
 from titanplans.observe.places import fsdp_units
@@ -17,6 +18,7 @@ from titanplans.observe.report import ParallelismReport
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.plan.decoder import find_decoder
+from titanplans.plan.token_regions import token_regions
 from titanplans.precision.float8.conversion import float8_report
 from titanplans.torch_private.modules import ActivationWrapper
 
@@ -47,6 +49,7 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
             "degrees": lambda: {name: getattr(mesh, name) for name in _DEGREES},
             "steps_taken": lambda: list(record.steps),
             "tensor_parallel": lambda: _tensor_parallel(record),
+            "context_parallel": lambda: _context_parallel(record),
             "float8": lambda: float8_report(
                 model, record.float8, record.plan.crossings if record.plan else {}
             ),
@@ -60,14 +63,26 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
 
 
 def _tensor_parallel(record: ParallelRecord) -> dict[str, Any] | None:
-    if record.plan is None:
+    if record.plan is None or record.plan.plan.options.degree == 1:
         return None
     options = record.plan.plan.options
     return {
-        "plan": type(record.plan.plan).__name__,
-        "styles": dict(Counter(type(style).__name__ for style in record.plan.styles.values())),
+        **_plan(record.plan),
         "sequence_parallel": options.sequence_parallel,
         "loss_parallel": options.loss_parallel,
+    }
+
+
+def _context_parallel(record: ParallelRecord) -> dict[str, Any] | None:
+    if record.plan is None or record.plan.plan.options.context == 1:
+        return None
+    return {**_plan(record.plan), "regions": sorted(token_regions(record.plan.resolved))}
+
+
+def _plan(applied: AppliedPlan) -> dict[str, Any]:
+    return {
+        "plan": type(applied.plan).__name__,
+        "styles": dict(Counter(type(style).__name__ for style in applied.styles.values())),
     }
 
 
