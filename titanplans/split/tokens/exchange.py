@@ -99,7 +99,9 @@ def _heads(own: Sequence[torch.Tensor], exchange: HeadExchange) -> tuple[torch.T
     made = []
     for part in came.split_with_sizes([share.rows for share in shares], -1):
         whole = part.reshape(shape)
-        made.append((whole if shape[dim] == length else whole.narrow(dim, 0, length)).contiguous())
+        whole = (whole if shape[dim] == length else whole.narrow(dim, 0, length)).contiguous()
+        # What comes out of an autograd function must be no view, or code may not change it in place.
+        made.append(torch.ops.aten._unsafe_view(whole, whole.shape))
     return tuple(made)
 
 
