@@ -35,5 +35,9 @@ def _is_mixer(module: nn.Module) -> bool:
 @cache
 def _out_of_graphs(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `cls`, under the same name, whose calls stay out of graphs; blocks share it."""
-    call: Any = torch.compiler.disable(cls.__call__, reason="tokens are exchanged for heads in a mixer")
-    return subclass(cls, {"__call__": call})
+
+    def exchanges_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.__call__(self, *args, **kwargs)
+
+    reason = "tokens are exchanged for heads in a mixer"
+    return subclass(cls, {"__call__": torch.compiler.disable(exchanges_tokens, reason=reason)})

@@ -110,7 +110,7 @@ class CutByTokens:
                 rule_of(style).install(of_heads, module, self.heads)  # type: ignore[misc, arg-type]
             case ReplicatedInRegion():
                 if is_product(module) or "Norm" in type(module).__name__:
-                    keep_tokens(module, border)
+                    keep_tokens(module)
 
     def place_of(self, module: str) -> PlaceInGroup:
         """Return where this rank stands among those that share what the code of `module` counts."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.styles.projections import Rowwise
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.stream import Border
 from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
@@ -41,7 +40,7 @@ def split_by_inputs(module: nn.Module, heads: Heads) -> None:
     specialise(module, _by_inputs(type(module)))
 
 
-def keep_tokens(module: nn.Module, border: Border) -> None:
+def keep_tokens(module: nn.Module) -> None:
     """Let `module`, which works token by token, work on own tokens of a sequence that looks whole."""
     specialise(module, _by_tokens(type(module)))
 
@@ -136,8 +135,3 @@ def is_product(module: nn.Module) -> bool:
     """Whether `module` multiplies each token with a weight: a Linear, or GPT-2's Conv1D."""
     weight = module._parameters.get("weight", module._parameters.get("nf4_codes"))
     return weight is not None and (weight.ndim == 2 or isinstance(module, nn.Linear))
-
-
-def closes(style: Rowwise) -> bool:
-    """Whether the stream is behind a product with this style."""
-    return style.reduce_output

@@ -31,7 +31,7 @@ class CrossEntropyLoss(titan.BaseLoss):
     Attributes:
         added: returns the term that the newest forward adds to the mean over its tokens, or None. Only in training.
         objective: terms added to the cross entropy of a token. Only in training.
-        parts: the ranks that share a sequence, each of which returns its part of the loss.
+        parts: how many ranks share a sequence, and each returns its part of the loss.
     """
 
     added: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
