@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
 from titanplans import FSDP2Config, apply_plan, modeling
@@ -153,7 +153,11 @@ def step(
         return time.thread_time() - before, result
 
     forward, output = timed(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False))
-    loss = nn.functional.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
+    logits = output.logits
+    if isinstance(logits, DTensor):  # over the tokens, of which the first rank has the first
+        logits = logits.to_local()
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, : logits.shape[1]].flatten())
+    del logits
     del output
     backward, _ = timed(loss.backward)
     model.zero_grad()
@@ -172,6 +176,17 @@ def split(degree: int, sequence_parallel: bool) -> Callable[[nn.Module], nn.Modu
     def by_plan(model: nn.Module) -> nn.Module:
         mesh = DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("tp",))
         apply_plan(model, mesh, loss_parallel=False, sequence_parallel=sequence_parallel)
+        return model
+
+    return by_plan
+
+
+def by_tokens(summed: bool) -> Callable[[nn.Module], nn.Module]:
+    """Return what cuts a model by tokens; `summed` by itself, or by data parallelism which is not there."""
+
+    def by_plan(model: nn.Module) -> nn.Module:
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
+        apply_plan(model, mesh, loss_parallel=False, sum_over_cp=summed)
         return model
 
     return by_plan
@@ -224,6 +239,8 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "tp 2": split(2, False),
     "tp 8, sequence parallel": split(8, True),
     "tp 8": split(8, False),
+    "tp 1, cp 2": by_tokens(True),
+    "tp 1, cp 2, summed with dp": by_tokens(False),
     "torch's styles, tp 2, sequence parallel": split_by_torch,
     "FSDP2": sharded(None),
     "FSDP2, tp 2, sequence parallel": sharded(True),

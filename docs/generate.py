@@ -1,4 +1,4 @@
-"""Writes what a program knows about this project into docs/generated/, and the picture of a block.
+"""Writes what a program knows about this project into docs/generated/, and the pictures.
 
 python docs/generate.py                    # all but the slow pages; two minutes
 python docs/generate.py options.md         # this one
@@ -42,17 +42,13 @@ def combinations() -> str:
     return made.page({each: made.refusal(each) for each in made.ALL})
 
 
-def picture() -> str:
-    """Return the picture of a block."""
-    return import_module("draw_block").picture()
-
-
 PAGES = {
     FOLDER / "options.md": options,
     FOLDER / "models.md": page_of("flavors"),
     FOLDER / "architectures.md": page_of("architectures"),
     FOLDER / "combinations.md": combinations,
-    ROOT / "docs" / "block.svg": picture,
+    ROOT / "docs" / "block.svg": lambda: import_module("draw_block").picture(),
+    ROOT / "docs" / "cuts.svg": lambda: import_module("draw_cuts").picture(),
 }
 SLOW = {"graphs.md": "compiled.py", "async_tp.md": "async_tp_page.py"}
 """Pages whose scripts in tests/ compile every architecture, and whose own tests compare them."""

@@ -140,8 +140,10 @@ def test_timeouts():
 
 def test_shared_shardings():
     """Else each rank of a proof finds out again what DTensor does, a tenth of its time."""
-    mesh, other = (DeviceMesh("cpu", [0]) for _ in range(2))
-    threads.know_by_thread(other)
+    mesh = DeviceMesh("cpu", [0])
+    with threads.meshes_by_thread():
+        other = DeviceMesh("cpu", [0])
+    assert mesh != other
     propagator = DTensor._op_dispatcher.sharding_propagator
     with threads.shared_shardings():
         assert "propagate_op_sharding_non_cached" in vars(propagator)

@@ -13,7 +13,6 @@ from faulty import leaving
 from mutants.architectures import ARCHITECTURES
 from plainly import verify
 from tiny import Tiny, TinyPlan
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanplans import PlanError, TPOptions
@@ -149,16 +148,30 @@ def test_groups_of_other_ranks_than_the_mesh_s():
 
         return work
 
-    with pytest.raises(RuntimeError, match=r"test_worlds called AllReduce on a group of 2 .*4"):
+    with pytest.raises(Apart, match=r"rank 1 AllReduce"):  # and ranks 0 and 2 nothing
         threads.run(4, CPU, on([5, 7]))
     with pytest.raises(RuntimeError, match=r"group of ranks 1, 5, .*other data-parallel"):
         threads.run(4, CPU, on([1, 5]))
 
     def two_dimensions(world):
-        distribute_tensor(torch.ones(4), DeviceMesh("cpu", [[4, 5], [6, 7]]), [Replicate(), Shard(0)])
+        mesh, rank = world.mesh_of(2), world.mesh.get_local_rank()
+        assert (mesh.mesh_dim_names, tuple(mesh.get_coordinate())) == (("cp", "tp"), divmod(rank, 2))
+        shard = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
+        assert shard.to_local().tolist() == [2.0 * (rank % 2), 2.0 * (rank % 2) + 1]
+        assert shard.full_tensor().tolist() == [0, 1, 2, 3]
+        own = torch.ones(1 + rank // 2)  # another shape in the other group
+        dist.all_reduce(own, group=mesh["tp"].get_group())
+        assert own.tolist() == [2.0] * (1 + rank // 2)
 
-    with pytest.raises(RuntimeError, match="on a group of 2 of the mesh's 4 ranks"):
-        threads.run(4, CPU, two_dimensions)
+    threads.run(4, CPU, two_dimensions)
+
+    def unequal(world):
+        dist.all_reduce(
+            torch.ones(1 + world.mesh.get_local_rank() % 2), group=world.mesh_of(2)["tp"].get_group()
+        )
+
+    with pytest.raises(Apart, match=r"the ranks \(4, 5\) brought"):
+        threads.run(4, CPU, unequal)
 
     def work(world):
         rank, group = world.mesh.get_local_rank(), world.mesh.get_group()

@@ -83,6 +83,7 @@ def check_plan(
     model: nn.Module,
     tp_degree: int,
     *,
+    context_degree: int = 1,
     loss_parallel: bool = True,
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
@@ -94,6 +95,7 @@ def check_plan(
     Args:
         model: a causal language model, on any device, meta included.
         tp_degree: number of ranks over which each layer is to be split.
+        context_degree: number of ranks that are to share a sequence.
         loss_parallel: keep the logits sharded over the vocabulary.
         sequence_parallel: shard the sequence between the regions.
         sequence_dim: the dimension of the hidden states that is the sequence.
@@ -110,7 +112,7 @@ def check_plan(
             a split module stands outside a region; the heads of a split mixer are not found; the degree
             does not divide a size.
     """
-    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim)
+    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, context_degree)
     return check(resolve_plan(plan, model, options), model, dtype=dtype).plan.styles
 
 

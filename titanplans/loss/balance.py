@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from titanplans.errors import ModelError, either
+from titanplans.split.state import border_of_model
 from titanplans.text import class_name, some
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_scale")
@@ -19,6 +20,8 @@ _EXPERTS_A_TOKEN = ("num_experts_per_tok", "topk")
 
 def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     """Return what `model` adds to the mean cross entropy of its batch: its routers' balance, weighted; a scalar or None.
+
+    With context parallelism, this rank's part of it: all of them together make the whole.
 
     A model returns it as `aux_loss`, and its config holds the weight. One that returns its routers' logits, and computes
     their balance only together with its own loss, gets it by the function of its file that does so.
@@ -42,12 +45,22 @@ def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
             raise ModelError(
                 f"{kind} returns aux_loss, but its config has no weight of it: {either(_WEIGHTS)}"
             )
-        return weight * balance
+        return weight * balance / _parts(model)
     # This rank's, where the model is split.
     function = getattr(type(model).forward, "__globals__", {}).get("load_balancing_loss_func")
     if weight and function is not None and (logits := fields.get("router_logits")):
-        return weight * function(logits, _first(config, _EXPERTS), _first(config, _EXPERTS_A_TOKEN))
+        return (
+            weight
+            / _parts(model)
+            * function(logits, _first(config, _EXPERTS), _first(config, _EXPERTS_A_TOKEN))
+        )
     return None
+
+
+def _parts(model: nn.Module) -> int:
+    """Return how many ranks compute the balance of all tokens, whose losses are summed."""
+    border = border_of_model(model)
+    return 1 if border is None or border.tokens is None else border.tokens.ranks
 
 
 def still_biases(model: nn.Module) -> str | None:

@@ -24,6 +24,11 @@ class Place(Protocol):
     @property
     def degree(self) -> int: ...
 
+    @property
+    def copies(self) -> int:
+        """The number of ranks that compute the same, whose gradients are summed."""
+        ...
+
     def all_tokens(self, value: Any) -> Any:
         """Return `value`, tensors in containers, with all tokens in each that has those of this rank [tokens, ...] alone."""
         ...
@@ -81,7 +86,7 @@ def count_once(function: Callable[..., Any], place: Place) -> Callable[..., Any]
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         value = value.view_as(value)
-        value.register_hook(lambda grad: grad / place.degree)
+        value.register_hook(lambda grad: grad / place.copies)
         return value
 
     return computed

@@ -69,6 +69,11 @@ class TPOptions:
         return self.sequence_parallel or self.context > 1
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks that work on the same batch."""
+        return self.degree if self.shares_heads else self.degree * self.context
+
+    @property
     def of_heads(self) -> "TPOptions":
         """The same for a mixer, whose heads are shared by the ranks of `context`, too."""
         return replace(self, degree=self.degree * self.context, shares_heads=True)

@@ -102,7 +102,7 @@ def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) 
         VerifyError: it changes code that the whole model runs, too.
     """
     with unpatched(model):
-        return apply_plan(model, world.mesh, plan=plan, **keywords(options))
+        return apply_plan(model, world.mesh_of(options.context), plan=plan, **keywords(options))
 
 
 def _change(model: nn.Module, rank: int) -> None:

@@ -150,15 +150,15 @@ class Proof:
                 self.progress(case_name(options))
             return prove_case(reference, self.plan, options, scenario, world)
 
-        result = self.worlds.run(options.degree, prove)
+        result = self.worlds.run(options.ranks, prove)
         for number in (DRAWS,) if reference.tolerance.exact else (DRAWS, MORE_DRAWS):
             if result.beyond_tolerance and reference.draws < number:
                 self.progress("more perturbed runs of the whole model")
                 reference.draw(number)
-                result = self.worlds.run(options.degree, prove)
+                result = self.worlds.run(options.ranks, prove)
         # A plan that asks for a rank's number in the world may act differently in the other replica.
         if result.passed and result.notes:
-            result = self.worlds.run(options.degree, prove, replica=0)
+            result = self.worlds.run(options.ranks, prove, replica=0)
         return result
 
 
@@ -167,4 +167,4 @@ def by_reference(cases: Sequence[Case]) -> list[list[int]]:
     groups: dict[Scenario, list[int]] = {}
     for at, (_, scenario) in enumerate(cases):
         groups.setdefault(scenario.whole, []).append(at)
-    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].degree for at in group))
+    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].ranks for at in group))

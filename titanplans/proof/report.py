@@ -63,12 +63,14 @@ def _table(report: Report) -> str:
     """Return `report` as text, its numbers in epsilons."""
     found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
     checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
-    head = ("tp", "loss", "sequence", "training", *checks, "verdict", "worst")
-    rows = [head, *(_row(case, checks, training(case, report)) for case in report.cases)]
+    context = ("cp",) if any(case.options.context > 1 for case in report.cases) else ()
+    head = ("tp", *context, "loss", "sequence", "training", *checks, "verdict", "worst")
+    rows = [head, *(_row(case, checks, training(case, report), bool(context)) for case in report.cases)]
+    first = len(context) + 4
     lines = [
         f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
         "",
-        *columns(rows, right=(0, *range(4, len(head) - 2))),
+        *columns(rows, right=(*range(first - 3), *range(first, len(head) - 2))),
         "",
     ]
     unreached = [f"not reached: {words}" for words in report.unreached]
@@ -85,12 +87,13 @@ def training(case: CaseResult, report: Report) -> str:
     return ", ".join([letters.get(plain, "own"), *words, *dtype])
 
 
-def _row(case: CaseResult, checks: Sequence[str], trained: str) -> tuple[str, ...]:
+def _row(case: CaseResult, checks: Sequence[str], trained: str, context: bool) -> tuple[str, ...]:
     errors = {check.what: epsilons(check.error) for check in case.checks}
     if case.missing:
         errors["gradients"] = "missing"
     return (
         str(case.options.degree),
+        *([str(case.options.context)] if context else []),
         "sharded" if case.options.loss_parallel else "whole",
         "sharded" if case.options.sequence_parallel else "whole",
         trained,

@@ -135,7 +135,8 @@ class Refusal:
 
 def case_name(*cases: TPOptions) -> str:
     """Return the common options of cases of one degree, in words: "tp 2, loss sharded, sequence whole"."""
-    words = [f"tp {cases[0].degree}"]
+    first = cases[0]
+    words = [f"tp {first.degree}" if first.context == 1 else f"tp {first.degree} x cp {first.context}"]
     losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
     for what, sharded in (("loss", losses), ("sequence", sequences)):
         if len(sharded) == 1:
@@ -151,7 +152,9 @@ def keywords(options: TPOptions) -> dict[str, Any]:
 
 def options_as_json(options: TPOptions) -> dict[str, Any]:
     """Return the options that tell a case from the others of a report."""
-    return {name: getattr(options, name) for name in ("degree", "loss_parallel", "sequence_parallel")}
+    return {
+        name: getattr(options, name) for name in ("degree", "context", "loss_parallel", "sequence_parallel")
+    }
 
 
 def epsilons(error: float) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,8 @@ from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
 
 DEGREES = (2, 4, 8)
+BY_TOKENS = ((1, 2), (2, 2))
+"""Degrees of tensor and of context parallelism that are proved besides `DEGREES`."""
 BOTH = (True, False)
 
 
@@ -35,6 +38,7 @@ def verify(
     plan: PlanSource = None,
     *,
     degrees: Sequence[int] | None = None,
+    contexts: Sequence[int] | None = None,
     loss_parallel: bool | None = None,
     sequence_parallel: bool | None = None,
     sequence_dim: int = 1,
@@ -68,6 +72,8 @@ def verify(
         plan: as in `apply_plan`; None for the registered one.
         degrees: to prove; None for those of 2, 4 and 8 that the model allows, or over a process group its size. A
             group of 1 runs the split model's code and kernels, and splits nothing.
+        contexts: degrees of context parallelism to prove, each with each of `degrees`, or alone if these are None. None for
+            1, and if `degrees` are None for `BY_TOKENS`, too, where the model allows it.
         loss_parallel: True or False; None for both.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
@@ -103,13 +109,13 @@ def verify(
             f"processes = {processes}: 1 or more; 1 over a process group, whose ranks are processes"
         )
     progress = progress or (lambda words: None)
-    named = degrees is not None or ranks == "process_group"
-    if ranks == "process_group":
+    named = degrees is not None or contexts is not None or ranks == "process_group"
+    if ranks == "process_group" and contexts is None:
         degrees = [group_degree(degrees)]
-    degrees = DEGREES if degrees is None else tuple(degrees)
-    if not degrees or min(degrees) < (1 if ranks == "process_group" else 2):
+    cuts = cuts_of(degrees, contexts)
+    if not cuts or min(map(math.prod, cuts)) < (1 if ranks == "process_group" else 2):
         raise PlanError(
-            f"degrees = {list(degrees)}: nothing is split, so nothing can be proved: name degrees of 2 or more"
+            f"degrees = {list(degrees or ())}: nothing is split, so nothing can be proved: name degrees of 2 or more"
         )
     model = model_fn().to(dtype).train()
     if any(param.is_meta for param in model.parameters()):
@@ -117,7 +123,7 @@ def verify(
     with exact_float8(model, dtype), Worlds(ranks, model) as worlds:
         # A plan is code: the whole model of the proof must stay as it is.
         accepted, refused = accepted_cases(
-            _without_values(model), plan, degrees, loss_parallel, sequence_parallel, sequence_dim, named=named
+            _without_values(model), plan, cuts, loss_parallel, sequence_parallel, sequence_dim, named=named
         )
         randomise(model, seed)
         if ranks == "process_group":
@@ -153,7 +159,7 @@ def _name(dtype: torch.dtype) -> str:
 def accepted_cases(
     model: nn.Module,
     plan: PlanSource,
-    degrees: Sequence[int],
+    cuts: Sequence[tuple[int, int]],
     loss_parallel: bool | None,
     sequence_parallel: bool | None,
     sequence_dim: int = 1,
@@ -170,30 +176,47 @@ def accepted_cases(
         VerifyError: the plan changes code that the whole model runs, too.
     """
     grid = [
-        TPOptions(degree, loss, sequence, sequence_dim)
-        for degree, loss, sequence in itertools.product(
-            degrees,
-            BOTH if loss_parallel is None else (loss_parallel,),
-            BOTH if sequence_parallel is None else (sequence_parallel,),
+        TPOptions(degree, loss, sequence, sequence_dim, context)
+        for degree, context in cuts
+        for loss, sequence in itertools.product(
+            _choices(loss_parallel, context), _choices(sequence_parallel, context)
         )
     ]
     accepted: dict[TPOptions, Plan] = {}
     refused, errors = [], []
     with unpatched(model):
-        for degree, group in itertools.groupby(grid, key=lambda options: options.degree):
+        for cut, group in itertools.groupby(grid, key=lambda options: (options.degree, options.context)):
             reasons: dict[str, list[TPOptions]] = {}
             for options in group:
                 try:
-                    accepted[options] = check_plan(model, degree, plan=plan, **keywords(options))
+                    accepted[options] = check_plan(
+                        model, cut[0], context_degree=cut[1], plan=plan, **keywords(options)
+                    )
                 except PlanError as error:
                     errors.append(error)
                     reasons.setdefault(str(error), []).append(options)
-            if named and not any(options.degree == degree for options in accepted):
+            if named and not any((options.degree, options.context) == cut for options in accepted):
                 raise errors[-1]
             refused += [Refusal(tuple(those), reason) for reason, those in reasons.items()]
     if not accepted:
         raise errors[0]
     return accepted, refused
+
+
+def cuts_of(degrees: Sequence[int] | None, contexts: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
+    """Return the degrees of tensor and of context parallelism to prove; arguments as in `verify`."""
+    if degrees is None and contexts is None:
+        return (*((degree, 1) for degree in DEGREES), *BY_TOKENS)
+    return tuple(
+        itertools.product((1,) if degrees is None else degrees, (1,) if contexts is None else contexts)
+    )
+
+
+def _choices(asked: bool | None, context: int) -> tuple[bool, ...]:
+    """Return the values of an option of tensor parallelism to prove: with context parallelism one of two, unless asked."""
+    if asked is not None:
+        return (asked,)
+    return BOTH if context == 1 else (True,)
 
 
 def _without_values(model: nn.Module) -> nn.Module:

@@ -33,6 +33,11 @@ class PlaceInGroup(NamedTuple):
     border: Any = None
     """Where tokens are cut, too: that of the stream."""
 
+    @property
+    def copies(self) -> int:
+        """The number of ranks that compute the same, whose gradients are summed."""
+        return self.degree if self.border is None else self.border.group[1]
+
     def all_tokens(self, value: Any) -> Any:
         """Return `value` with all tokens in each tensor [batch x tokens, ...] in it that has those of this rank alone."""
         border: Border | None = self.border

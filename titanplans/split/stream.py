@@ -274,7 +274,7 @@ class Border:
         the backward sums them and lays the sum out as the stream.
         """
         if self.stream.dim is None:
-            return self.enter_whole(x)
+            return Border.enter_whole(self, x)
         length = shard_size(self.length_of(x), self.stream.parts)
         return gather(x, self.stream.dim, length, self.group)
 

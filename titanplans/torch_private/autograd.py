@@ -43,3 +43,14 @@ def number_of_node(node: Any) -> int:
 def in_backward() -> bool:
     """Whether the autograd engine runs on this thread: a backward, or a recomputation in it."""
     return torch._C._current_graph_task_id() != -1
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the running backward adds up what `node`, which runs, returns for leaves: `autograd.grad` does not."""
+    leaf = next((function for function, _ in node.next_functions if function is not None), None)
+    if leaf is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(leaf)  # pyrefly: ignore[missing-attribute]
+    except RuntimeError:  # it does not answer for leaves in `autograd.grad`
+        return False

@@ -1,6 +1,7 @@
 """DTensor and its meshes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +16,7 @@ __all__ = [
     "clear_sharding_cache",
     "concatenate_meshes",
     "flatten_mesh",
+    "handed",
     "local_tensor",
     "spec_as",
     "spec_of",
@@ -48,6 +50,30 @@ def with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     Its `__init__` does nothing, in three times the time of its `__new__`: the compiler is kept out of it.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+class _Handed(DTensor):
+    """A gradient on its way to a parameter, which takes it as a plain DTensor, in a third of the time.
+
+    Autograd detaches what it accumulates, which DTensor does as any operator: it looks for a sharding and hashes specs.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DETACH:
+            (gradient,) = args
+            return with_spec(gradient._local_tensor.detach(), gradient._spec)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_DETACH = torch.ops.aten.detach.default
+_HANDED: type[DTensor] = _Handed if torch.__version__ >= "2.13" else DTensor
+"""Earlier releases know no subclass of DTensor."""
+
+
+def handed(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor as `with_spec`, for a parameter to accumulate in a backward."""
+    return DTensor.__new__(_HANDED, local, spec, requires_grad=False)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -20,7 +20,7 @@ from titanplans.torch_private.dtensor import DTensorSpec
 
 __all__ = [
     "groups_of_threads",
-    "know_by_thread",
+    "meshes_by_thread",
     "shared_shardings",
     "threaded_groups",
 ]
@@ -72,9 +72,9 @@ def shared_shardings() -> Iterator[None]:
     def shared(schema: Any) -> Any:
         meshes: list[DeviceMesh] = []
         args = without_mesh([schema.args_schema, [*schema.kwargs_schema.items()]], meshes)
-        if len({id(mesh) for mesh in meshes}) != 1 or meshes[0].ndim != 1:
+        if len({id(mesh) for mesh in meshes}) != 1:
             return find(schema)
-        mesh, key = meshes[0], (schema.op, meshes[0].device_type, meshes[0].size(), args)
+        mesh, key = meshes[0], (schema.op, meshes[0].device_type, tuple(meshes[0].shape), args)
         if (found := known.get(key)) is not None:
             specs = tree_map_only(DTensorSpec, functools.partial(on, mesh), found.output_spec)
             return replace(found, output_spec=specs)
@@ -90,6 +90,17 @@ def shared_shardings() -> Iterator[None]:
         del propagator.propagate_op_sharding_non_cached
 
 
-def know_by_thread(mesh: DeviceMesh) -> None:
-    """Let caches that are keyed by a mesh know this thread's `mesh` from another's, as torch does for its own threads."""
-    mesh._thread_id, mesh._hash = threading.get_ident(), None
+@contextmanager
+def meshes_by_thread() -> Iterator[None]:
+    """Let caches that are keyed by a mesh know this thread's from another's, as torch does for its own threads."""
+    make = DeviceMesh.__init__
+
+    def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self._thread_id, self._hash = threading.get_ident(), None
+
+    DeviceMesh.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = make  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from torch import nn
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import PlanError
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof.verify import DEGREES, accepted_cases
+from titanplans.proof.verify import accepted_cases, cuts_of
 
 _PLACE = ("layer_idx", "layer_id", "layer_number", "num_hidden_layers")
 """Attributes by which a block knows its number, and the number of blocks."""
@@ -54,7 +54,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
         cases, _ = accepted_cases(
             model,
             subject.plan,
-            subject.degrees or DEGREES,
+            cuts_of(subject.degrees, subject.contexts),
             subject.loss_parallel,
             subject.sequence_parallel,
             named=False,

@@ -69,7 +69,7 @@ def add_commands(commands: Any) -> None:
         **shared,
     )
     _add_subject(async_tp, tokens="128, or more for an image", degrees="the job's, or 2")
-    async_tp.set_defaults(loss_parallel=None, sequence_parallel=None, ranks="threads")
+    async_tp.set_defaults(contexts=None, loss_parallel=None, sequence_parallel=None, ranks="threads")
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -87,7 +87,11 @@ def parse(argv: list[str]) -> Namespace:
     request.words = shlex.join(argv)
     if request.command == "list":
         return request
-    if 1 in (request.degrees or ()) and not (request.degrees == (1,) and request.ranks == "process_group"):
+    if (
+        1 in (request.degrees or ())
+        and request.contexts is None
+        and not (request.degrees == (1,) and request.ranks == "process_group")
+    ):
         raise VerifyError(
             "--tp 1 splits nothing, so nothing can be proved: name degrees of 2 or more, or over one GPU --process-group "
             "--tp 1, which runs the split model's whole path"
@@ -103,7 +107,9 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    _add_subject(parser, tokens="16, or more for an image", degrees="those of 2, 4, 8 that fit")
+    _add_subject(
+        parser, tokens="16, or more for an image", degrees="those of 2, 4, 8 that fit", contexts=True
+    )
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
@@ -125,7 +131,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_subject(parser: argparse.ArgumentParser, *, tokens: str, degrees: str) -> None:
+def _add_subject(
+    parser: argparse.ArgumentParser, *, tokens: str, degrees: str, contexts: bool = False
+) -> None:
     """Add the options of the model and its sizes."""
     add = parser.add_argument
     size = {"type": _positive, "metavar": "N"}
@@ -136,6 +144,9 @@ def _add_subject(parser: argparse.ArgumentParser, *, tokens: str, degrees: str) 
     add("--flavor", metavar="NAME", help="size of a named model; default debug")
     add("--plan", metavar="PLAN", help="another plan for the model: a registered name, or module:Class")
     add("--tp", dest="degrees", type=_degrees, metavar="2,4,8", help=f"degrees; default: {degrees}")
+    if contexts:
+        words = "degrees of context parallelism, each with each --tp, or alone; default: 1, and without --tp 2, too"
+        add("--cp", dest="contexts", type=_degrees, metavar="2,4", help=words)
     add(
         "--float8",
         choices=recipes,

@@ -29,7 +29,7 @@ from titanplans.proof.compare.forward import backward, call, logits_of
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.proof.ranks.world import group_degree, is_small
 from titanplans.proof.result import keywords, options_as_json
-from titanplans.proof.verify import DEGREES, accepted_cases
+from titanplans.proof.verify import accepted_cases, cuts_of
 from titanplans.training.trainer.device import no_trainer
 
 
@@ -95,19 +95,21 @@ def prove(
     dtype = None if request.dtype is None else getattr(torch, request.dtype)
     prepared = prepare(subject, request, device, dtype)
     model = prepared.model
-    degrees = (group_degree(subject.degrees),) if dist.is_initialized() else subject.degrees
+    degrees = subject.degrees
+    if dist.is_initialized() and subject.contexts is None:
+        degrees = (group_degree(degrees),)
     # `verify` checks again; this check comes before the model takes any memory.
     accepted, _ = accepted_cases(
         model,
         subject.plan,
-        degrees or DEGREES,
+        cuts_of(degrees, subject.contexts),
         subject.loss_parallel,
         subject.sequence_parallel,
-        named=degrees is not None,
+        named=degrees is not None or subject.contexts is not None,
     )
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
-    copies = 0 if dist.is_initialized() else max(options.degree for options in accepted)
+    copies = 0 if dist.is_initialized() else max(options.ranks for options in accepted)
     check_memory(model, prepared.batch_size * prepared.seq_len, prepared.dtype, device, copies)
     if fork and is_small(model, prepared.dtype):
         processes = available_cores()
@@ -131,6 +133,7 @@ def prove(
         lambda: model,
         subject.plan,
         degrees=degrees,
+        contexts=subject.contexts,
         loss_parallel=subject.loss_parallel,
         sequence_parallel=subject.sequence_parallel,
         inputs=prepared.inputs,

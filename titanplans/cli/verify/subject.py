@@ -38,6 +38,8 @@ class Subject:
     plan: PlanSource = None
     """None: the registered one."""
     degrees: tuple[int, ...] | None = None
+    contexts: tuple[int, ...] | None = None
+    """Degrees of context parallelism."""
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
     seq_len: int | None = None
@@ -78,7 +80,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
         subject = replace(subject, plan=request.plan)
     chosen = {
         key: value
-        for key in ("degrees", "loss_parallel", "sequence_parallel")
+        for key in ("degrees", "contexts", "loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
     return _with_lora(_with_float8(replace(subject, **chosen), request), request)
@@ -154,8 +156,8 @@ def _job(path: str, request: Namespace) -> Subject:
         )
     if custom := job.experimental.custom_import:
         import_module(custom, f"{path}: experimental.custom_import = {custom}", VerifyError)
-    degree = job.parallelism.tensor_parallel_degree
-    if degree == 1 and request.degrees is None:
+    degree, context = job.parallelism.tensor_parallel_degree, job.parallelism.context_parallel_degree
+    if degree * context == 1 and request.degrees is None and request.contexts is None:
         raise VerifyError(
             f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
         )
@@ -166,6 +168,7 @@ def _job(path: str, request: Namespace) -> Subject:
         hf_config(job),
         plan=job.model.plan,
         degrees=(degree,),
+        contexts=(context,),
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,

@@ -91,8 +91,8 @@ def cover(
     """
     blocks = (False, True) if recompute else (False,)
     states = list(itertools.product(range(len(trained)), (False, True), blocks, (False, True)))
-    smallest = min(options.degree for options in grid)
-    cheap = [options for options in grid if options.degree == smallest]
+    smallest = min(options.ranks for options in grid)
+    cheap = [options for options in grid if options.ranks == smallest]
     parts = _single if quick else _pairs
     rows = [(o, d) for o in cheap for d in dtypes]
     if not quick:
@@ -128,17 +128,21 @@ def cover(
 
 def _apart(options: TPOptions, grid: Sequence[TPOptions]) -> int:
     """Return how far `options` are from the first of `grid`: an even number away lie each degree and each choice."""
-    first, degrees = grid[0], list(dict.fromkeys(one.degree for one in grid))
+    first, degrees = grid[0], list(dict.fromkeys((one.degree, one.context) for one in grid))
     others = (
         options.loss_parallel != first.loss_parallel,
         options.sequence_parallel != first.sequence_parallel,
     )
-    return degrees.index(options.degree) + sum(others)
+    return degrees.index((options.degree, options.context)) + sum(others)
 
 
 def _single(row: tuple) -> set[Any]:
     options, *rest = row
-    return set(enumerate((options.degree, options.loss_parallel, options.sequence_parallel, *rest)))
+    return set(
+        enumerate(
+            ((options.degree, options.context), options.loss_parallel, options.sequence_parallel, *rest)
+        )
+    )
 
 
 def _pairs(row: tuple) -> set[Any]:

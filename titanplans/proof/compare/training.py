@@ -25,7 +25,9 @@ from titanplans.proof.batches.script import Script
 from titanplans.proof.compare.forward import Loss, at_logits, call, evaluate, logits_of, loss_of, widened
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
+from titanplans.split.collectives import all_reduce
 from titanplans.split.gradients import align_gradients, total_norm
+from titanplans.split.state import border_of_model
 
 Key = tuple[str, str]
 """A quantity's kind ("loss", "gradients", …) and its name within the kind: a parameter, or "" for the only one."""
@@ -136,7 +138,7 @@ class TrainingRun:
                 losses[name] = losses[name] + added * ((sample.labels != IGNORED).sum() / tokens)
         torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():
-            found: dict[Key, torch.Tensor] = {("loss", ""): losses[name].detach()}
+            found: dict[Key, torch.Tensor] = {("loss", ""): self._summed(losses[name].detach())}
             found |= recorded(records.pop(name), self.watched)
             if isinstance(logits[name], DeferredLogits):
                 yield name, found
@@ -144,10 +146,22 @@ class TrainingRun:
             left = logits[name].detach()
             found["logits", ""] = left
             # In the first step alone: these losses see nothing of the model.
-            for other, function in self.losses.items() if name.startswith("step 1,") else ():
+            compared = self.losses if name.startswith("step 1,") and not self._has_own_tokens else {}
+            for other, function in compared.items():
                 value, gradient = at_logits(left, sample.labels, tokens, function)
                 found |= {(f"{other} loss", ""): value, (f"{other} loss", "its gradient"): gradient}
             yield name, found
+
+    def _summed(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of all tokens, where ranks have their own."""
+        border = border_of_model(self.model)
+        return all_reduce(loss, border.tokens.group) if border is not None and border.tokens else loss
+
+    @property
+    def _has_own_tokens(self) -> bool:
+        """Whether the logits are this rank's tokens', on which others' losses do not work."""
+        border = border_of_model(self.model)
+        return border is not None and border.tokens is not None
 
     def _fusing(self, name: str, labels: torch.Tensor) -> AbstractContextManager[None]:
         """Return the context of a forward at the point `name`: of the last step the head may compute the loss in chunks."""

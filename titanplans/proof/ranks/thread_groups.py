@@ -1,14 +1,16 @@
 """Process groups of ranks that are threads: torch's, whose collectives are meetings, in a world larger than the mesh.
 
 The world is a job with two data-parallel replicas, and the threads are one of them. The other replica's ranks have no
-threads, so a collective that waits for them is refused: its plan takes the default group for the mesh's. A collective of
-some of the threads is refused too, as in a 2-D mesh: threads meet all together.
+threads, so a collective that waits for them is refused: its plan takes the default group for the mesh's. Threads meet all
+together, also for a collective of groups of a 2-D mesh, each of which does its own: one that only some threads call ends in
+an error, as ranks that have lost each other.
 """
 
 import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -31,19 +33,22 @@ class ThreadGroup(threaded.ProcessLocalGroup):
 
     def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
         name = type(collective).__name__
-        if self.in_world != self.meeting.in_world and (self.in_world or not _goes_over_all(collective)):
+        part = self.in_world != self.meeting.in_world and bool(self.in_world)
+        if part and not set(self.in_world) <= set(self.meeting.in_world):
             self._refuse(name)
-        what = (name, *vars(collective).items(), *((t.shape, t.dtype) for t in tensors))
-        self.meeting(self._rank % self.meeting.ranks, what, value, collective.work)
+        if not self.in_world and not _goes_over_all(collective):
+            self._refuse(name)
+        what, given = (name, *vars(collective).items()), tuple((t.shape, t.dtype) for t in tensors)
+        if part:
+            rank = self.meeting.in_world.index(self.in_world[self._rank])
+            brought = tuple(self.in_world), given, value
+            self.meeting(rank, (*what, ("ranks", self.size())), brought, partial(_by_group, collective))
+        else:
+            self.meeting(self._rank % self.meeting.ranks, (*what, *given), value, collective.work)
         return threaded.ret_work(value)
 
     def _refuse(self, name: str) -> NoReturn:
         called = f"{_caller()} called {name} on "
-        if self.in_world and set(self.in_world) <= set(self.meeting.in_world):
-            raise RuntimeError(
-                f"{called}a group of {self.size()} of the mesh's {self.meeting.ranks} ranks, and ranks that are threads "
-                "meet all together: take one process a rank, under torchrun (--process-group)"
-            )
         group = (
             f"the group of ranks {', '.join(map(str, self.in_world))}"
             if self.in_world
@@ -97,6 +102,15 @@ class ThreadGroup(threaded.ProcessLocalGroup):
         return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  torch 2.11's name
+
+
+def _by_group(collective: Any, brought: list[tuple[tuple[int, ...], Any, Any]]) -> None:
+    """Do a collective in each of several groups; `brought` are their ranks, shapes and values, in rank order."""
+    for group in dict.fromkeys(ranks for ranks, *_ in brought):
+        shapes, values = zip(*(rest for ranks, *rest in brought if ranks == group), strict=True)
+        if any(one != shapes[0] for one in shapes):
+            raise RuntimeError(f"the ranks {group} brought {', '.join(map(str, shapes))}")
+        collective.work(list(values))
 
 
 def _running() -> Iterator[str]:

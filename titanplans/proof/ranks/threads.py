@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.proof.ranks.fake import refuse_a_rank
 from titanplans.proof.ranks.meeting import Left, Meeting
 from titanplans.proof.ranks.thread_groups import ThreadGroup, asking_noted
-from titanplans.torch_private.threads import groups_of_threads, know_by_thread, shared_shardings
+from titanplans.torch_private.threads import groups_of_threads, meshes_by_thread, shared_shardings
 
 T = TypeVar("T")
 
@@ -35,8 +35,8 @@ class ThreadWorld:
 
     exact = True
 
-    def __init__(self, mesh: DeviceMesh, rank: int, meeting: Meeting):
-        self.mesh, self._rank, self._meeting = mesh, rank, meeting
+    def __init__(self, meshes: "Meshes", rank: int, meeting: Meeting):
+        self.mesh, self.mesh_of, self._rank, self._meeting = meshes(1), meshes, rank, meeting
         self.first = rank == 0
         self.asked: Collection[str] = meeting.asked
 
@@ -75,6 +75,7 @@ class Pool:
         refuse_a_rank()
         self._stack.enter_context(groups_of_threads())
         self._stack.enter_context(shared_shardings())
+        self._stack.enter_context(meshes_by_thread())
         self._stack.enter_context(asking_noted())
         return self
 
@@ -141,14 +142,13 @@ class _Ranks:
             world_size=2 * self.degree,
             store=dist.HashStore(),
         )
-        mesh: DeviceMesh | None = None
+        meshes: Meshes | None = None
 
         def act(work: Callable[[ThreadWorld], Any], meeting: Meeting) -> Any:
-            nonlocal mesh
-            if mesh is None:
-                mesh = DeviceMesh(self.device.type, meeting.in_world, mesh_dim_names=("tp",))
-                know_by_thread(mesh)
-            return work(ThreadWorld(mesh, rank, meeting))
+            nonlocal meshes
+            if meshes is None:
+                meshes = Meshes(self.device.type, meeting.in_world)
+            return work(ThreadWorld(meshes, rank, meeting))
 
         while (job := self._work[rank].get()) is not None:
             work, meeting = job
@@ -164,6 +164,27 @@ class _Ranks:
             meeting.hand_over(rank)
             self._ended.put((rank, result, failure))
         dist.destroy_process_group()
+
+
+class Meshes:
+    """The meshes of some ranks of the world, made once each, by the number of those that share a sequence."""
+
+    def __init__(self, device_type: str, ranks: Sequence[int]):
+        self.device_type, self.ranks = device_type, ranks
+        self._made: dict[int, DeviceMesh] = {}
+
+    def __call__(self, context: int) -> DeviceMesh:
+        """Return the mesh "tp", or "cp" and "tp", with so many ranks in "cp"."""
+        if context not in self._made:
+            shape = sizes(len(self.ranks), context)
+            grid = torch.tensor(self.ranks).view(*shape.values())
+            self._made[context] = DeviceMesh(self.device_type, grid, mesh_dim_names=tuple(shape))
+        return self._made[context]
+
+
+def sizes(ranks: int, context: int) -> dict[str, int]:
+    """Return the dimensions of a mesh of so many ranks, of which `context` share a sequence."""
+    return {"tp": ranks} if context == 1 else {"cp": context, "tp": ranks // context}
 
 
 def run(degree: int, device: torch.device, work: Callable[[ThreadWorld], T]) -> T:

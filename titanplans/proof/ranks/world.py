@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titanplans.adapters.low_rank import draws
@@ -28,13 +28,18 @@ class World(Protocol):
     """The ranks over which a case is split, as one of them sees them."""
 
     mesh: DeviceMesh
-    """1-D, "tp"."""
+    """1-D, "tp": all ranks."""
     first: bool
     """Whether this is the first rank, which compares for all."""
     exact: bool
     """Equal work gives equal bits on every rank."""
     asked: Collection[str]
     """Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh."""
+
+    @property
+    def mesh_of(self) -> Callable[[int], DeviceMesh]:
+        """The mesh of the same ranks with so many of them sharing a sequence: "tp", or "cp" and "tp"."""
+        ...
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Yield for each of `tensors` every rank's local tensor, in rank order, plain and read-only."""
@@ -58,8 +63,8 @@ class ProcessWorld:
     exact = False  # kernels that sum by atomic operations give each rank different bits
     asked: Collection[str] = ()
 
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
+    def __init__(self, meshes: threads.Meshes):
+        self.mesh, self.mesh_of = meshes(1), meshes
         self.first = dist.get_rank() == 0
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -121,7 +126,7 @@ class Worlds:
         """Run `work` on every rank, and return its result on the first. `replica`: as for `threads.Pool`."""
         if self._pool is not None:
             return self._pool.run(degree, work, replica)
-        world = ProcessWorld(init_device_mesh(self.device.type, (degree,), mesh_dim_names=("tp",)))
+        world = ProcessWorld(threads.Meshes(self.device.type, range(degree)))
         return from_first(world, work(world))
 
 
@@ -136,11 +141,33 @@ def wholes(tensors: Sequence[torch.Tensor], world: World) -> Iterator[list[torch
     Every rank has to call this; only the first one's results are meant to be read.
     """
     summed = [
-        t.full_tensor() if isinstance(t, DTensor) and t.placements[0].is_partial() else t for t in tensors
+        t.full_tensor() if isinstance(t, DTensor) and any(p.is_partial() for p in t.placements) else t
+        for t in tensors
     ]
     for tensor, held in zip(tensors, world.gather(summed), strict=True):
-        placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
-        yield [torch.cat(held, placement.dim)] if isinstance(placement, Shard) and world.first else held
+        yield _assembled(tensor, held) if isinstance(tensor, DTensor) and world.first else held
+
+
+def _assembled(tensor: DTensor, held: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the replicas of `tensor`, whose local tensors on all ranks are `held`, each made whole of its shards."""
+    mesh, ranks = tensor.device_mesh, len(held)
+    if any(p.is_partial() for p in tensor.placements):
+        return held
+    names = mesh.mesh_dim_names if mesh.size() != ranks else None
+    # Ranks that the mesh leaves out are replicas: those of "tp" for a mesh of "cp" alone.
+    copies = ranks // mesh.size()
+    assert names is None or names == ("cp",) or copies == 1
+    parts = [held[copy::copies] for copy in range(copies)]
+    for axis in reversed(range(mesh.ndim)):
+        placement, size, made = tensor.placements[axis], mesh.size(axis), []
+        for part in parts:
+            rows = [part[at : at + size] for at in range(0, len(part), size)]
+            if isinstance(placement, Shard):
+                made.append([torch.cat(row, placement.dim) for row in rows])
+            else:
+                made += [[row[at] for row in rows] for at in range(size)]
+        parts = made
+    return [whole for part in parts for whole in part]
 
 
 def is_small(model: nn.Module, dtype: torch.dtype) -> bool:

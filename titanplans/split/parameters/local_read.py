@@ -5,7 +5,7 @@ to be accumulated: three quarters of what a parameter costs the host in a step. 
 parameters may be read by one autograd node.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.plan.layout import Layout
 from titanplans.split.collectives import Group
-from titanplans.torch_private.autograd import grad_refcount
-from titanplans.torch_private.dtensor import local_tensor, spec_as, spec_of, with_spec
+from titanplans.torch_private.autograd import accumulates, grad_refcount
+from titanplans.torch_private.dtensor import handed, local_tensor, spec_as, spec_of, with_spec
 from titanplans.torch_private.threads import DTensorSpec
 
 
@@ -112,19 +112,32 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
-        return None, *[_handed(grad, spec) for grad, spec in zip(grads, ctx.specs, strict=True)]
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # as one is to be differentiated again
+            return None, *map(_as_dtensor, grads, ctx.specs)
+        hand_over = handed if accumulates(ctx) else with_spec
+        return None, *[_handed(grad, spec, hand_over) for grad, spec in zip(grads, ctx.specs, strict=True)]
 
 
-def _handed(grad: torch.Tensor | None, spec: DTensorSpec) -> DTensor | None:
-    if grad is None:
-        return None
-    if not is_plain(grad) or torch.is_grad_enabled():  # as one is to be differentiated again
-        grad = grad.contiguous() if is_plain(grad) else grad
-        return DTensor.from_local(
-            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+def _handed(
+    grad: torch.Tensor | None, spec: DTensorSpec, hand_over: Callable[[torch.Tensor, DTensorSpec], DTensor]
+) -> DTensor | None:
+    if grad is None or type(grad) is not torch.Tensor:
+        return _as_dtensor(grad, spec)
     if not grad.is_contiguous():
         grad = grad.contiguous()
     elif grad_refcount(grad) > 1:
         grad = grad.clone()
-    return with_spec(grad, spec)
+    return hand_over(grad, spec)
+
+
+def _as_dtensor(grad: torch.Tensor | None, spec: DTensorSpec) -> DTensor | None:
+    if grad is None:
+        return None
+    return DTensor.from_local(
+        grad.contiguous() if is_plain(grad) else grad,
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )

@@ -15,6 +15,7 @@ from titanplans.errors import PlanError
 from titanplans.plan.layout import Layout, shard_size
 from titanplans.plan.plan import TPOptions
 from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm
 from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
 from titanplans.plan.styles.region import Region
@@ -27,7 +28,7 @@ from titanplans.split.stream import Border, Stream
 from titanplans.split.tensors.convolution import check_groups
 from titanplans.split.tensors.cut import rule_of
 from titanplans.split.tokens.end import install_end
-from titanplans.split.tokens.exchange import Places, number_of, places_within
+from titanplans.split.tokens.exchange import Places, Share, number_of, places_within
 from titanplans.split.tokens.meshes import ContextMeshes
 from titanplans.split.tokens.own import OwnTokens
 from titanplans.split.tokens.products import Heads, is_product, keep_tokens, split_by_inputs, split_by_outputs
@@ -68,7 +69,7 @@ class CutByTokens:
         """Distribute the parameters of `entry`; in a mixer its module reads this rank's part of them."""
         layouts = dict(entry.layouts)
         if self.border.mesh is None:  # one rank has all rows
-            hides = not isinstance(entry.style, Rowwise)
+            hides = not isinstance(entry.style, Rowwise) and self._is_inside(entry)
             layouts = {
                 name: layout._replace(rows=None, hidden=layout.hidden and hides)
                 for name, layout in layouts.items()
@@ -88,6 +89,8 @@ class CutByTokens:
             install_end(module, border)
             return
         if not self._is_inside(entry):
+            if self._is_whole(style):
+                return
             if (install := rule_of(style).install) is not None:
                 install(style, module, border)
             return
@@ -107,11 +110,16 @@ class CutByTokens:
                 rule_of(style).install(of_heads, module, self.heads)  # type: ignore[misc, arg-type]
             case ReplicatedInRegion():
                 if is_product(module) or "Norm" in type(module).__name__:
-                    keep_tokens(module, border)
+                    keep_tokens(module)
 
     def place_of(self, module: str) -> PlaceInGroup:
         """Return where this rank stands among those that share what the code of `module` counts."""
         return self.heads
+
+    def _is_whole(self, style: Style) -> bool:
+        """Whether a module outside of the mixers works on own tokens as it is, since no weights are cut."""
+        opens = isinstance(style, Region) and not style.arguments
+        return self.border.mesh is None and (style.inside or opens)
 
     def _is_inside(self, entry: Entry) -> bool:
         return region_of(entry, self.regions, self.plan) is not None
@@ -145,7 +153,7 @@ class CutByTokens:
             within = self._within(entry, of_tp[1], held[1])
             places.append(tuple((wide * first, wide * size) for first, size in within))
         closes = isinstance(entry.style, Rowwise) and entry.style.closes
-        return Heads(self.border, tuple(places), wide * number_of(of_tp[1]), closes)
+        return Heads(self.border, Share(tuple(places), wide * number_of(of_tp[1])), closes)
 
     def _within(self, entry: Entry, outer: Places | None, inner: Places) -> Places:
         try:

@@ -19,21 +19,30 @@ Places = tuple[tuple[int, int], ...]
 """Rows of a dimension: the first and the number of each run."""
 
 
+class Share:
+    """How the rows of one projection are shared out.
+
+    Args:
+        places: by rank, that rank's rows.
+        width: all rows.
+    """
+
+    def __init__(self, places: tuple[Places, ...], width: int):
+        self.places, self.width = places, width
+        self.rows = number_of(places[0])
+        """Rows that a rank gets: as many as the others."""
+        self.in_order = places == tuple(((rank * self.rows, self.rows),) for rank in range(len(places)))
+        """Whether the ranks' rows lie one behind the other already."""
+
+
 class HeadExchange(NamedTuple):
     """Which rows of several projections go to which rank."""
 
     tokens: OwnTokens
     length: int
     """Tokens of the whole sequence."""
-    widths: tuple[int, ...]
-    """Rows of each projection."""
-    places: tuple[tuple[Places, ...], ...]
-    """Of each projection, by rank, that rank's rows."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Rows of each projection that a rank gets: as many as the others."""
-        return tuple(number_of(places[0]) for places in self.places)
+    shares: tuple[Share, ...]
+    """Of each projection."""
 
 
 def number_of(places: Places) -> int:
@@ -43,11 +52,15 @@ def number_of(places: Places) -> int:
 
 def to_heads(own: Sequence[torch.Tensor], exchange: HeadExchange) -> Sequence[torch.Tensor]:
     """Return all tokens of this rank's rows of projections; each rank has its tokens of all rows, in one dtype."""
+    if not torch.is_grad_enabled():  # a backward
+        return _heads(own, exchange)
     return _ToHeads.apply(exchange, *own)  # type: ignore[return-value]
 
 
 def to_tokens(whole: Sequence[torch.Tensor], exchange: HeadExchange) -> Sequence[torch.Tensor]:
     """Return this rank's tokens of all rows; each rank has all tokens of its own rows."""
+    if not torch.is_grad_enabled():
+        return _tokens(whole, exchange)
     return _ToTokens.apply(exchange, *whole)  # type: ignore[return-value]
 
 
@@ -55,19 +68,7 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange, *own):
         ctx.exchange = exchange
-        tokens, dim = exchange.tokens, exchange.tokens.dim
-        rows, length = exchange.rows, exchange.length
-        lead, offset = own[0].shape[:-1], 0
-        sent = own[0].new_empty((tokens.ranks, *lead, sum(rows)))
-        for x, places, number in zip(own, exchange.places, rows, strict=True):
-            for rank, runs in enumerate(places):
-                at = offset
-                for first, size in runs:
-                    sent[rank, ..., at : at + size] = x[..., first : first + size]
-                    at += size
-            offset += number
-        came = all_to_all(sent, tokens.group).movedim(0, dim).flatten(dim, dim + 1)
-        return tuple(part.contiguous() for part in came.narrow(dim, 0, length).split(rows, -1))
+        return _heads(own, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
@@ -78,44 +79,74 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange, *whole):
         ctx.exchange = exchange
-        tokens, dim = exchange.tokens, exchange.tokens.dim
-        rows, length = exchange.rows, exchange.length
-        size, offset = shard_size(length, tokens.ranks), 0
-        shape = [*whole[0].shape[:-1], sum(rows)]
-        shape[dim : dim + 1] = [tokens.ranks, size]
-        sent = whole[0].new_empty((tokens.ranks, *shape[:dim], *shape[dim + 1 :]))
-        flat = sent.movedim(0, dim)
-        full, rest = divmod(length, size)
-        for x, number in zip(whole, rows, strict=True):
-            to = flat.narrow(-1, offset, number)
-            body = x.narrow(dim, 0, full * size).unflatten(dim, (full, size))
-            to.narrow(dim, 0, full).copy_(body)
-            if full < tokens.ranks:
-                to.narrow(dim, full, tokens.ranks - full).zero_()
-                if rest:
-                    to.select(dim, full).narrow(dim, 0, rest).copy_(x.narrow(dim, full * size, rest))
-            offset += number
-        came, offset, made = all_to_all(sent, tokens.group), 0, []
-        for places, width, number in zip(exchange.places, exchange.widths, rows, strict=True):
-            shared = tokens.ranks * number > width
-            out = (
-                came.new_zeros((*came.shape[1:-1], width))
-                if shared
-                else came.new_empty((*came.shape[1:-1], width))
-            )
-            for rank, runs in enumerate(places):
-                at = offset
-                for first, run in runs:
-                    part = came[rank, ..., at : at + run]
-                    out[..., first : first + run] = out[..., first : first + run] + part if shared else part
-                    at += run
-            offset += number
-            made.append(out)
-        return tuple(made)
+        return _tokens(whole, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
         return None, *to_heads(grads, ctx.exchange)
+
+
+def _heads(own: Sequence[torch.Tensor], exchange: HeadExchange) -> tuple[torch.Tensor, ...]:
+    tokens, length, shares = exchange
+    dim, ranks, lead = tokens.dim, tokens.ranks, own[0].shape[:-1]
+    order = (len(lead), *range(len(lead)), -1)
+    by_rank = [
+        (x if share.in_order else _by_rank(x, share)).reshape(*lead, ranks, share.rows).permute(order)
+        for x, share in zip(own, shares, strict=True)
+    ]
+    came = all_to_all(_together(by_rank), tokens.group).movedim(0, dim)
+    shape = (*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1)
+    made = []
+    for part in came.split_with_sizes([share.rows for share in shares], -1):
+        whole = part.reshape(shape)
+        whole = (whole if shape[dim] == length else whole.narrow(dim, 0, length)).contiguous()
+        # What comes out of an autograd function must be no view, or code may not change it in place.
+        made.append(torch.ops.aten._unsafe_view(whole, whole.shape))
+    return tuple(made)
+
+
+def _tokens(whole: Sequence[torch.Tensor], exchange: HeadExchange) -> tuple[torch.Tensor, ...]:
+    tokens, length, shares = exchange
+    dim, ranks, lead = tokens.dim, tokens.ranks, whole[0].shape[:-1]
+    size = shard_size(length, ranks)
+    if missing := size * ranks - length:
+        zeros = [x.new_zeros((*lead[:dim], missing, *x.shape[dim + 1 :])) for x in whole]
+        whole = [torch.cat(pair, dim) for pair in zip(whole, zeros, strict=True)]
+    cut = (*lead[:dim], ranks, size, *lead[dim + 1 :], -1)
+    came = all_to_all(_together([x.reshape(cut).movedim(dim, 0) for x in whole]), tokens.group)
+    shape, made = (*lead[:dim], size, *lead[dim + 1 :], -1), []
+    for part, share in zip(
+        came.movedim(0, -2).split_with_sizes([share.rows for share in shares], -1), shares, strict=True
+    ):
+        rows = part.reshape(shape)
+        made.append(rows.contiguous() if share.in_order else _put_back(rows, share))
+    return tuple(made)
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return `parts`, [ranks, ..., rows] each, one behind the other, in one copy."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _by_rank(x: torch.Tensor, share: Share) -> torch.Tensor:
+    """Return the rows of each rank, one rank's behind the other's."""
+    return torch.cat([x.narrow(-1, first, size) for runs in share.places for first, size in runs], -1)
+
+
+def _put_back(x: torch.Tensor, share: Share) -> torch.Tensor:
+    """Return the rows that the ranks' rows `x` are, where ranks share some their sum."""
+    shared = x.shape[-1] > share.width
+    made = (x.new_zeros if shared else x.new_empty)((*x.shape[:-1], share.width))
+    at = 0
+    for runs in share.places:
+        for first, size in runs:
+            part, to = x.narrow(-1, at, size), made.narrow(-1, first, size)
+            if shared:
+                to.add_(part)
+            else:
+                to.copy_(part)
+            at += size
+    return made
 
 
 def places_within(outer: Places | None, inner: Places) -> Places:

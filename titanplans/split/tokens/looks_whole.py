@@ -48,6 +48,8 @@ class LooksWhole(torch.Tensor):
     shard: torch.Tensor
     tokens: OwnTokens
     partial: bool
+    read: dict[bool, torch.Tensor]
+    """The numbers, once they have been asked for, with a gradient or without."""
     region: Any = None
     """At the entry of a region: that region, which knows what reads this."""
 
@@ -57,10 +59,12 @@ class LooksWhole(torch.Tensor):
         return self.shape[self.tokens.dim]
 
     def numbers(self) -> torch.Tensor:
-        """Return the whole sequence as a plain tensor."""
-        if not self.partial:
-            return self.tokens.gather(self.shard, self.length)
-        return _Placed.apply(self.shard, self.tokens, self.length)
+        """Return the whole sequence as a plain tensor, gathered once for all who read it."""
+        recorded = torch.is_grad_enabled()
+        if recorded not in self.read:
+            read = _Placed.apply if self.partial else _gather
+            self.read[recorded] = read(self.shard, self.tokens, self.length)
+        return self.read[recorded]
 
     def like(self, shard: torch.Tensor, partial: bool | None = None) -> "LooksWhole":
         """Return the sequence whose tokens are `shard`."""
@@ -84,7 +88,7 @@ class LooksWhole(torch.Tensor):
         args, kwargs = tree_map(_numbers, (args, kwargs))
         found = func(*args, **kwargs)
         if own is not None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-            own.shard = own.tokens.own(args[0])  # changed in place
+            own.shard, own.read = own.tokens.own(args[0]), {}  # changed in place
             return own
         return found
 
@@ -97,7 +101,7 @@ def look_whole(shard: torch.Tensor, tokens: OwnTokens, length: int, partial: boo
     """
     base: Any = _Look.apply(shard, tokens, length, partial)
     base.__class__ = _kind(type(base))
-    base.shard, base.tokens, base.partial = shard, tokens, partial
+    base.shard, base.tokens, base.partial, base.read = shard, tokens, partial, {}
     return base
 
 
@@ -105,6 +109,10 @@ def look_whole(shard: torch.Tensor, tokens: OwnTokens, length: int, partial: boo
 def _kind(cls: type[torch.Tensor]) -> type[LooksWhole]:
     """Return the class for a base of class `cls`: a plain tensor, or a fake one."""
     return LooksWhole if cls is torch.Tensor else type("LooksWhole", (LooksWhole, cls), {})
+
+
+def _gather(shard: torch.Tensor, tokens: OwnTokens, length: int) -> torch.Tensor:
+    return tokens.gather(shard, length)
 
 
 def _numbers(x: Any) -> Any:
@@ -121,6 +129,10 @@ def _drops_nothing(name: str, args: Any, kwargs: Any) -> bool:
 
 def _keeps_shape(name: str, args: Any) -> bool:
     """Whether this is a view of the sequence in the shape that it has."""
+    if name == "__getitem__":
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        full = (slice(None), slice(0, None))
+        return all(one is Ellipsis or (isinstance(one, slice) and one in full) for one in indices)
     if name not in ("view", "reshape", "expand"):
         return False
     x, *sizes = args
@@ -134,7 +146,7 @@ def _of_tokens(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> A
     """Return `func` of this rank's tokens; NotImplemented if an argument has no tokens that fit."""
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, LooksWhole)]
     first = given[0]
-    if name in ("view", "reshape", "expand"):
+    if name in ("view", "reshape", "expand", "__getitem__"):
         return first.like(first.shard)
     fits = True
 

@@ -4,8 +4,7 @@ Given a real tensor, such as one whose padding the mixer has taken out, a module
 as tensor parallelism does; its output is then a part of a sum, which the region's exit takes.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,10 +12,9 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.plan.styles.projections import Rowwise
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.stream import Border
-from titanplans.split.tokens.exchange import HeadExchange, Places, to_heads, to_tokens
+from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
 from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
 
 
@@ -24,10 +22,8 @@ class Heads(NamedTuple):
     """How a projection's rows are shared out."""
 
     border: Border
-    places: tuple[Places, ...]
-    """By rank of context parallelism, among the rows that this rank multiplies with."""
-    width: int
-    """Those rows."""
+    share: Share
+    """Of the rows that this rank multiplies with."""
     closes: bool = False
     """The stream is behind it."""
 
@@ -44,20 +40,20 @@ def split_by_inputs(module: nn.Module, heads: Heads) -> None:
     specialise(module, _by_inputs(type(module)))
 
 
-def keep_tokens(module: nn.Module, border: Border) -> None:
+def keep_tokens(module: nn.Module) -> None:
     """Let `module`, which works token by token, work on own tokens of a sequence that looks whole."""
     specialise(module, _by_tokens(type(module)))
 
 
-@contextmanager
-def _reading_all(module: Any, outputs: int | None = None) -> Iterator[None]:
-    """Let `module` multiply with all that this rank holds: so many `outputs`, which a Conv1D counts as `nf`."""
-    state, counted = module._split, getattr(module, "nf", None)
+def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Multiply own tokens with all that this rank holds of `module`: so many `outputs`, which a Conv1D counts as `nf`."""
+    state = module._split
     before, state.reads_all = state.reads_all, True
-    if counted is not None and outputs is not None:
+    counted = module.__dict__.get("nf") if outputs is not None else None
+    if counted is not None:
         module.nf = outputs
     try:
-        yield
+        return nn.Module.__call__(module, *args, **kwargs)
     finally:
         state.reads_all = before
         if counted is not None:
@@ -71,35 +67,30 @@ def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.__call__(self, x, *args, **kwargs)
         entered = x.region
         if entered is None:
-            return _exchanged([self], x, cls)[0]
+            return _exchanged((self,), x)[0]
         if (ready := entered.ready.pop(self, None)) is not None:
             return ready
         entered.readers.found[self] = None
         together = entered.known if self in entered.known else (self,)
-        entered.ready = dict(zip(together, _exchanged(together, x, cls), strict=True))
+        entered.ready = dict(zip(together, _exchanged(together, x), strict=True))
         return entered.ready.pop(self)
 
     return subclass(cls, {"__call__": call})
 
 
-def _exchanged(modules: Any, x: LooksWhole, cls: type[nn.Module]) -> list[torch.Tensor]:
-    own = []
-    for module in modules:
-        with _reading_all(module, module._split.heads.width):
-            own.append(_plain_call(module)(x.shard))
+def _exchanged(modules: tuple[Any, ...], x: LooksWhole) -> Sequence[torch.Tensor]:
+    heads: list[Heads] = [module._split.heads for module in modules]
+    own = [_of_own(module, h.share.width, x.shard) for module, h in zip(modules, heads, strict=True)]
+    shares = tuple(h.share for h in heads)
+    dtypes = {out.dtype for out in own}
+    if len(dtypes) == 1:
+        return to_heads(own, HeadExchange(x.tokens, x.length, shares))
     found: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(out.dtype for out in own):
+    for dtype in dtypes:
         at = [n for n, out in enumerate(own) if out.dtype == dtype]
-        heads = [modules[n]._split.heads for n in at]
-        exchange = HeadExchange(
-            x.tokens, x.length, tuple(h.width for h in heads), tuple(h.places for h in heads)
-        )
-        found |= dict(zip(at, to_heads([own[n] for n in at], exchange), strict=True))
+        exchange = HeadExchange(x.tokens, x.length, tuple(shares[n] for n in at))
+        found |= zip(at, to_heads([own[n] for n in at], exchange), strict=True)
     return [found[n] for n in range(len(own))]
-
-
-def _plain_call(module: nn.Module) -> Any:
-    return nn.Module.__call__.__get__(module)
 
 
 @cache
@@ -123,9 +114,8 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
         length = lead[tokens.dim]
         if isinstance(x, LooksWhole):
             x = x.numbers()
-        (own,) = to_tokens([x], HeadExchange(tokens, length, (heads.width,), (heads.places,)))
-        with _reading_all(self):
-            output = _plain_call(self)(own, *args, **kwargs)
+        (own,) = to_tokens([x], HeadExchange(tokens, length, (heads.share,)))
+        output = _of_own(self, None, own, *args, **kwargs)
         return output if heads.closes else look_whole(output, tokens, length, partial=True)
 
     return subclass(cls, {"__call__": call})
@@ -136,7 +126,7 @@ def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, LooksWhole):
             return cls.__call__(self, x, *args, **kwargs)
-        return x.like(_plain_call(self)(x.shard, *args, **kwargs))
+        return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
 
     return subclass(cls, {"__call__": call})
 
@@ -145,8 +135,3 @@ def is_product(module: nn.Module) -> bool:
     """Whether `module` multiplies each token with a weight: a Linear, or GPT-2's Conv1D."""
     weight = module._parameters.get("weight", module._parameters.get("nf4_codes"))
     return weight is not None and (weight.ndim == 2 or isinstance(module, nn.Linear))
-
-
-def closes(style: Rowwise) -> bool:
-    """Whether the stream is behind a product with this style."""
-    return style.reduce_output

@@ -16,19 +16,22 @@ from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
 class Readers:
     """Which projections read the input of a region: all are exchanged together once the first is called.
 
-    They are learnt in the region's first forward, where each is exchanged by itself, as in its recomputation.
+    They are learnt in forwards, where each that is new is exchanged by itself, as it is again if that is recomputed.
     """
 
     def __init__(self) -> None:
-        self.forward: int | None = None
-        """The number of the forward in which they were learnt."""
         self.found: dict[nn.Module, None] = {}
+        self._newest = -1
+        self._known: list[tuple[int, tuple[nn.Module, ...]]] = []
+        """What was known from the forward of this number on."""
 
     def known(self, forward: int) -> tuple[nn.Module, ...]:
-        """Return the modules that read the input, in order; () in the forward in which they are learnt."""
-        if self.forward is None:
-            self.forward = forward
-        return () if forward == self.forward else tuple(self.found)
+        """Return the modules that were known to read the input when the forward of this number began."""
+        if forward > self._newest:  # not recomputed
+            self._newest = forward
+            if not self._known or len(self.found) > len(self._known[-1][1]):
+                self._known.append((forward, tuple(self.found)))
+        return next((known for first, known in reversed(self._known) if first <= forward), ())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Readers":
         return Readers()
