@@ -12,7 +12,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from titanplans.errors import PlanError
 
-REMEDY = "set it to 0, or leave layers whole: tensor_parallel_degree = 1"
+REMEDY = "set it to 0, or leave layers whole: tensor_parallel_degree = 1, context_parallel_degree = 1"
 
 
 def dropouts(model: nn.Module) -> Iterator[str]:

@@ -31,11 +31,9 @@ class CrossEntropyLoss(titan.BaseLoss):
     Attributes:
         added: returns the term that the newest forward adds to the mean over its tokens, or None. Only in training.
         objective: terms added to the cross entropy of a token. Only in training.
-        parts: how many ranks share a sequence, and each returns its part of the loss.
     """
 
     added: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
-    parts: int = 1
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.BaseLoss.Config):
@@ -71,9 +69,7 @@ class CrossEntropyLoss(titan.BaseLoss):
         if training:
             loss = loss / global_valid_tokens
             if (added := self.added()) is not None:
-                # Each rank has it whole, and a part of its gradient.
-                whole = added * ((labels != IGNORED).sum() / global_valid_tokens)
-                loss = loss + whole - (whole - whole / self.parts).detach()
+                loss = loss + added * ((labels != IGNORED).sum() / global_valid_tokens)
         return loss, {}
 
     def fuse(self, model: torch.nn.Module) -> FusedLoss | None:

@@ -76,7 +76,7 @@ class Trainer(torchtitan.trainer.Trainer):
         super().__init__(config)
         (part,) = self.model_parts
         loss: Any = self.loss_fn
-        loss.added, loss.parts = lambda: part.added, self.parallel_dims.cp
+        loss.added = lambda: part.added
         part.fused, part.objective, part.on_fusion_failed = (
             loss.fuse(part.lm),
             loss.objective,
