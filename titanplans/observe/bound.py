@@ -16,6 +16,14 @@ that entry counts with the embedding. Without loss parallelism the head may gath
 
 To these come what styles inside a region send (`Expect`): a norm over a split width one number a token, a sum inside
 the region the width of the sum; and the rows of a packed weight, which is stored by another dimension (`Layout.rows`).
+With context parallelism a part needs what it needs without it, of this rank's tokens, and a mixer besides
+
+    products of what enters it    one all-to-all in the forward, one in the backward
+    a product that closes it      the same
+
+of tokens x rows, the rows of each rank that shares key/value heads counted. What its code reads before its products is
+gathered: that is no part of the bound, and named apart (`communication`).
+
 What a foreign style sends nobody knows: a mixer and an MLP have one region all the same. A region is entered once, however
 many styles inside of it gather.
 
@@ -24,7 +32,7 @@ step, by FSDP's units or before the optimizer's step (`partial_gradients`). Nor 
 tensor or a row.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +41,7 @@ import torch
 from torch import nn
 
 from titanplans.apply.apply import AppliedPlan
+from titanplans.observe.by_tokens import Calls, exchanged_rows, exchanges, own_shape, within_mixers
 from titanplans.observe.operators import Collective
 from titanplans.plan.decoder import Decoder, within
 from titanplans.plan.plan import TPOptions
@@ -60,10 +69,6 @@ class Allowances(NamedTuple):
     backward: tuple[Allowance, ...] = ()
 
 
-Calls = Mapping[str, Sequence[Call]]
-"""The calls of modules in one forward, by fully qualified name."""
-
-
 def part_of(module: str | None, decoder: Decoder) -> str:
     """Return the part to which what `module` issues belongs.
 
@@ -86,15 +91,20 @@ def noted_calls(model: nn.Module, applied: AppliedPlan) -> Iterator[Calls]:
     styles = _judged(applied)
     # The last key of a module is its own, which comes behind those of its parameters or alone.
     by_module = {_path(key, applied): style for key, style in sorted(styles.items(), reverse=True)}
-    stream, degree = applied.border.stream, applied.mesh.size()
+    border, inside = applied.border, within_mixers(applied)
+    stream = border.stream
 
     def note(name: str, style: Style, module: nn.Module, args: Any, kwargs: Any) -> None:
         first = kwargs.get(getattr(style, "input_name", "hidden_states"))
         given = [x for x in (*args, first) if isinstance(x, torch.Tensor)]
         if not given:
             given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)][:1]
-        sharded = stream.dim if stream.is_sharded() and not style.inside else None
-        calls.setdefault(name, []).append(Call(tuple(x.shape for x in given), sharded, degree))
+        cut = stream.is_sharded()
+        sharded = stream.dim if cut and not style.inside else None
+        shapes = tuple(own_shape(x, border, cut and isinstance(style, VocabEmbedding)) for x in given)
+        # Regions are entered over the ranks of tensor parallelism, and inside all that share the heads compute.
+        degree = applied.mesh.size() if name in inside and not style.gathers else border.group[1]
+        calls.setdefault(name, []).append(Call(shapes, sharded, degree, exchanged_rows(module, border)))
 
     handles = [
         model.get_submodule(name).register_forward_pre_hook(
@@ -118,7 +128,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
         options: those by which it is judged; as a rule `applied.plan.options`.
         calls: of one forward.
     """
-    decoder, degree = applied.decoder, applied.mesh.size()
+    decoder, degree = applied.decoder, applied.border.group[1]
     needed: dict[str, tuple[list[Allowance], list[Allowance]]] = {name: ([], []) for name in decoder.names}
     needed |= {end: ([], []) for end in ("embedding", "head", "loss")}
 
@@ -141,11 +151,13 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
         part, module = part_of(path, decoder), home if style.gathers else path
         around = () if own else next((c for name, c in regions.items() if within(key, name)), ())
         for call in own or around:
+            if call.degree == 1:
+                continue  # nothing is cut by weights
             for sent in expected_collectives(style, model.get_submodule(path), call):
                 add(part, sent, "" if part in ("embedding", "head") else module)
 
     for name, layout in applied.layouts.items():
-        if is_exchanged(layout):
+        if is_exchanged(layout) and degree > 1:
             assert layout.rows is not None
             path, _, parameter = name.rpartition(".")
             whole = model.get_submodule(path)._parameters[parameter]
@@ -158,12 +170,17 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
                     path,
                 )
 
+    for mixer, elements in exchanges(applied, calls):
+        add(part_of(mixer, decoder), ExpectedCollective(("all_to_all",), ("all_to_all",), elements), mixer)
+
     stream = applied.border.stream
     first = next((c[0] for name, c in regions.items() if within(name, decoder.names[0]) and c), None)
     if stream.dim is not None and first is not None and not applied.resolved.embedding_begins_stream:
         add("embedding", ExpectedCollective((), ("all_gather",), first.elements))
     for call in calls.get(decoder.head or "", ()):
         vocabulary = model.get_submodule(decoder.head or "")._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        if degree == 1:
+            continue
         if options.loss_parallel:
             # Two numbers a token and rank in one, as ours; or three of a number, as torch's and torchtitan's.
             add("loss", ExpectedCollective(("all_gather", "all_reduce"), (), 2 * degree * call.tokens))

@@ -4,22 +4,28 @@
 as the published formulas count; bytes are what one rank receives on a ring.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titanplans.apply.apply import AppliedPlan
 from titanplans.errors import PlanError
 from titanplans.observe.bound import Allowance, Allowances, bound, exceeding, noted_calls, part_of
+from titanplans.observe.by_tokens import ReadWhole, read_whole
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
-from titanplans.plan.decoder import Decoder
+from titanplans.plan.decoder import Decoder, join
 from titanplans.plan.plan import TPOptions
+from titanplans.split.parameters.local_parameters import readings_of
 from titanplans.split.partial_gradients import number_of_sums
 from titanplans.text import columns, counted, in_bytes
+from titanplans.torch_private.dtensor import local_tensor
 
 _DIRECTIONS = ("forward", "backward")
 
@@ -42,6 +48,9 @@ class Communication:
 
     decoder: Decoder
 
+    read_whole: ReadWhole
+    """What code reads of all tokens where those are cut: beside the bound."""
+
     def of(self, part: str, direction: str) -> list[Collective]:
         """Return the collectives of a part, "forward" or "backward", in the order of issue."""
         return [
@@ -56,6 +65,15 @@ class Communication:
 
     def exceeding(self, part: str, direction: str) -> list[Collective]:
         """Return those of a part's collectives that are more, or larger, than it needs."""
+        return [c for c in self._beside(part, direction) if not self.read_whole.holds(c)]
+
+    @property
+    def gathered(self) -> list[Collective]:
+        """The collectives that bring code what it reads of all tokens where those are cut, or back."""
+        parts = itertools.product(self.parts, _DIRECTIONS)
+        return [c for part in parts for c in self._beside(*part) if self.read_whole.holds(c)]
+
+    def _beside(self, part: str, direction: str) -> list[Collective]:
         return exceeding(self.of(part, direction), self.needed(part, direction))
 
     @property
@@ -85,7 +103,7 @@ class Communication:
                     f"{'outside of the model' if c.module is None else f'at {c.module}' if c.module else 'in the model'}"
                     for c in self.exceeding(part, direction)
                 ]
-        return [*columns(rows), *over, *self._gradient_line()]
+        return [*columns(rows), *over, *self.read_whole.lines(self.gathered), *self._gradient_line()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the count as JSON has it: of parts that are alike, the first one's collectives."""
@@ -103,6 +121,7 @@ class Communication:
                 }
                 for label, parts in self._alike()
             ],
+            "gathered": [_as_json(c) for c in self.gathered],
             "gradients": dict(self.gradients),
             "gradient_sums": dict(zip(("together", "by_unit"), self.gradient_sums, strict=True)),
         }
@@ -157,30 +176,49 @@ def count_communication(
             "communication without activation checkpointing, which adds its forward's collectives to every plan alike"
         )
     bounds = bound(model, applied, options, calls)
-    partial = summed_gradients(model, applied)
-    units: dict[str, list[nn.Parameter]] = {}
-    for name, param in partial.items():
-        units.setdefault(part_of(name, applied.decoder), []).append(param)
+    partial = summed_gradients(model)
+    units: dict[str, list[str]] = {}
+    for name in partial:
+        units.setdefault(part_of(name, applied.decoder), []).append(name)
     return Communication(
         tuple(record.collectives),
         bounds,
-        {name: param.numel() * param.element_size() for name, param in partial.items()},
-        (number_of_sums(partial.values()), sum(map(number_of_sums, units.values()))),
+        {name: local.nbytes for name, (local, _) in partial.items()},
+        (_sums(partial.values()), sum(_sums(map(partial.__getitem__, names)) for names in units.values())),
         applied.decoder,
+        read_whole(applied, calls),
     )
 
 
-def summed_gradients(model: nn.Module, applied: AppliedPlan) -> dict[str, nn.Parameter]:
-    """Return the replicated parameters of a split model whose gradient is a sum over the ranks, by name.
+Summed = tuple[torch.Tensor, tuple[int, ...]]
+"""This rank's part of a parameter, and the dimensions of its mesh over which its gradient is summed."""
+
+
+def summed_gradients(model: nn.Module) -> dict[str, Summed]:
+    """Return the parameters of a split model whose gradient is a sum over ranks that hold the same part, by name.
 
     FSDP or the optimizer, which reduces the gradients, sums them once a step: see `partial_gradients`.
     """
-    partial = {name for name, layout in applied.layouts.items() if layout.gradient.is_partial()}
-    return {
-        name: param
-        for name, param in model.named_parameters()  # tied ones once
-        if name in partial and param.requires_grad
+    dims = {
+        join(path, name): tuple(
+            dim for dim, placement in enumerate(reading.gradient) if placement.is_partial()
+        )
+        for path, module in model.named_modules()
+        for name, reading in readings_of(module).items()
     }
+    return {
+        name: (local_tensor(param), dims[name])
+        for name, param in model.named_parameters()  # tied ones once
+        if param.requires_grad and dims.get(name) and isinstance(param, DTensor)
+    }
+
+
+def _sums(parts: Iterable[Summed]) -> int:
+    """Return in how many all-reduces gradients of `parts` are summed."""
+    alike: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for local, dims in parts:
+        alike.setdefault(dims, []).append(local)
+    return sum(len(dims) * number_of_sums(locals_) for dims, locals_ in alike.items())
 
 
 def _direction(collective: Collective) -> str:

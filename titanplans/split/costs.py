@@ -29,6 +29,8 @@ class Call(NamedTuple):
     dim: int | None
     """The dimension in which the input is a shard of the sequence; None if it is whole."""
     degree: int
+    exchanged: int = 0
+    """The rows of all ranks that this product's all-to-all of own tokens moves, in or out; 0 if there is none."""
 
     @property
     def tokens(self) -> int:
@@ -63,6 +65,11 @@ def summed_inside(elements: int) -> ExpectedCollective:
 def gathered_inside(elements: int) -> ExpectedCollective:
     """Return what `gather` sends."""
     return ExpectedCollective(("all_gather",), ("reduce_scatter",), elements)
+
+
+def exchanged(call: Call) -> int:
+    """Return the elements of the all-to-all by which tokens are exchanged for heads, of a product's rows in or out."""
+    return call.tokens * call.exchanged
 
 
 def even(length: int, degree: int) -> int:

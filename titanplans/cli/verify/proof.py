@@ -184,9 +184,12 @@ def _count(
 ) -> Communication:
     if dist.is_initialized():
         device = next(model.parameters()).device
-        made = nullcontext(init_device_mesh(device.type, (options.degree,), mesh_dim_names=("tp",)))
+        shape = (
+            {"tp": options.degree} if options.context == 1 else {"cp": options.context, "tp": options.degree}
+        )
+        made = nullcontext(init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)))
     else:
-        made = fake_ranks(options.degree)
+        made = fake_ranks(options.degree * options.context, context=options.context)
     with made as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(split, mesh, plan=plan, **keywords(options))
@@ -196,6 +199,8 @@ def _count(
             labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
             backward(logits, labels, labels.numel())
 
+        if options.context > 1:
+            call(split, inputs)  # in the first forward each projection is exchanged by itself
         return count_communication(split, applied, run, options)
 
 

@@ -12,10 +12,10 @@ from titanplans.torch_private.dtensor import clear_sharding_cache
 
 
 @contextmanager
-def fake_ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
-    """Give a 1-D mesh "tp" of `number` ranks. This process is the first, and the others do not exist.
+def fake_ranks(number: int, device_type: str = "cpu", context: int = 1) -> Iterator[DeviceMesh]:
+    """Give a mesh of `number` ranks: "tp", or "cp" and "tp" with `context` ranks in "cp".
 
-    A collective returns the right shape and arbitrary values.
+    This process is the first, and the others do not exist. A collective returns the right shape and arbitrary values.
 
     Raises:
         PlanError: this process is a rank already.
@@ -25,7 +25,8 @@ def fake_ranks(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     try:
         # DTensor remembers shardings by mesh, and takes a mesh of the same shape, whose process group is gone, for equal.
         clear_sharding_cache()
-        yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
+        shape = {"tp": number} if context == 1 else {"cp": context, "tp": number // context}
+        yield init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     finally:
         dist.destroy_process_group()
         clear_sharding_cache()

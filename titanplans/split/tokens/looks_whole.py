@@ -51,7 +51,9 @@ class LooksWhole(torch.Tensor):
     read: dict[bool, torch.Tensor]
     """The numbers, once they have been asked for, with a gradient or without."""
     region: Any = None
-    """At the entry of a region: that region, which knows what reads this."""
+    """At the entry of a region, and behind `through`: the call of it, which knows what reads this."""
+    through: tuple[Any, ...] = ()
+    """The modules that have made this of the region's input, one after the other."""
 
     @property
     def length(self) -> int:
@@ -88,7 +90,7 @@ class LooksWhole(torch.Tensor):
         args, kwargs = tree_map(_numbers, (args, kwargs))
         found = func(*args, **kwargs)
         if own is not None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-            own.shard, own.read = own.tokens.own(args[0]), {}  # changed in place
+            own.shard, own.read, own.region = own.tokens.own(args[0]), {}, None  # changed in place
             return own
         return found
 

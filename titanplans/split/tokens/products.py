@@ -65,22 +65,49 @@ def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(x, LooksWhole):
             return cls.__call__(self, x, *args, **kwargs)
-        entered = x.region
+        entered, reader = x.region, (self, x.through)
         if entered is None:
-            return _exchanged((self,), x)[0]
-        if (ready := entered.ready.pop(self, None)) is not None:
+            return _exchanged((self,), [x.shard], x)[0]
+        if (ready := entered.ready.pop(reader, None)) is not None:
             return ready
-        entered.readers.found[self] = None
-        together = entered.known if self in entered.known else (self,)
-        entered.ready = dict(zip(together, _exchanged(together, x), strict=True))
-        return entered.ready.pop(self)
+        entered.readers.found[reader] = None
+        if reader not in entered.known:
+            return _exchanged((self,), [x.shard], x)[0]
+        entered.shard = entered.shard if x.through else x.shard
+        given = [x.shard if other == reader else _passed(entered, x, other[1]) for other in entered.known]
+        together = _exchanged([module for module, _ in entered.known], given, x)
+        entered.ready = dict(zip(entered.known, together, strict=True))
+        return entered.ready.pop(reader)
 
     return subclass(cls, {"__call__": call})
 
 
-def _exchanged(modules: tuple[Any, ...], x: LooksWhole) -> Sequence[torch.Tensor]:
+def _passed(entered: Any, x: LooksWhole, through: tuple[Any, ...]) -> torch.Tensor:
+    """Return own tokens of the input of a region, behind the modules `through`, which the model's code will call."""
+    shard = entered.shard
+    for at, module in enumerate(through):
+        reader = (module, through[:at])
+        if reader not in entered.passed:
+            entered.passed[reader] = _marked(
+                x.like(nn.Module.__call__(module, shard)), entered, through[: at + 1]
+            )
+        shard = entered.passed[reader].shard
+    return shard
+
+
+def _marked(x: LooksWhole, entered: Any, through: tuple[Any, ...]) -> LooksWhole:
+    x.region, x.through = entered, through
+    return x
+
+
+def _exchanged(
+    modules: Sequence[Any], given: Sequence[torch.Tensor], x: LooksWhole
+) -> Sequence[torch.Tensor]:
+    """Return all tokens of this rank's heads of products of own tokens `given`, which are those of `x`."""
     heads: list[Heads] = [module._split.heads for module in modules]
-    own = [_of_own(module, h.share.width, x.shard) for module, h in zip(modules, heads, strict=True)]
+    own = [
+        _of_own(module, h.share.width, shard) for module, h, shard in zip(modules, heads, given, strict=True)
+    ]
     shares = tuple(h.share for h in heads)
     dtypes = {out.dtype for out in own}
     if len(dtypes) == 1:
@@ -126,7 +153,14 @@ def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, LooksWhole):
             return cls.__call__(self, x, *args, **kwargs)
-        return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
+        entered = x.region
+        if entered is None:
+            return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
+        if (passed := entered.passed.pop((self, x.through), None)) is not None:
+            return passed
+        return _marked(
+            x.like(nn.Module.__call__(self, x.shard, *args, **kwargs)), entered, (*x.through, self)
+        )
 
     return subclass(cls, {"__call__": call})
 

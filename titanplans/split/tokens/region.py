@@ -12,37 +12,45 @@ from titanplans.split.stream import Border
 from titanplans.split.tensors.rules import on_input, on_output
 from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
 
+Reader = tuple[nn.Module, tuple[nn.Module, ...]]
+"""A projection, and the modules that work token by token between the region's input and it, such as a low rank's first."""
+
 
 class Readers:
     """Which projections read the input of a region: all are exchanged together once the first is called.
 
-    They are learnt in forwards, where each that is new is exchanged by itself, as it is again if that is recomputed.
+    They are learnt in the region's first forward, where each is exchanged by itself, as in its recomputation.
     """
 
     def __init__(self) -> None:
-        self.found: dict[nn.Module, None] = {}
-        self._newest = -1
-        self._known: list[tuple[int, tuple[nn.Module, ...]]] = []
-        """What was known from the forward of this number on."""
+        self.forward: int | None = None
+        """The number of the forward in which they were learnt."""
+        self.found: dict[Reader, None] = {}
 
-    def known(self, forward: int) -> tuple[nn.Module, ...]:
-        """Return the modules that were known to read the input when the forward of this number began."""
-        if forward > self._newest:  # not recomputed
-            self._newest = forward
-            if not self._known or len(self.found) > len(self._known[-1][1]):
-                self._known.append((forward, tuple(self.found)))
-        return next((known for first, known in reversed(self._known) if first <= forward), ())
+    def known(self, forward: int) -> tuple[Reader, ...]:
+        """Return what reads the input, in order; () in the forward in which it is learnt."""
+        if self.forward is None:
+            self.forward = forward
+        return () if forward == self.forward else tuple(self.found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Readers":
         return Readers()
 
 
 class Entered:
-    """One call of a region: its projections that have been exchanged, and that nothing has called yet."""
+    """One call of a region.
 
-    def __init__(self, readers: Readers, forward: int):
-        self.readers, self.known = readers, readers.known(forward)
-        self.ready: dict[nn.Module, torch.Tensor] = {}
+    Attributes:
+        known: its projections, known from an earlier forward.
+        shard: own tokens at its entry.
+        passed: what modules before the projections have made, and nothing has asked for yet.
+        ready: what has been exchanged, and nothing has asked for yet.
+    """
+
+    def __init__(self, readers: Readers, forward: int, shard: torch.Tensor):
+        self.readers, self.known, self.shard = readers, readers.known(forward), shard
+        self.passed: dict[Reader, LooksWhole] = {}
+        self.ready: dict[Reader, torch.Tensor] = {}
 
 
 def install_region(style: Region, module: nn.Module, border: Border) -> None:
@@ -59,8 +67,9 @@ def _enter(style: Region, border: Border, readers: Readers, module: nn.Module, a
 
     def enter(x: torch.Tensor) -> LooksWhole:
         length = border.length_of(x)
-        whole = look_whole(border.enter(x), tokens, length)
-        whole.region = Entered(readers, border.stream.forward())
+        own = border.enter(x)
+        whole = look_whole(own, tokens, length)
+        whole.region = Entered(readers, border.stream.forward(), own)
         border.within = whole.shape
         return whole
 

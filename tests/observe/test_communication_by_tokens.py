@@ -1,0 +1,96 @@
+"""What a model that is cut by tokens sends: one exchange in and one out for each mixer, and what its code reads besides."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import zoo
+
+from titanplans import apply_plan
+from titanplans.loss import cross_entropy
+from titanplans.observe.communication import count_communication
+from titanplans.plan.plan import TPOptions
+from titanplans.proof.ranks.fake import fake_ranks
+
+BATCH, SEQUENCE, CONTEXT = 2, 20, 2
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
+def step(model, inputs):
+    logits = model(**inputs).logits
+    cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), 1).backward()
+
+
+def count(name, degree=1, *, learnt=True, **sizes):
+    options = TPOptions(degree, context=CONTEXT)
+    with fake_ranks(degree * CONTEXT, context=CONTEXT) as mesh:
+        model = zoo.build(name, dtype=torch.float32, **sizes).train()
+        applied = apply_plan(model, mesh)
+        run = partial(step, model, zoo.inputs(name, batch_size=BATCH, seq_len=SEQUENCE))
+        if learnt:
+            run()
+        return count_communication(model, applied, run, options)
+
+
+def issued(communication, direction):
+    return Counter(
+        (c.operation, c.elements) for part in communication.parts for c in communication.of(part, direction)
+    )
+
+
+def test_a_mixer_exchanges_once_in_and_once_out_and_an_mlp_nothing():
+    communication = count("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    assert communication.minimal
+    layers, tokens = 2, BATCH * SEQUENCE // CONTEXT  # of a rank
+    rows_in, rows_out = (4 + 2 + 2) * 8, 4 * 8
+    expected = {("all_to_all", tokens * rows): layers for rows in (rows_in, rows_out)}
+    assert issued(communication, "forward") == issued(communication, "backward") == expected
+    assert not communication.gathered
+
+
+def test_shared_heads_are_sent_once_to_each_rank():
+    communication = count("llama", num_attention_heads=4, num_key_value_heads=1, head_dim=8)
+    assert communication.minimal
+    rows_in = (4 + 2 + 2) * 8  # of the key and the value one head for each of two ranks
+    assert issued(communication, "forward")["all_to_all", BATCH * SEQUENCE // CONTEXT * rows_in] == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gla", "qwen3_next", "mamba2", "samba"])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_no_mixer_sends_more_than_it_needs(name, degree):
+    communication = count(name, degree)
+    assert communication.minimal, communication.lines()
+    assert not any(communication.read_whole.mixer_of(c) for c in communication.gathered)
+
+
+def test_products_that_are_exchanged_apart_are_too_many():
+    communication = count("llama", learnt=False)
+    assert not communication.minimal
+    over = communication.exceeding("model.layers.0", "forward")
+    assert [c.operation for c in over] == ["all_to_all"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "mixers"),
+    [
+        ("rwkv7", ["model.layers.0.attn", "model.layers.0.ffn"]),
+        ("deepseek_v3", ["model.layers.0.self_attn"]),
+    ],
+)
+def test_what_code_reads_before_its_products_is_named(name, mixers):
+    communication = count(name)
+    assert communication.minimal
+    gathered = communication.gathered
+    assert {c.operation for c in gathered} == {"all_gather", "reduce_scatter"}
+    assert {communication.read_whole.mixer_of(c) for c in gathered} >= set(mixers)
+    (line,) = [line for line in communication.lines() if all(mixer in line for mixer in mixers)]
+    assert "gathers" in line
+    assert communication.to_dict()["gathered"]
+
+
+def test_gradients_of_all_parameters_are_summed_once_a_step():
+    communication = count("llama")
+    assert set(communication.gradients) == {name for name, _ in zoo.build("llama").named_parameters()}
+    assert communication.gradient_sums[0] == 1

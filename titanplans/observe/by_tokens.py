@@ -1,0 +1,127 @@
+"""What a model that is cut by tokens sends for it: exchanges of tokens for heads, and what code reads of all tokens.
+
+A mixer needs one exchange in and one out. Its code may read the sequence before its products, as a token shift does, and
+other code may count over all tokens, as a balance loss does: that is gathered, which no plan avoids, and it is named.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanplans.apply.apply import AppliedPlan
+from titanplans.observe.operators import Collective
+from titanplans.plan.decoder import within
+from titanplans.plan.layout import shard_size
+from titanplans.plan.styles.projections import Rowwise
+from titanplans.plan.token_regions import region_of, token_regions
+from titanplans.split.costs import Call, exchanged
+from titanplans.split.state import state_of
+from titanplans.split.stream import Border
+from titanplans.split.tokens.looks_whole import LooksWhole
+from titanplans.text import counted, in_bytes
+
+Calls = Mapping[str, Sequence[Call]]
+"""The calls of modules in one forward, by fully qualified name."""
+
+
+class ReadWhole(NamedTuple):
+    """Which collectives bring code what it reads of all tokens, or back."""
+
+    ranks: tuple[int, ...] = ()
+    """Those that share a sequence; () without context parallelism."""
+    mixers: tuple[str, ...] = ()
+    hidden: int = 0
+    """Elements of the hidden states of whole sequences."""
+
+    def mixer_of(self, collective: Collective) -> str | None:
+        """Return the mixer, cut by tokens, in which `collective` is issued."""
+        module = collective.module or ""
+        return next((name for name in self.mixers if module == name or within(module, name)), None)
+
+    def holds(self, collective: Collective) -> bool:
+        """Return whether `collective` is one of those."""
+        if collective.group != self.ranks or collective.operation not in ("all_gather", "reduce_scatter"):
+            return False
+        return self.mixer_of(collective) is not None or (collective.elements or 0) < self.hidden
+
+    def lines(self, collectives: Sequence[Collective]) -> list[str]:
+        """Return in words what `collectives`, all of which are in this, are for."""
+        mixers: dict[str, list[Collective]] = {}
+        others = []
+        for collective in collectives:
+            mixer = self.mixer_of(collective)
+            (others if mixer is None else mixers.setdefault(mixer, [])).append(collective)
+        found = []
+        if mixers:
+            sent = [c for issued in mixers.values() for c in issued]
+            found.append(
+                f"{_gathers(sent)} the input of {counted(len(mixers), 'mixer')}: {', '.join(mixers)}"
+            )
+        if others:
+            found.append(f"{_gathers(others)} what other code counts over all tokens")
+        return found
+
+
+def read_whole(applied: AppliedPlan, calls: Calls) -> ReadWhole:
+    """Return which collectives of a split model are what its code reads of all tokens; `calls` of one forward."""
+    border, mixers = applied.border, tuple(dict.fromkeys(within_mixers(applied).values()))
+    if border.tokens is None:
+        return ReadWhole()
+    entered = [call.elements for name in mixers for call in calls.get(name, ())]
+    ranks = tuple(dist.get_process_group_ranks(border.tokens.mesh.get_group()))
+    return ReadWhole(ranks, mixers, border.tokens.ranks * max(entered, default=0))
+
+
+def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
+    """Return the mixer of each module that stands in one which is cut by tokens; of that itself, its own name."""
+    plan = applied.resolved
+    if applied.border.tokens is None:
+        return {}
+    regions = token_regions(plan)
+    found = {entry.path: region_of(entry, regions, plan) for entry in plan.entries}
+    return {path: region for path, region in found.items() if region}
+
+
+def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
+    """Return the shape of this rank's tokens of `x`, which may be ids of whole sequences, or look like a whole one."""
+    shape, tokens = x.shape, border.tokens
+    if isinstance(x, LooksWhole):
+        return x.shard.shape
+    if tokens is None or not whole_ids or x.ndim <= tokens.dim:
+        return shape
+    return torch.Size(
+        (*shape[: tokens.dim], shard_size(shape[tokens.dim], tokens.ranks), *shape[tokens.dim + 1 :])
+    )
+
+
+def exchanged_rows(module: nn.Module, border: Border) -> int:
+    """Return the rows of all ranks that the running call of `module`, a product, exchanges; 0 if it exchanges none."""
+    state = state_of(module)
+    if state is None or state.heads is None or not state.reads_all:
+        return 0
+    assert border.tokens is not None
+    return border.tokens.ranks * state.heads.share.rows
+
+
+def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
+    """Yield each exchange of tokens for heads that is needed, or back: the mixer, and the elements."""
+    inside, entering = within_mixers(applied), dict[str, list[Sequence[Call]]]()
+    for path, mixer in inside.items():
+        found = [call for call in calls.get(path, ()) if call.exchanged]
+        if isinstance(applied.resolved.by_key[path].style, Rowwise):
+            yield from ((mixer, exchanged(call)) for call in found)
+        else:
+            entering.setdefault(mixer, []).append(found)
+    for mixer, products in entering.items():
+        for together in zip_longest(*products):
+            if elements := sum(exchanged(call) for call in together if call is not None):
+                yield mixer, elements
+
+
+def _gathers(collectives: Sequence[Collective]) -> str:
+    size = in_bytes(sum(c.received or 0 for c in collectives))
+    return f"context parallelism gathers, in {counted(len(collectives), 'collective')} of which a rank receives {size},"
