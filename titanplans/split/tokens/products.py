@@ -109,7 +109,7 @@ def _exchanged(
         _of_own(module, h.share.width, shard) for module, h, shard in zip(modules, heads, given, strict=True)
     ]
     shares = tuple(h.share for h in heads)
-    dtypes = {out.dtype for out in own}
+    dtypes = dict.fromkeys(out.dtype for out in own)  # in one order on all ranks
     if len(dtypes) == 1:
         return to_heads(own, HeadExchange(x.tokens, x.length, shares))
     found: dict[int, torch.Tensor] = {}
