@@ -2,8 +2,8 @@
 
 The world is a job with two data-parallel replicas, and the threads are one of them. The other replica's ranks have no
 threads, so a collective that waits for them is refused: its plan takes the default group for the mesh's. Threads meet all
-together, also for a collective of groups of a 2-D mesh, each of which does its own: one that only some threads call ends in
-an error, as ranks that have lost each other.
+together, also where the groups of a 2-D mesh do a collective each: if only some threads call it, the ranks have lost each
+other.
 """
 
 import inspect

@@ -183,7 +183,7 @@ class Meshes:
 
 
 def sizes(ranks: int, context: int) -> dict[str, int]:
-    """Return the dimensions of a mesh of so many ranks, of which `context` share a sequence."""
+    """Return the dimensions of a mesh of so many ranks, in which groups of `context` share a sequence."""
     return {"tp": ranks} if context == 1 else {"cp": context, "tp": ranks // context}
 
 

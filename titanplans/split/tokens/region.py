@@ -19,19 +19,22 @@ Reader = tuple[nn.Module, tuple[nn.Module, ...]]
 class Readers:
     """Which projections read the input of a region: all are exchanged together once the first is called.
 
-    They are learnt in the region's first forward, where each is exchanged by itself, as in its recomputation.
+    They are learnt in forwards, where each that is new is exchanged by itself, as it is again if that is recomputed.
     """
 
     def __init__(self) -> None:
-        self.forward: int | None = None
-        """The number of the forward in which they were learnt."""
         self.found: dict[Reader, None] = {}
+        self._newest = -1
+        self._known: list[tuple[int, tuple[Reader, ...]]] = []
+        """What was known from the forward of this number on."""
 
     def known(self, forward: int) -> tuple[Reader, ...]:
-        """Return what reads the input, in order; () in the forward in which it is learnt."""
-        if self.forward is None:
-            self.forward = forward
-        return () if forward == self.forward else tuple(self.found)
+        """Return what was known to read the input when the forward of this number began, in order."""
+        if forward > self._newest:  # not recomputed
+            self._newest = forward
+            if not self._known or len(self.found) > len(self._known[-1][1]):
+                self._known.append((forward, tuple(self.found)))
+        return next((known for first, known in reversed(self._known) if first <= forward), ())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Readers":
         return Readers()
