@@ -53,7 +53,7 @@ def prove_case(
     start = time.perf_counter()
     applied: AppliedPlan | None = None
     training: TrainingRun | None = None
-    comparison = Comparison(reference, world)
+    comparison = Comparison(reference, world, options.degree if options.context > 1 else 1)
 
     def take() -> CaseResult:
         nonlocal applied, training

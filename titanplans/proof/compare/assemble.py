@@ -9,7 +9,7 @@ from itertools import chain, product
 
 import torch
 
-from titanplans.plan.layout import Rows
+from titanplans.plan.layout import Rows, shard_size
 
 Candidate = tuple[str, list[torch.Tensor]]
 """How the ranks' tensors were assembled, and the whole tensors that result, which should all be equal."""
@@ -57,6 +57,8 @@ def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidat
         for sharing in range(1, len(held)):
             if len(held) % sharing == 0:
                 yield from _concatenations(held, dim, shape[dim], sharing)
+                if sharing > 1 and (whole := of_two_cuts(held, dim, shape[dim], sharing)) is not None:
+                    yield "", [whole]
 
 
 def _packed(
@@ -83,6 +85,22 @@ def _packed(
                     else:
                         place.copy_(part)
             yield how, [whole]
+
+
+def of_two_cuts(held: list[torch.Tensor], dim: int, size: int, inner: int) -> torch.Tensor | None:
+    """Return the tensor whose shards, over a mesh of two dimensions, the second of length `inner`, are `held`.
+
+    They are tokens, each part of a sequence filled up by itself, or heads, those of the second dimension first; None if
+    they are of another length.
+    """
+    part = shard_size(size, len(held) // inner)
+    if all(tensor.shape[dim] == shard_size(part, inner) for tensor in held):
+        rows = [held[at : at + inner] for at in range(0, len(held), inner)]
+        parts = [torch.cat(row, dim).narrow(dim, 0, part) for row in rows]
+        return torch.cat(parts, dim).narrow(dim, 0, size)
+    if sum(tensor.shape[dim] for tensor in held) == size:
+        return torch.cat([held[at] for first in range(inner) for at in range(first, len(held), inner)], dim)
+    return None
 
 
 def _concatenations(held: list[torch.Tensor], dim: int, size: int, sharing: int) -> Iterator[Candidate]:

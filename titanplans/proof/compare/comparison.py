@@ -28,6 +28,8 @@ class Comparison:
 
     reference: ReferenceRun
     world: World
+    inner: int = 1
+    """Of ranks in two dimensions, the length of the second."""
     worst: dict[str, Check] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -80,7 +82,7 @@ class Comparison:
 
     def _compare_scale(self, at: Point, values: list[torch.Tensor]) -> None:
         point, what, where = at
-        found = fit_of(values, self.reference.expected[at])
+        found = fit_of(values, self.reference.expected[at], self.inner)
         if found is None or at not in self.reference.units or point not in self.reference.shown:
             return
         if at not in self.reference.noise or not math.isfinite(found.slope):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from titanplans.plan.decoder import find_decoder
-from titanplans.proof.compare.assemble import candidates
+from titanplans.proof.compare.assemble import candidates, of_two_cuts
 from titanplans.proof.compare.record import Recorder, module_name
 
 K = TypeVar("K")
@@ -60,9 +60,16 @@ def fit(value: torch.Tensor, expected: torch.Tensor) -> Regression | None:
     return Regression(((apart * whole).sum() / size).item(), (apart.square().sum() / size).sqrt().item())
 
 
-def fit_of(held: list[torch.Tensor], expected: torch.Tensor) -> Regression | None:
-    """Return the fit of the ranks' tensors, replicas or shards of one dimension; of differing replicas the worst."""
+def fit_of(held: list[torch.Tensor], expected: torch.Tensor, inner: int = 1) -> Regression | None:
+    """Return the fit of the ranks' tensors, replicas or shards of one dimension; of differing replicas the worst.
+
+    `inner`: of ranks in two dimensions, the length of the second.
+    """
     _, values = next(candidates(held, expected.shape), ("", []))
+    differing = [dim for dim, size in enumerate(expected.shape) if held[0].shape[dim] != size]
+    if inner > 1 and len(differing) == 1:
+        whole = of_two_cuts(held, differing[0], expected.shape[differing[0]], inner)
+        values = values if whole is None else [whole]
     fits = [found for found in (fit(value, expected) for value in values) if found is not None]
     return max(fits, key=lambda one: abs(one.slope), default=None)
 

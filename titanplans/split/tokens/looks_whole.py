@@ -86,6 +86,10 @@ class LooksWhole(torch.Tensor):
                 return found
         if name == "detach":
             return args[0].like(args[0].shard.detach())
+        if name == "requires_grad_":
+            with without_torch_function():
+                args[0].shard.requires_grad_(*args[1:], **kwargs)
+                return func(*args, **kwargs)
         own = args[0] if args and isinstance(args[0], LooksWhole) else None
         args, kwargs = tree_map(_numbers, (args, kwargs))
         found = func(*args, **kwargs)
