@@ -7,13 +7,14 @@ import torch
 import zoo
 from equal import summed_cross_entropy
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from worlds import run
 
 from titanplans import apply_plan, kernels
 from titanplans.errors import PlanError
 from titanplans.parallel import cross_entropy
-from titanplans.split.gradients import align_gradients
+from titanplans.split.gradients import align_gradients, total_norm
 from titanplans.split.tokens.exchange import places_within
 
 
@@ -50,6 +51,33 @@ def test_the_same_plan_is_cut_by_tokens(name, cp, tp):
     worst = run(partial(difference, name=name, cp=cp, tp=tp, length=31), cp * tp)
     # Sums in another order, in float64; FLA's norms compute in float32.
     assert max(worst.values()) < 1e-6, {key: off for key, off in worst.items() if off > 1e-6}
+
+
+def under_fully_shard(rank):
+    """Over a dimension of other data; torch's averages, and a rank of "cp" has a part of each gradient."""
+    kernels.install("cpu")
+    model = zoo.build("llama").double().train()
+    batches = [zoo.inputs("llama", seq_len=15, seed=seed) for seed in range(2)]
+    for batch in batches:
+        labels = torch.roll(batch["input_ids"], -1, 1)
+        (summed_cross_entropy(model(**batch).logits, labels) / 2).backward()
+    expected = {key: param.grad.clone() for key, param in model.named_parameters()}
+    norm = total_norm(model.parameters()).item()
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    apply_plan(model, mesh["cp"])
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    batch = batches[mesh["dp"].get_local_rank()]
+    cross_entropy(model(**batch).logits, torch.roll(batch["input_ids"], -1, 1), 1).backward()
+    assert total_norm(model.parameters()).item() == pytest.approx(norm, rel=1e-12)
+    for key, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), expected[key], rtol=1e-9, atol=1e-12)
+
+
+def test_torchs_fully_shard_goes_over_it():
+    run(under_fully_shard, 4)
 
 
 def heads_refused(rank):
