@@ -6,14 +6,18 @@ import pytest
 import torch
 import zoo
 from equal import summed_cross_entropy
+from plainly import verify
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
 from worlds import run
 
-from titanplans import apply_plan, kernels
+from titanplans import apply_plan, check_plan, kernels, registered_plans
+from titanplans.config import Float8
 from titanplans.errors import PlanError
 from titanplans.parallel import cross_entropy
+from titanplans.precision.float8.conversion import convert_to_float8
 from titanplans.split.gradients import align_gradients, total_norm
 from titanplans.split.tokens.exchange import places_within
 
@@ -94,6 +98,42 @@ def heads_refused(rank):
 
 def test_degrees_and_meshes_that_do_not_fit():
     run(heads_refused, 2)
+
+
+class TorchsInMixer(registered_plans()["llama"]):
+    def attn_plan(self, attn):
+        return super().attn_plan(attn) | {"q_proj": ColwiseParallel()}
+
+
+def test_a_style_of_torchs_in_a_mixer_is_refused():
+    with pytest.raises(PlanError, match=r"q_proj.*ColwiseParallel.*installs its own hooks"):
+        check_plan(zoo.build("llama"), 1, context_degree=2, plan=TorchsInMixer)
+
+
+def test_float8_is_refused():
+    model = zoo.build("llama", dtype=torch.float32)
+    convert_to_float8(model, Float8(recipe_name="rowwise", emulate=True), "cpu")
+    with pytest.raises(PlanError, match=r"context_parallel_degree = 2: .*float8"):
+        check_plan(model, 1, context_degree=2)
+
+
+def test_a_plan_given_as_a_dict_is_cut_by_tokens():
+    model = zoo.build("llama").train()
+    plan = {
+        "model.embed_tokens": "vocab_embedding",
+        "model.layers.*.input_layernorm": "replicated_on_stream",
+        "model.layers.*.post_attention_layernorm": "replicated_on_stream",
+        "model.layers.*.self_attn": "attn_input",
+        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp": "mlp_input",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "model.norm": "replicated_on_stream",
+        "lm_head": "vocab_head",
+    }
+    assert verify(lambda: model, plan, degrees=[1], contexts=[2], seq_len=7).passed
 
 
 def test_rows_among_rows():
