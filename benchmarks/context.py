@@ -1,0 +1,144 @@
+"""A model whole, cut by weights and cut by tokens: bytes, peak memory and seconds, side by side in one run.
+
+    python -m benchmarks.context [--tokens 4096] [--rounds 3] [--layers 4] [--fake] [--degrees 1 2 4 8] [--fake-layers 32]
+
+Over gloo on two ranks: a Llama of 512 hidden units and one sequence in float32, tensor parallelism with the sequence
+sharded between its regions. Variants take turns; each turn is fresh processes with a thread each, which take a step, then
+one that is counted, then one that is timed. Bytes are those that a rank receives on a ring in a step, without the sums of
+gradients, memory is the peak of a rank's resident pages less what it had before. With --fake instead the peak of
+activations of a rank on fake tensors (`benchmarks.context_memory`), of published models at lengths that no machine here
+holds: by tokens it falls as 1/c.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from titanplans.training.launch.exit_status import finish
+
+VARIANTS: dict[str, dict[str, int]] = {"unsplit": {}, "tp 2, sequence parallel": {"tp": 2}, "cp 2": {"cp": 2}}
+LENGTHS = {"32k": 32_640, "262k": 262_144, "1M": 1_048_576}
+"""The first is no power of two: its parts would have the shapes of weights, whose gradients do not count."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--fake", action="store_true", help="the peak of activations on fake tensors alone")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8], help="of --fake")
+    parser.add_argument("--fake-layers", type=int, help="of --fake; all if unset")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if args.fake:
+        on_fake_tensors(args)
+    else:
+        over_gloo(args)
+
+
+def over_gloo(args: argparse.Namespace) -> None:
+    os.environ.update(
+        MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1"
+    )  # freed memory goes back: a peak is one
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    for _ in range(args.rounds):
+        for name, sizes in VARIANTS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                ranks = max(sizes.values(), default=1)
+                mp.start_processes(work, args=(name, args, folder), nprocs=ranks, start_method="spawn")
+                found[name].append(torch.load(Path(folder) / "found.pt"))
+    print(f"{args.tokens} tokens, {args.layers} layers, float32, torch {torch.__version__}\n")
+    print("| variant | received, MB | by collective | peak, MB | forward, s | backward, s | loss |")
+    print("|---|---:|---|---:|---:|---:|---:|")
+    for name, rounds in found.items():
+        middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        kinds = ", ".join(
+            f"{int(n)} {key[1:].replace('_', '-')}" for key, n in middle.items() if key[0] == "#"
+        )
+        print(
+            f"| {name} | {middle['bytes'] / 1e6:.1f} | {kinds} | {middle['memory'] / 1e6:.0f} | {middle['forward']:.2f} | "
+            f"{middle['backward']:.2f} | {middle['loss']:.6f} |"
+        )
+
+
+def work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
+    """Take three steps as one rank; the first leaves what was found in `folder`."""
+    sizes = VARIANTS[name]
+    ranks = max(sizes.values(), default=1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
+    torch.set_num_threads(1)
+    # Only now: torchtitan picks its device when it is imported.
+    from titanplans import apply_plan, modeling
+    from titanplans.loss import cross_entropy
+    from titanplans.modeling.samples import build_real
+    from titanplans.observe.recorder import record_collectives
+
+    config = modeling.load_config(
+        "llama", "debug", hidden_size=512, intermediate_size=1536, num_hidden_layers=args.layers,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=2048,
+        max_position_embeddings=args.tokens,
+    )  # fmt: skip
+    model = build_real(config, dtype=torch.float32).train()
+    if sizes:
+        apply_plan(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=tuple(sizes)), sum_over_cp=False)
+    ids = torch.randint(0, 2048, (1, args.tokens), generator=torch.Generator().manual_seed(0))
+
+    def step() -> tuple[float, float, torch.Tensor]:
+        begin = time.perf_counter()
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = cross_entropy(logits, ids, args.tokens)
+        middle = time.perf_counter()
+        loss.backward()
+        model.zero_grad()
+        return middle - begin, time.perf_counter() - middle, loss.detach()
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step()
+    with record_collectives(model) as record:
+        step()
+    forward, backward, loss = step()
+    memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    if "cp" in sizes:
+        dist.all_reduce(loss)  # each has its tokens' part
+    kinds = Counter("#" + collective.operation for collective in record.collectives)
+    received = sum(collective.received or 0 for collective in record.collectives)
+    if rank == 0:
+        found = {"bytes": received, "memory": memory, "forward": forward, "backward": backward}
+        torch.save(found | {"loss": loss.item()} | dict(kinds), Path(folder) / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_fake_tensors(args: argparse.Namespace) -> None:
+    from benchmarks.context_memory import MODELS, peak
+
+    print(f"| model | tokens | {' | '.join(f'cp {c}' for c in args.degrees)} |", end="")
+    tps = [degree for degree in args.degrees if degree > 1]
+    print(" | ".join(f" tp {degree}" for degree in tps) + " |")
+    print("|---|---|" + "---:|" * (len(args.degrees) + len(tps)))
+    for model in MODELS:
+        for label, tokens in LENGTHS.items():
+            cuts = [(1, degree) for degree in args.degrees] + [(degree, 1) for degree in tps]
+            peaks = [peak(model, tokens, tp, cp, args.fake_layers).bytes for tp, cp in cuts]
+            print(
+                f"| {model} | {label} | " + " | ".join(f"{size / 1e9:.1f}" for size in peaks) + " |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
+    finish(0)

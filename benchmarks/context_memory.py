@@ -1,0 +1,155 @@
+"""The peak of activations of a rank on fake tensors: nothing is computed, so no length and no model is too large.
+
+Counted is what lives at once of all that a forward and its backward make, without the weights' gradients, which are dropped
+as they are made. Blocks are recomputed, and the head computes its loss chunk by chunk, as a job with long sequences does.
+Kernels are stood in for: attention by torch's flash attention, flash-linear-attention's by one that makes its states.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titanplans import apply_plan, kernels, modeling
+from titanplans.loss import FusedLoss
+from titanplans.loss import head as fused_head
+from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.torch_private.dtensor import local_tensor
+
+CHUNK = 64
+"""Tokens between two states of a linear attention."""
+MODELS = {"Llama 3.1-8B": ("llama", "3.1-8B"), "GLA 7B": ("gla", "7B")}
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of fake tensors that live at once, but for the weights of `model` and their gradients, by shape.
+
+    Attributes:
+        bytes: the most so far.
+        shapes: of the tensors that lived then, the largest first, with the operator that made each.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        weights = [local_tensor(p) if isinstance(p, DTensor) else p for p in model.parameters()]
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._gradients = {
+            shape
+            for weight in weights
+            for shape in (weight.shape, weight.mT.shape if weight.ndim > 1 else weight.shape)
+        }
+        self.bytes = self._live = 0
+        self._known: dict[int, tuple[int, tuple[int, ...], str]] = {}
+        self._most: list[tuple[int, tuple[int, ...], str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is torch.Tensor for kind in types):
+            return NotImplemented  # subclasses first
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if (
+                isinstance(made, FakeTensor)
+                and made.device.type != "meta"
+                and made.shape not in self._gradients
+            ):
+                self._note(made, str(func))
+        if self._live > self.bytes:
+            self.bytes, self._most = self._live, list(self._known.values())
+        return result
+
+    @property
+    def largest(self) -> list[tuple[int, tuple[int, ...], str]]:
+        """Bytes, shape and operator of what lived at the peak, the largest first."""
+        return sorted(self._most, reverse=True)
+
+    def _note(self, made: torch.Tensor, operator: str) -> None:
+        storage = made.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known and key not in self._weights:
+            self._known[key] = size, tuple(made.shape), operator
+            self._live += size
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        size, *_ = self._known.pop(key)
+        self._live -= size
+
+
+def peak(name: str, tokens: int, tp: int, cp: int, layers: int | None = None) -> Peak:
+    """Return the peak of one rank of `tp` x `cp`, in the second of two steps, of one sequence of `tokens`."""
+    kernels.install("cpu")
+    _stand_in_for_kernels()
+    family, flavor = MODELS[name]
+    sizes = {} if layers is None else {"num_hidden_layers": layers}
+    with fake_ranks(tp * cp, context=cp) as mesh:
+        model: Any = modeling.build(modeling.load_config(family, flavor, **sizes)).to(torch.bfloat16)
+        if tp * cp > 1:
+            apply_plan(model, mesh, sum_over_cp=False)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = model.to_empty(device="cpu").train()
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            step = _step(model, torch.zeros(1, tokens, dtype=torch.long))
+            step()  # in which is learnt what is exchanged together
+            with Peak(model) as found:
+                step()
+    return found
+
+
+def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    fused, losses = FusedLoss(model), list[torch.Tensor]()
+
+    def kept(loss: torch.Tensor, shape: tuple[int, ...], computed: Any) -> torch.Tensor:
+        losses.append(loss)
+        return loss.detach().expand(shape)
+
+    def step() -> None:
+        fused_head.stand_in = kept  # type: ignore[assignment]  # the one for a loop of one's own is no fake tensor
+        with fused(ids):
+            model(input_ids=ids, use_cache=False)
+        losses.pop().backward()
+
+    return step
+
+
+def _stand_in_for_kernels() -> None:
+    import fla.layers.gla as layer
+    import transformers.models.llama.modeling_llama as llama
+
+    llama.create_causal_mask = lambda *args, **kwargs: None  # flash attention has none; a trace would get one
+    layer.chunk_gla = _chunk_gla
+
+
+def _chunk_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, **others: Any) -> Any:
+    return _LinearAttention.apply(q, k, v, g), None
+
+
+class _LinearAttention(torch.autograd.Function):
+    """What flash-linear-attention's kernels of GLA keep and make: a state for each chunk, in the backward in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, g):
+        _states(k, v, k.dtype)
+        scores = q.new_empty((*q.shape[:-1], CHUNK))
+        ctx.save_for_backward(q, k, v, g, scores)
+        return torch.empty_like(v)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        q, k, v, g, _ = ctx.saved_tensors
+        states = [_states(k, v, torch.float32) for _ in range(2)]
+        made = tuple(torch.empty_like(x) for x in (q, k, v, g))
+        del states
+        return made
+
+
+def _states(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    batch, tokens, heads, width = k.shape
+    return k.new_empty((batch, -(-tokens // CHUNK), heads, width, v.shape[-1]), dtype=dtype)
