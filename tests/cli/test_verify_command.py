@@ -162,12 +162,13 @@ def test_the_whole_grid_as_text(command):
         "  2 sequences of 16 tokens, ranks: threads",
         "  the first 1 of 3 blocks",
     ]
-    rows = [line.split()[:3] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]
+    rows = [line.split()[:4] for line in lines if line.lstrip()[:1].isdigit() and " right " in line]
     rows = [row for at, row in enumerate(rows) if row not in rows[:at]]
     choices = [["sharded", "sharded"], ["sharded", "whole"], ["whole", "sharded"], ["whole", "whole"]]
-    assert rows == [["2", *c] for c in choices] + [
-        ["4", *c] for c in choices
-    ]  # degree 4 shares key/value heads
+    # Degree 4 shares key/value heads; by tokens the options of tensor parallelism are proved at one choice.
+    assert rows == [["2", "1", *c] for c in choices] + [["4", "1", *c] for c in choices] + [
+        [tp, "2", "sharded", "sharded"] for tp in "12"
+    ]
     assert "not proved: tp 8: tensor_parallel_degree = 8 does not divide num_attention_heads = 4" in out
     assert "1 x Qwen3DecoderLayer (Qwen3Attention, Qwen3MLP)" in out
     assert "2 all-gather, 2 reduce-scatter  2 all-gather, 2 reduce-scatter" in out

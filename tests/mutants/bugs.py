@@ -154,7 +154,7 @@ def counted_on_every_rank(style: ReplicatedOnStream) -> ParallelStyle:
             local = module._parameters[name].to_local().detach()  # type: ignore[union-attr, operator]
             shard = DTensor.from_local(local, border.mesh, (Shard(0),), run_check=False)
             module._parameters[name] = nn.Parameter(shard)
-            readings[name] = reading._replace(layout=reading.layout._replace(gradient=Shard(0)))
+            readings[name] = reading._replace(gradient=(Shard(0),))
 
     return installed(style, install)
 

@@ -49,7 +49,7 @@ class ReadWhole(NamedTuple):
         return self.mixer_of(collective) is not None or (collective.elements or 0) < self.hidden
 
     def lines(self, collectives: Sequence[Collective]) -> list[str]:
-        """Return in words what `collectives`, all of which are in this, are for."""
+        """Return in words what `collectives`, all of them in this, are for."""
         mixers: dict[str, list[Collective]] = {}
         others = []
         for collective in collectives:

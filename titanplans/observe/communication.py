@@ -49,7 +49,7 @@ class Communication:
     decoder: Decoder
 
     read_whole: ReadWhole
-    """What code reads of all tokens where those are cut: beside the bound."""
+    """What code reads of all tokens where those are cut: in addition to the bound."""
 
     def of(self, part: str, direction: str) -> list[Collective]:
         """Return the collectives of a part, "forward" or "backward", in the order of issue."""

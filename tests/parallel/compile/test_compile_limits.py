@@ -77,7 +77,9 @@ def test_no_use_on_this_device(words):
 
 def placement(options, device):
     config = FSDP2Config(compile=options)
-    return Placement(config, tp=1, dp_replicate=1, dp_shard=1, device_type=device, nccl=False, one_graph=True)
+    return Placement(
+        config, tp=1, cp=1, dp_replicate=1, dp_shard=1, device_type=device, nccl=False, one_graph=True
+    )
 
 
 def test_refused_before_any_weight_moves():

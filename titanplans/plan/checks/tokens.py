@@ -2,7 +2,7 @@
 
 from titanplans.errors import PlanError
 from titanplans.plan.converted import float8_linears
-from titanplans.plan.decoder import within
+from titanplans.plan.decoder import find_decoder, within
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import Style
 from titanplans.plan.token_regions import token_regions
@@ -12,13 +12,15 @@ def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
     """Refuse what can't be cut by tokens of `plan`; `of_heads` is the same for all ranks that share heads.
 
     Raises:
-        PlanError: a foreign style that would have to be exchanged; a style that another degree changes; float8.
+        PlanError: a model without blocks; a foreign style that would have to be exchanged; a style that another degree
+            changes; float8.
     """
     if linears := float8_linears(plan.model):
         raise PlanError(
             f"context_parallel_degree = {plan.source.options.context}: {next(iter(linears))} is float8, whose scales are "
             "those of all tokens, and a rank has its own: remove float8, or set context_parallel_degree = 1"
         )
+    find_decoder(plan.model)  # or it has no blocks
     regions = token_regions(plan)
     for key, style in plan.styles.items():
         if not isinstance(style, Style) and (
