@@ -16,7 +16,7 @@ that entry counts with the embedding. Without loss parallelism the head may gath
 
 To these come what styles inside a region send (`Expect`): a norm over a split width one number a token, a sum inside
 the region the width of the sum; and the rows of a packed weight, which is stored by another dimension (`Layout.rows`).
-With context parallelism a part needs what it needs without it, of this rank's tokens, and a mixer besides
+With context parallelism a part needs what it needs without it, of this rank's tokens, and a mixer also
 
     products of what enters it    one all-to-all in the forward, one in the backward
     a product that closes it      the same

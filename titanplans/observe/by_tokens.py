@@ -124,4 +124,4 @@ def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
 
 def _gathers(collectives: Sequence[Collective]) -> str:
     size = in_bytes(sum(c.received or 0 for c in collectives))
-    return f"context parallelism gathers, in {counted(len(collectives), 'collective')} of which a rank receives {size},"
+    return f"context parallelism gathers, in {counted(len(collectives), 'collective')} ({size} received by a rank),"

@@ -20,7 +20,7 @@ from titanplans.split.parameters.local_parameters import (
     is_gathered,
     readings_of,
 )
-from titanplans.split.parameters.local_read import is_plain, read_all
+from titanplans.split.parameters.local_read import read_all
 from titanplans.split.state import make_state
 from titanplans.torch_private.dtensor import local_tensor
 
@@ -58,7 +58,11 @@ def _begin(holders: Holders, block: nn.Module, args: Any) -> None:
         for name in names:
             param = parameters[name]
             reading = readings[name]
-            if is_gathered(param, reading) and param.requires_grad and is_plain(local_tensor(param)):
+            if (
+                is_gathered(param, reading)
+                and param.requires_grad
+                and type(local_tensor(param)) is torch.Tensor
+            ):
                 found.append((known, name, reading))
                 params.append(param)
                 specs.append(reading.local_read.spec(param, reading.gradient))

@@ -108,7 +108,7 @@ class _Read(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.specs = specs
         # The local tensors themselves would keep the history of their gradients.
-        return tuple(local.view_as(local) for local in map(local_tensor, params))
+        return tuple(local.detach() for local in map(local_tensor, params))
 
     @staticmethod
     def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]

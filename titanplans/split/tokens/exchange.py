@@ -101,7 +101,7 @@ def _heads(own: Sequence[torch.Tensor], exchange: HeadExchange) -> tuple[torch.T
         whole = part.reshape(shape)
         whole = (whole if shape[dim] == length else whole.narrow(dim, 0, length)).contiguous()
         # What comes out of an autograd function must be no view, or code may not change it in place.
-        made.append(torch.ops.aten._unsafe_view(whole, whole.shape))
+        made.append(whole if whole._base is None else torch.ops.aten._unsafe_view(whole, whole.shape))
     return tuple(made)
 
 
