@@ -93,7 +93,11 @@ def work(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     )  # fmt: skip
     model = build_real(config, dtype=torch.float32).train()
     if sizes:
-        apply_plan(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=tuple(sizes)), sum_over_cp=False)
+        apply_plan(
+            model,
+            init_device_mesh("cpu", (ranks,), mesh_dim_names=tuple(sizes)),
+            sum_over_cp="cp" not in sizes,
+        )
     ids = torch.randint(0, 2048, (1, args.tokens), generator=torch.Generator().manual_seed(0))
 
     def step() -> tuple[float, float, torch.Tensor]:

@@ -90,7 +90,7 @@ def peak(name: str, tokens: int, tp: int, cp: int, layers: int | None = None) ->
     with fake_ranks(tp * cp, context=cp) as mesh:
         model: Any = modeling.build(modeling.load_config(family, flavor, **sizes)).to(torch.bfloat16)
         if tp * cp > 1:
-            apply_plan(model, mesh, sum_over_cp=False)
+            apply_plan(model, mesh, sum_over_cp=cp == 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = model.to_empty(device="cpu").train()
             for parameter in model.parameters():

@@ -152,6 +152,10 @@ def apply_plan(
             f"apply_plan needs a mesh of 'tp', 'cp' or both, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: slice it, as "
             "mesh['cp', 'tp']"
         )
+    if not sum_over_cp and "cp" not in names:
+        raise PlanError(
+            f"sum_over_cp = False: a mesh of {', '.join(names) or 'one dimension'} has no 'cp' to sum over; leave it out"
+        )
     meshes = context_meshes(mesh) if "cp" in names and mesh["cp"].size() > 1 else None
     tp = meshes.tp if meshes is not None else mesh["tp"] if mesh.ndim > 1 else mesh
     options = TPOptions(
@@ -181,7 +185,7 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     plan, model = checked.plan, checked.plan.model
     whole = parameters_of(model)
     for name, functions in checked.functions.items():
-        set_functions(model.get_submodule(name), functions, cut.place_of(name))
+        set_functions(model.get_submodule(name), functions, cut.place)
     for key, style in plan.styles.items():
         if (entry := plan.by_key.get(key)) is not None:
             _cut(entry, cut, checked.crossings.get(key))
@@ -217,7 +221,7 @@ def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
             split_linear(
-                module, entry.style, cut.place_of(entry.key)
+                module, entry.style, cut.place
             )  # before the parameters: a packed weight is read around it
         if crossing is not None and None in crossing:
             from titanplans.precision.float8.border import Float8Border  # imports torchao

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ParallelError
 from titanplans.loss.deferred_logits import DeferredLogits
@@ -19,7 +20,7 @@ from titanplans.loss.shares import (
     entropy_and_gradient,
     share_of,
 )
-from titanplans.plan.layout import shard_size
+from titanplans.split.parameters.shards import local_shard
 from titanplans.torch_private.dispatch import OpOverload
 
 
@@ -60,9 +61,10 @@ def cross_entropy(
     share: VocabularyShare | None = None
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
+        of_labels: list[Placement] = [Replicate()] * mesh.ndim
         for axis, placement in enumerate(logits.placements):
             if isinstance(placement, Shard) and placement.dim < labels.ndim:
-                labels = own_labels(labels, placement.dim, mesh.get_local_rank(axis), mesh.size(axis))
+                of_labels[axis] = placement
             elif placement.is_shard() and share is None:
                 over = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axis]]  # type: ignore[index]
                 share = share_of(logits.shape[-1], over, labels.device)
@@ -70,6 +72,7 @@ def cross_entropy(
                 raise ParallelError(
                     f"logits with placements {logits.placements}: whole, or sharded over the vocabulary and the tokens"
                 )
+        labels = local_shard(labels, mesh, tuple(of_labels), name="labels")
         logits = logits.to_local()
     flat, ids = logits.flatten(0, -2), labels.reshape(-1)
     if share is not None:
@@ -83,13 +86,6 @@ def cross_entropy(
     if z_loss:
         total = total + z_loss * torch.where(ids != IGNORED, flat.logsumexp(-1).square(), 0).sum()
     return total / tokens
-
-
-def own_labels(labels: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
-    """Return the labels of the tokens that `rank` of so many has, as `torch.chunk` and DTensor cut `dim`."""
-    size = shard_size(labels.shape[dim], ranks)
-    first = min(rank * size, labels.shape[dim])
-    return labels.narrow(dim, first, min(size, labels.shape[dim] - first))
 
 
 def refuse_torchs() -> None:

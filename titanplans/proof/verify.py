@@ -113,9 +113,12 @@ def verify(
     if ranks == "process_group" and contexts is None:
         degrees = [group_degree(degrees)]
     cuts = cuts_of(degrees, contexts)
+    if ranks == "process_group":
+        group_degree(tuple(map(math.prod, cuts)))
     if not cuts or min(map(math.prod, cuts)) < (1 if ranks == "process_group" else 2):
         raise PlanError(
-            f"degrees = {list(degrees or ())}: nothing is split, so nothing can be proved: name degrees of 2 or more"
+            f"degrees = {list(degrees or ())}, contexts = {list(contexts or ())}: nothing is split, so nothing can be "
+            "proved: name degrees of 2 or more"
         )
     model = model_fn().to(dtype).train()
     if any(param.is_meta for param in model.parameters()):

@@ -20,6 +20,8 @@ class Cut(Protocol):
     """1-D, of all ranks that work on the same batch."""
     distributes: bool
     """Parameters become DTensors."""
+    place: PlaceInGroup
+    """Where this rank stands among those that share the heads."""
     border: Border
     """Of the residual stream."""
 
@@ -29,8 +31,4 @@ class Cut(Protocol):
 
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""
-        ...
-
-    def place_of(self, module: str) -> PlaceInGroup:
-        """Return where this rank stands among those that share the heads or the width of the module of this name."""
         ...

@@ -249,16 +249,14 @@ class Border:
         assert self.tokens is not None
         return self.stream.length_of(x.shape[self.tokens.dim], 1)
 
-    def end_of_tensors(self, x: torch.Tensor) -> torch.Tensor:
-        """End the stream but for the cut by tokens."""
+    def shared_tokens(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the tokens that the ranks of this mesh share, of their shards `x` of a sequence of `length`."""
         if self.stream.dim is None:
             return x
-        length = shard_size(self.stream.length, self.stream.parts)
-        return collect(x, self.stream.dim, length, self.rank, self.group)
+        return collect(x, self.stream.dim, shard_size(length, self.stream.parts), self.rank, self.group)
 
     def _whole(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        if self.stream.dim is not None:
-            x = collect(x, self.stream.dim, shard_size(length, self.stream.parts), self.rank, self.group)
+        x = self.shared_tokens(x, length)
         return x if self.tokens is None else self.tokens.gather(x, length)
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
@@ -300,5 +298,4 @@ class Border:
         """Return the length of the whole sequence, given this rank's shard `x`."""
         if self.stream.dim is not None:
             return self.stream.length_of(x.shape[self.stream.dim], self.group[1])
-        assert self.tokens is not None
-        return self.stream.length_of(x.shape[self.tokens.dim], 1)
+        return self.length_of_own(x)

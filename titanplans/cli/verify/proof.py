@@ -26,7 +26,7 @@ from titanplans.plan.plan import TPOptions, TPPlan
 from titanplans.proof import Report, verify
 from titanplans.proof.batches.sample import moved
 from titanplans.proof.compare.forward import backward, call, logits_of
-from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.proof.ranks.fake import fake_ranks, mesh_sizes
 from titanplans.proof.ranks.world import group_degree, is_small
 from titanplans.proof.result import keywords, options_as_json
 from titanplans.proof.verify import accepted_cases, cuts_of
@@ -184,12 +184,10 @@ def _count(
 ) -> Communication:
     if dist.is_initialized():
         device = next(model.parameters()).device
-        shape = (
-            {"tp": options.degree} if options.context == 1 else {"cp": options.context, "tp": options.degree}
-        )
+        shape = mesh_sizes(options.ranks, options.context)
         made = nullcontext(init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)))
     else:
-        made = fake_ranks(options.degree * options.context, context=options.context)
+        made = fake_ranks(options.ranks, context=options.context)
     with made as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(split, mesh, plan=plan, **keywords(options))

@@ -3,8 +3,7 @@
 from typing import Any
 
 from titanplans.parallel.mesh.mesh import Mesh
-from titanplans.split.tokens.meshes import ContextMeshes
-from titanplans.torch_private.dtensor import flatten_mesh
+from titanplans.split.tokens.meshes import ContextMeshes, context_meshes
 
 
 def meshes_of_heads(mesh: Any) -> ContextMeshes | None:
@@ -15,9 +14,5 @@ def meshes_of_heads(mesh: Any) -> ContextMeshes | None:
     """
     if mesh.cp == 1:
         return None
-    cp = mesh.get_mesh("cp")
-    if mesh.tp == 1:
-        return ContextMeshes(cp, None, cp, cp)
-    both = mesh.get_mesh(["cp", "tp"])
-    heads = mesh.get_mesh("heads") if isinstance(mesh, Mesh) else flatten_mesh(both, "heads")
-    return ContextMeshes(cp, mesh.get_mesh("tp"), both, heads)
+    both = mesh.get_mesh(["cp", "tp"] if mesh.tp > 1 else ["cp"])
+    return context_meshes(both, mesh.get_mesh("heads") if isinstance(mesh, Mesh) else None)

@@ -25,11 +25,16 @@ def fake_ranks(number: int, device_type: str = "cpu", context: int = 1) -> Itera
     try:
         # DTensor remembers shardings by mesh, and takes a mesh of the same shape, whose process group is gone, for equal.
         clear_sharding_cache()
-        shape = {"tp": number} if context == 1 else {"cp": context, "tp": number // context}
+        shape = mesh_sizes(number, context)
         yield init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     finally:
         dist.destroy_process_group()
         clear_sharding_cache()
+
+
+def mesh_sizes(ranks: int, context: int) -> dict[str, int]:
+    """Return the dimensions of a mesh of so many ranks, in which groups of `context` share a sequence."""
+    return {"tp": ranks} if context == 1 else {"cp": context, "tp": ranks // context}
 
 
 def refuse_a_rank() -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanplans.proof.ranks.fake import refuse_a_rank
+from titanplans.proof.ranks.fake import mesh_sizes, refuse_a_rank
 from titanplans.proof.ranks.meeting import Left, Meeting
 from titanplans.proof.ranks.thread_groups import ThreadGroup, asking_noted
 from titanplans.torch_private.threads import groups_of_threads, meshes_by_thread, shared_shardings
@@ -176,15 +176,10 @@ class Meshes:
     def __call__(self, context: int) -> DeviceMesh:
         """Return the mesh "tp", or "cp" and "tp", with so many ranks in "cp"."""
         if context not in self._made:
-            shape = sizes(len(self.ranks), context)
+            shape = mesh_sizes(len(self.ranks), context)
             grid = torch.tensor(self.ranks).view(*shape.values())
             self._made[context] = DeviceMesh(self.device_type, grid, mesh_dim_names=tuple(shape))
         return self._made[context]
-
-
-def sizes(ranks: int, context: int) -> dict[str, int]:
-    """Return the dimensions of a mesh of so many ranks, in which groups of `context` share a sequence."""
-    return {"tp": ranks} if context == 1 else {"cp": context, "tp": ranks // context}
 
 
 def run(degree: int, device: torch.device, work: Callable[[ThreadWorld], T]) -> T:

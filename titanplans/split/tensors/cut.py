@@ -50,7 +50,7 @@ class CutByWeights:
 
     def __init__(self, mesh: DeviceMesh, stream: StreamLayout):
         self.mesh, self.border = mesh, Border(mesh, Stream(stream))
-        self._place = PlaceInGroup(self.border.rank, mesh.size(), self.border.group)
+        self.place = PlaceInGroup(self.border.rank, mesh.size(), self.border.group)
         self._placing, self._memo = Placing(mesh), ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
@@ -62,10 +62,6 @@ class CutByWeights:
         install = rule_of(entry.style).install
         if install is not None:
             install(entry.style, entry.module, border)
-
-    def place_of(self, module: str) -> PlaceInGroup:
-        """Return where this rank stands in the mesh."""
-        return self._place
 
 
 def rule_of(style: Style) -> Rule:

@@ -12,7 +12,7 @@ among those of its tp rank.
 from torch.distributed.tensor import Shard
 
 from titanplans.errors import PlanError
-from titanplans.plan.layout import Layout, shard_size
+from titanplans.plan.layout import Layout, rows_of
 from titanplans.plan.plan import TPOptions
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.base import Style
@@ -57,7 +57,7 @@ class CutByTokens:
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         heads = meshes.heads
         group = (heads.get_group().group_name, heads.size())
-        self.heads = PlaceInGroup(self.rank, heads.size(), group, order if self.tp > 1 else (), self.border)
+        self.place = PlaceInGroup(self.rank, heads.size(), group, order if self.tp > 1 else (), self.border)
         if summed:
             self._placing = Placing(meshes.both, copies=1, cut=tp is not None)
         else:
@@ -99,22 +99,18 @@ class CutByTokens:
                 install_region(style, module, border)
             case Colwise():
                 if is_product(module):
-                    split_by_outputs(module, self._heads(entry, outputs=True))
+                    split_by_outputs(module, self._heads(entry))
                 check_groups(module, style)
             case Rowwise():
                 rule_of(style).install(style, module, border)  # type: ignore[misc]
                 if is_product(module):
-                    split_by_inputs(module, self._heads(entry, outputs=False))
+                    split_by_inputs(module, self._heads(entry))
             case SplitNorm() | GatheredInRegion() | RowwiseInRegion():
                 of_heads = self.of_heads.by_key[entry.key].style
-                rule_of(style).install(of_heads, module, self.heads)  # type: ignore[misc, arg-type]
+                rule_of(style).install(of_heads, module, self.place)  # type: ignore[misc, arg-type]
             case ReplicatedInRegion():
                 if is_product(module) or "Norm" in type(module).__name__:
                     keep_tokens(module)
-
-    def place_of(self, module: str) -> PlaceInGroup:
-        """Return where this rank stands among those that share what the code of `module` counts."""
-        return self.heads
 
     def _is_whole(self, style: Style) -> bool:
         """Whether a module outside of the mixers works on own tokens as it is, since no weights are cut."""
@@ -137,7 +133,7 @@ class CutByTokens:
         of_tp = _held(outer, param.shape, self.border.rank, self.tp)
         return MixerPart(dim, self._within(entry, None if of_tp is None else of_tp[1], rows), addends)
 
-    def _heads(self, entry: Entry, *, outputs: bool) -> Heads:
+    def _heads(self, entry: Entry) -> Heads:
         """Return how the rows of a product are shared out: the outputs, or the inputs, of its weight."""
         name = "weight" if "weight" in entry.layouts else "nf4_codes"
         outer, inner = entry.layouts[name], self.of_heads.by_key[entry.key].layouts[name]
@@ -169,11 +165,9 @@ class CutByTokens:
 
 def _held(layout: Layout, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, Places] | None:
     """Return the dimension and the rows of a parameter that `rank` uses; None for all."""
-    if layout.rows is not None:
-        return layout.rows.dim, tuple((run.at(rank), run.of(rank)) for run in layout.rows.runs)
-    if not isinstance(layout.placement, Shard):
-        return None
-    dim = layout.placement.dim
-    size = shard_size(shape[dim], ranks)
-    first = min(rank * size, shape[dim])
-    return dim, ((first, min(size, shape[dim] - first)),)
+    rows = layout.rows
+    if rows is None:
+        if not isinstance(layout.placement, Shard):
+            return None
+        rows = rows_of(layout.placement.dim, [shape[layout.placement.dim]], ranks)
+    return rows.dim, tuple((run.at(rank), run.of(rank)) for run in rows.runs)

@@ -168,19 +168,13 @@ def _of_tokens(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> A
         if at < 0 or x.shape[at] == 1:
             return x
         fits = fits and x.shape[at] == first.length
-        if not fits:
-            return x
         # Its tokens are in another dimension if it has fewer.
-        return OwnTokens.own(_at(first.tokens, at), x) if at != first.tokens.dim else first.tokens.own(x)
+        return first.tokens.own(x, dim=at) if fits else x
 
     args, kwargs = tree_map(own, (args, kwargs))
     if not fits or any(x.length != first.length for x in given):
         return NotImplemented
     return first.like(func(*args, **kwargs), any(x.partial for x in given))
-
-
-def _at(tokens: OwnTokens, dim: int) -> OwnTokens:
-    return OwnTokens(tokens.mesh, dim, tokens.logits_mesh)
 
 
 class _Look(torch.autograd.Function):

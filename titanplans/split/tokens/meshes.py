@@ -19,10 +19,13 @@ class ContextMeshes(NamedTuple):
     """1-D: all of them."""
 
 
-def context_meshes(mesh: DeviceMesh) -> ContextMeshes:
-    """Return the meshes of `mesh`, which has a dimension "cp" and perhaps one "tp". Collective if both are above 1."""
+def context_meshes(mesh: DeviceMesh, heads: DeviceMesh | None = None) -> ContextMeshes:
+    """Return the meshes of `mesh`, which has a dimension "cp" and perhaps one "tp".
+
+    `heads`: 1-D, of all its ranks; None to make one, which is collective if both dimensions are above 1.
+    """
     cp = mesh["cp"]
     if "tp" not in (mesh.mesh_dim_names or ()) or mesh["tp"].size() == 1:
         return ContextMeshes(cp, None, cp, cp)
     both = mesh["cp", "tp"]
-    return ContextMeshes(cp, mesh["tp"], both, flatten_mesh(both, "heads"))
+    return ContextMeshes(cp, mesh["tp"], both, flatten_mesh(both, "heads") if heads is None else heads)

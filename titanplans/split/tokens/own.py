@@ -39,18 +39,20 @@ class OwnTokens:
         size = shard_size(length, self.ranks)
         return max(0, min(size, length - self.rank * size))
 
-    def own(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Return this rank's tokens of `x`, which every rank has, or which is a `LooksWhole`."""
+    def own(self, x: torch.Tensor, fill: int = 0, dim: int | None = None) -> torch.Tensor:
+        """Return this rank's tokens of `x`, which every rank has, or which is a `LooksWhole`.
+
+        `dim`: of the tokens, where it is not that of hidden states.
+        """
         if (shard := getattr(x, "shard", None)) is not None:
             return shard
-        length = x.shape[self.dim]
+        dim = self.dim if dim is None else dim
+        length = x.shape[dim]
         size, number = shard_size(length, self.ranks), self.number(length)
-        mine = x.narrow(self.dim, min(self.rank * size, length), number)
+        mine = x.narrow(dim, min(self.rank * size, length), number)
         if number == size:
             return mine
-        return torch.nn.functional.pad(
-            mine, (0, 0) * (x.ndim - 1 - self.dim) + (0, size - number), value=fill
-        )
+        return torch.nn.functional.pad(mine, (0, 0) * (x.ndim - 1 - dim) + (0, size - number), value=fill)
 
     def gather(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """Return the whole sequence of the ranks' tokens `x`; the ranks' gradients of it are summed."""
