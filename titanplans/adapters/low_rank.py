@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from titanplans.errors import PlanError
 from titanplans.plan.adapted import LowRank, is_adapted, is_transposed
-from titanplans.plan.layout import Layout
+from titanplans.plan.layout import Layout, shard_size
 from titanplans.split.stream import Border
 from titanplans.text import class_name
 
@@ -106,7 +106,13 @@ class LowRankDropout(nn.Module):
         first, own, width = self.split or (0, x.shape[-1], x.shape[-1])
         shape, tokens = [*x.shape[:-1], width], None if self.border is None else self.border.tokens
         if tokens is not None:
-            shape[tokens.dim] = self.border.length_of_own(x)  # type: ignore[union-attr]
+            shape[tokens.dim] = length = self.border.length_of_own(x)  # type: ignore[union-attr]
+            if x.shape[tokens.dim] != shard_size(length, tokens.ranks):
+                raise PlanError(
+                    f"the dropout of an adapter got {x.shape[tokens.dim]} tokens where its rank of context parallelism has "
+                    f"{shard_size(length, tokens.ranks)}: the mixer's code has changed the sequence before its projection; set "
+                    "lora.dropout to 0, or leave the module out by lora.exclude_modules"
+                )
         kept = torch.rand(shape, device=x.device) >= self.p
         if tokens is not None:
             kept = tokens.own(kept)
