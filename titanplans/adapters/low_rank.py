@@ -110,8 +110,8 @@ class LowRankDropout(nn.Module):
             if x.shape[tokens.dim] != shard_size(length, tokens.ranks):
                 raise PlanError(
                     f"the dropout of an adapter got {x.shape[tokens.dim]} tokens where its rank of context parallelism has "
-                    f"{shard_size(length, tokens.ranks)}: the mixer's code has changed the sequence before its projection; set "
-                    "lora.dropout to 0, or leave the module out by lora.exclude_modules"
+                    f"{shard_size(length, tokens.ranks)}: the mixer's code has changed the sequence before its projection; "
+                    "set lora.dropout to 0, or leave the module out by lora.exclude_modules"
                 )
         kept = torch.rand(shape, device=x.device) >= self.p
         if tokens is not None:
