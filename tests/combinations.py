@@ -35,7 +35,7 @@ KINDS = {
 SIZES = dict(hidden_size=32, intermediate_size=64, vocab_size=64)
 OWN = {
     "qwen3": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8),
-    "gla": dict(num_heads=2, num_kv_heads=2, use_short_conv=False),
+    "gla": dict(num_heads=4, num_kv_heads=4, use_short_conv=False),
 }
 """Fields of the config that differ from the zoo's."""
 TENSOR = {
@@ -44,6 +44,12 @@ TENSOR = {
     "tp 2, whole sequence": {"enable_sequence_parallel": False},
     "tp 2, gathered logits": {"disable_loss_parallel": True},
     "tp 2, whole sequence, gathered logits": {
+        "enable_sequence_parallel": False,
+        "disable_loss_parallel": True,
+    },
+    "cp 2": {},
+    "tp 2 x cp 2": {},
+    "tp 2 x cp 2, whole sequence, gathered logits": {
         "enable_sequence_parallel": False,
         "disable_loss_parallel": True,
     },
@@ -77,11 +83,18 @@ class Combination(NamedTuple):
 
     @property
     def tp(self) -> int:
-        return 1 if self.tensor == "none" else 2
+        return 2 if "tp 2" in self.tensor else 1
+
+    @property
+    def cp(self) -> int:
+        return 2 if "cp 2" in self.tensor else 1
 
     @property
     def ranks(self) -> int:
-        return 2 * self.tp * (2 if self.data == "hsdp" else 1)
+        """As few as there can be: FSDP and HSDP shard over the ranks of context parallelism, too."""
+        if self.cp == 1:
+            return 2 * self.tp * (2 if self.data == "hsdp" else 1)
+        return 2 * self.tp * (1 if self.tp == 2 and self.data == "fsdp" else 2)
 
     def __str__(self) -> str:
         parts = [self.kind, self.tensor, self.data, f"recompute {self.recompute}"]
@@ -98,7 +111,8 @@ def strategy(combination, backend="aot_eager"):
     """Return the strategy and the degrees; raises where the strategy itself refuses."""
     from titanplans.parallel import Degrees, read_strategy
 
-    rest = combination.ranks // combination.tp
+    tp, cp = combination.tp, combination.cp
+    rest = combination.ranks // (tp * cp)
     values = {
         "strategy": "ddp" if combination.data == "ddp" else "fsdp2",
         "activation_checkpoint": RECOMPUTE[combination.recompute],
@@ -107,12 +121,8 @@ def strategy(combination, backend="aot_eager"):
     }
     if combination.compiled:
         values["compile"] = {"enable": True, "backend": backend, "components": ["model"]}
-    degrees = {
-        "fsdp": Degrees(tp=combination.tp, dp_shard=rest),
-        "hsdp": Degrees(tp=combination.tp, dp_replicate=2, dp_shard=rest // 2),
-        "ddp": Degrees(tp=combination.tp, dp_replicate=rest, dp_shard=1),
-    }
-    return read_strategy(values), degrees[combination.data]
+    copies = {"fsdp": 1, "hsdp": 2, "ddp": rest}[combination.data]
+    return read_strategy(values), Degrees(tp=tp, cp=cp, dp_replicate=copies, dp_shard=rest // copies)
 
 
 @functools.cache
@@ -182,7 +192,7 @@ def parallelise(combination, model):
         return value
 
     def loss(logits, labels):
-        return cross_entropy(logits, labels, 1)
+        return equal.of_sequences(cross_entropy(logits, labels, 1), mesh)
 
     return equal.Parallel(model, mesh.get_mesh("dp").get_group(), loss, norm=norm)
 
@@ -238,13 +248,17 @@ def page(verdicts):
         all=len(ALL), ran=sum(v is None for v in verdicts.values()), refused=sum(v is not None for v in verdicts.values())
     )]  # fmt: skip
     for kind, title in KINDS.items():
-        columns = [(tp, data) for tp in (1, 2) for data in DATA]
-        head = ["recomputed", "compiled", *(f"{'tp x ' * (tp - 1)}{data}" for tp, data in columns)]
+        columns = [(tp, cp, data) for cp, tp in itertools.product((1, 2), repeat=2) for data in DATA]
+        head = [
+            "recomputed",
+            "compiled",
+            *(f"{'tp x ' * (tp - 1)}{'cp x ' * (cp - 1)}{data}" for tp, cp, data in columns),
+        ]
         rows = [head, ["---"] * len(head)]
         for recompute, compiled in itertools.product(RECOMPUTE, (False, True)):
             cells = [
                 cell(verdicts, reasons, [c for c in ALL if c[0] == kind and c.recompute == recompute
-                                         and c.compiled == compiled and (c.tp, c.data) == column])
+                                         and c.compiled == compiled and (c.tp, c.cp, c.data) == column])
                 for column in columns
             ]  # fmt: skip
             rows.append([recompute, "yes" if compiled else "", *cells])
@@ -262,7 +276,7 @@ def cell(verdicts, reasons, combinations):
 HEAD = """\
 # Combinations
 
-Tensor, sequence and loss parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload: every
+Tensor, sequence, loss and context parallelism, activation checkpointing, compile, FSDP, HSDP, DDP and CPU offload: every
 combination gives the loss, the gradient norm and each gradient of one process, or is refused by name before any
 weight moves. This page is written by `tests/combinations.py`.
 
@@ -270,9 +284,8 @@ Of {all} combinations {refused} are refused, and {ran} are not. A cell counts th
 under tensor parallelism with the sequence sharded or whole, and the logits sharded or gathered. Numbers in brackets are
 reasons of refusals, below.
 
-What is not refused was run, one step of a model of two blocks over 4 gloo ranks (8 where tensor parallelism meets HSDP;
-of what is compiled there, one of each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one
-process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
+What is not refused was run, one step of a model of two blocks over 2 to 8 gloo ranks (of what is compiled over 8, one of
+each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
 `make test-all` runs a part that holds every pair of options, each degree 2, over 2 to 8 ranks, and checks that this page is
 what the code refuses.
 """

@@ -41,6 +41,13 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+def of_sequences(part: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Return the loss of whole sequences, whose gradient is that of this rank's `part`."""
+    whole = part.detach().clone()
+    dist.all_reduce(whole, group=mesh.get_mesh("cp").get_group())
+    return part + (whole - part.detach())
+
+
 def clip(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(parameters, 1.0)
 

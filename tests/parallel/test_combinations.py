@@ -13,7 +13,7 @@ def verdicts():
 
 def options(c):
     """Return each option of a combination with its place: what it does to the sequence and to the logits apart."""
-    apart = (c.tp, "whole sequence" in c.tensor, "gathered logits" in c.tensor)
+    apart = (c.tp, c.cp, "whole sequence" in c.tensor, "gathered logits" in c.tensor)
     return list(enumerate((c.kind, *apart, c.recompute, c.data, c.offload)))
 
 

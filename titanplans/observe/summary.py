@@ -35,6 +35,8 @@ def _done(report: Report) -> Iterator[str]:
     if (tp := report["tensor_parallel"]) is not None:
         on = [name.replace("_", " ") for name in ("sequence_parallel", "loss_parallel") if tp[name]]
         yield " with ".join([tp["plan"], *([" and ".join(on)] if on else [])])
+    if (context := report["context_parallel"]) is not None:
+        yield f"{context['plan']} over tokens, exchanged for heads in {counted(len(context['regions']), 'mixer')}"
     if (data := report["data_parallel"]) is not None:
         yield _data_parallel(data)
     if (recomputed := report["recomputation"]) is not None:

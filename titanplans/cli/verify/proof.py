@@ -171,11 +171,12 @@ def _counts(
     """
     if not find_decoder(model, required=False).blocks:
         return []  # without blocks there is no bound to compare with
-    chosen: dict[tuple[bool, bool], TPOptions] = {}
+    chosen: dict[tuple[bool, ...], TPOptions] = {}
     for case in report.cases:
         if case.passed:
             options = case.options
-            chosen.setdefault((options.loss_parallel, options.sequence_parallel), options)
+            cuts = (options.degree > 1, options.context > 1)
+            chosen.setdefault((options.loss_parallel, options.sequence_parallel, *cuts), options)
     return [(options, _count(model, plan, options, inputs)) for options in chosen.values()]
 
 

@@ -102,17 +102,18 @@ def _header(outcome: Outcome) -> list[str]:
 
 
 def _communication(outcome: Outcome) -> list[str]:
-    """One table of collectives each for sequence sharded and whole; of further cases only needless collectives."""
+    """A table of collectives for each cut, with the stream sharded and whole; of further cases only needless ones."""
     lines: list[str] = []
-    shown: set[bool] = set()
+    shown: set[tuple[bool, bool]] = set()
     for options, communication in outcome.counts:
         table = communication.lines()
         name = case_name(options)
         title = f"collectives, {name}"
-        if options.sequence_parallel in shown:  # the loss changes nothing but the head
+        kind = options.sequence_parallel, options.context > 1
+        if kind in shown:  # the loss changes nothing but the head
             table = [line for line in table if line.startswith("more")]
             title += "" if table else ": no more than is needed"
-        shown.add(options.sequence_parallel)
+        shown.add(kind)
         lines += [title, *(f"  {line}" for line in table), ""]
     return lines
 

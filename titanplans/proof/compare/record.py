@@ -16,11 +16,12 @@ class Recorder:
 
     `tensors` has "name" for a module's output and "name'" for the gradient of that output, detached;
     a module that runs again has a number after its name. `order` lists the names as they finished. `names` restricts the
-    modules.
+    modules. Of a batch of several `sequences` the tokens of an output [tokens, hidden], as a router's, are put apart by
+    sequence: a rank may have a part of each.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str] | None = None):
-        self.names = names
+    def __init__(self, model: nn.Module, names: Collection[str] | None = None, sequences: int = 1):
+        self.names, self._sequences = names, sequences
         self.tensors: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.running: list[str] = []
@@ -71,14 +72,18 @@ class Recorder:
         self._times[name] += 1
         key = name if self._times[name] == 1 else f"{name} (run {self._times[name]})"
         self.order.append(key)
-        self.tensors[key] = tensor.detach()
+        self.tensors[key] = self._by_sequence(tensor.detach())
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: self._came_back(key, grad))
 
     def _came_back(self, key: str, grad: torch.Tensor) -> None:
         # A float8 gradient was cast on its way; the whole model's is cast later.
         if not is_cast(grad):
-            self.tensors[gradient_key(key)] = grad.detach()
+            self.tensors[gradient_key(key)] = self._by_sequence(grad.detach())
+
+    def _by_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self._sequences > 1 and x.ndim == 2 and not len(x) % self._sequences
+        return x.unflatten(0, (self._sequences, -1)) if flat else x
 
 
 def gradient_key(key: str) -> str:

@@ -128,8 +128,9 @@ class TrainingRun:
         for name, sample in batches.items():
             if self._draws:
                 torch.manual_seed(zlib.crc32(name.encode()))  # the whole model and each rank draw the same
-            records[name] = Recorder(self.model, self.watched)
-            with self._recorded(name), records[name], self._fusing(name, sample.labels):
+            sequences = len(sample.labels)
+            records[name] = Recorder(self.model, self.watched, sequences)
+            with self._recorded(name, sequences), records[name], self._fusing(name, sample.labels):
                 # Forwards alone are recorded: a block that is recomputed runs again.
                 output = call(self.model, sample.inputs)
             logits[name] = logits_of(output)
@@ -191,11 +192,11 @@ class TrainingRun:
         with self._recorded(name):
             return evaluate(self.model, inputs)
 
-    def _recorded(self, name: str) -> Any:
+    def _recorded(self, name: str, sequences: int = 1) -> Any:
         self._point = name
         if not self.recording:
             return nullcontext()
-        self.records[name] = Recorder(self.model)
+        self.records[name] = Recorder(self.model, sequences=sequences)
         return self.records[name]
 
 
