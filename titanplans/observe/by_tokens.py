@@ -34,19 +34,21 @@ class ReadWhole(NamedTuple):
     ranks: tuple[int, ...] = ()
     """Those that share a sequence; () without context parallelism."""
     mixers: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
     hidden: int = 0
     """Elements of the hidden states of whole sequences."""
 
     def mixer_of(self, collective: Collective) -> str | None:
-        """Return the mixer, cut by tokens, in which `collective` is issued."""
-        module = collective.module or ""
-        return next((name for name in self.mixers if module == name or within(module, name)), None)
+        """Return the mixer in which `collective` is issued."""
+        return _holder(collective, self.mixers)
 
     def holds(self, collective: Collective) -> bool:
         """Return whether `collective` is one of those."""
         if collective.group != self.ranks or collective.operation not in ("all_gather", "reduce_scatter"):
             return False
-        return self.mixer_of(collective) is not None or (collective.elements or 0) < self.hidden
+        # Between mixers a block has no use for hidden states of whole sequences; the model's own code may.
+        least = 1 if _holder(collective, self.blocks) else 0
+        return self.mixer_of(collective) is not None or (collective.elements or 0) <= self.hidden - least
 
     def lines(self, collectives: Sequence[Collective]) -> list[str]:
         """Return in words what `collectives`, all of them in this, are for."""
@@ -68,12 +70,13 @@ class ReadWhole(NamedTuple):
 
 def read_whole(applied: AppliedPlan, calls: Calls) -> ReadWhole:
     """Return which collectives of a split model are what its code reads of all tokens; `calls` of one forward."""
-    border, mixers = applied.border, tuple(dict.fromkeys(within_mixers(applied).values()))
+    border, decoder = applied.border, applied.decoder
     if border.tokens is None:
         return ReadWhole()
+    mixers = tuple(dict.fromkeys((*within_mixers(applied).values(), *decoder.mixers)))
     entered = [call.elements for name in mixers for call in calls.get(name, ())]
     ranks = tuple(dist.get_process_group_ranks(border.tokens.mesh.get_group()))
-    return ReadWhole(ranks, mixers, border.tokens.ranks * max(entered, default=0))
+    return ReadWhole(ranks, mixers, tuple(decoder.names), border.tokens.ranks * max(entered, default=0))
 
 
 def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
@@ -120,6 +123,12 @@ def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
         for together in zip_longest(*products):
             if elements := sum(exchanged(call) for call in together if call is not None):
                 yield mixer, elements
+
+
+def _holder(collective: Collective, names: Sequence[str]) -> str | None:
+    """Return which of the modules `names` issued `collective`, itself or a module in it."""
+    module = collective.module or ""
+    return next((name for name in names if module == name or within(module, name)), None)
 
 
 def _gathers(collectives: Sequence[Collective]) -> str:

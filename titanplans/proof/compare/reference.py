@@ -15,7 +15,7 @@ from titanplans.proof.batches.script import write_script
 from titanplans.proof.compare import tolerance
 from titanplans.proof.compare.forward import FAILURES, Loss, call, logits_of
 from titanplans.proof.compare.raised import does_not_run
-from titanplans.proof.compare.scale import SCALE, Regression, fit, units, watched
+from titanplans.proof.compare.scale import SCALE, Regression, fit, least_unit, units, watched
 from titanplans.proof.compare.tolerance import Tolerance
 from titanplans.proof.compare.training import TrainingRun
 
@@ -165,9 +165,11 @@ class ReferenceRun:
             key: max(roundings[key], change) or (scale if key[1] == "gradients" else eps)
             for key, change in self._changes.items()
         }
-        least = {key: eps / max(self.expected[key].numel(), 1) ** 0.5 for key in self._fits}
-        for kept in (False, True):  # outputs, and their gradients
-            fits = {key: found for key, found in self._fits.items() if found and key[2].endswith("'") == kept}
+        for gradients in (False, True):
+            fits = {
+                key: found for key, found in self._fits.items() if found and key[2].endswith("'") == gradients
+            }
+            least = {key: least_unit(eps, self.expected[key], gradients) for key in fits}
             measured |= units(fits, least, tolerance.VISIBLE)
         if self.tolerance.exact:
             steps = len(self.script.steps)

@@ -12,6 +12,9 @@ Its unit is the root mean square of the slope in the whole model's perturbed run
 slope is one number, and near 0 in a few runs by chance. So the unit is at least the tensor's whole difference in these
 runs times the share of a difference that lies in the tensor's direction, both as root mean squares, the share over all
 such tensors of the training.
+
+Gradients share a rounding: that of the loss's gradient at the labels, nearly one number at all of them. Perturbed weights
+hardly move that number over an edge, and another order of its factors does. So there the unit is at least one rounding.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -91,6 +94,11 @@ def units(fits: Mapping[K, Iterable[Regression]], least: Mapping[K, float], hidd
         key: max(least[key], _mean(shares) * sizes[key], _mean(one.slope for one in found))
         for key, found in drawn.items()
     }
+
+
+def least_unit(eps: float, expected: torch.Tensor, gradient: bool) -> float:
+    """Return the slope that roundings alone make: of each element by itself, or in a gradient of all together."""
+    return eps / 2 if gradient else eps / max(expected.numel(), 1) ** 0.5
 
 
 def _mean(values: Iterable[float]) -> float:

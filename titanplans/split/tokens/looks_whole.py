@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from titanplans.split.tokens.own import OwnTokens
 from titanplans.torch_private.dispatch import tree_map, without_torch_function
@@ -72,6 +73,15 @@ class LooksWhole(torch.Tensor):
         """Return the sequence whose tokens are `shard`."""
         return look_whole(shard, self.tokens, self.length, self.partial if partial is None else partial)
 
+    def by(self, module: nn.Module, *args: Any, **kwargs: Any) -> "LooksWhole":
+        """Return what `module` makes of this, token by token; its readers are exchanged with the region's others."""
+        region, reader = self.region, (module, self.through)
+        if region is not None and (passed := region.passed.pop(reader, None)) is not None:
+            return passed
+        made = self.like(nn.Module.__call__(module, self.shard, *args, **kwargs))
+        made.region, made.through = region, (*self.through, module)
+        return made
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -85,7 +95,7 @@ class LooksWhole(torch.Tensor):
             if found is not NotImplemented:
                 return found
         if name == "detach":
-            return args[0].like(args[0].shard.detach())
+            return args[0].by(_DETACH)
         if name == "requires_grad_":
             with without_torch_function():
                 args[0].shard.requires_grad_(*args[1:], **kwargs)
@@ -97,6 +107,16 @@ class LooksWhole(torch.Tensor):
             own.shard, own.read, own.region = own.tokens.own(args[0]), {}, None  # changed in place
             return own
         return found
+
+
+class _Detach(nn.Module):
+    """A reader of a detached input is exchanged with the others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
+_DETACH = _Detach()
 
 
 def look_whole(shard: torch.Tensor, tokens: OwnTokens, length: int, partial: bool = False) -> LooksWhole:

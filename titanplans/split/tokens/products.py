@@ -84,20 +84,14 @@ def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _passed(entered: Any, x: LooksWhole, through: tuple[Any, ...]) -> torch.Tensor:
     """Return own tokens of the input of a region, behind the modules `through`, which the model's code will call."""
-    shard = entered.shard
-    for at, module in enumerate(through):
-        reader = (module, through[:at])
-        if reader not in entered.passed:
-            entered.passed[reader] = _marked(
-                x.like(nn.Module.__call__(module, shard)), entered, through[: at + 1]
-            )
-        shard = entered.passed[reader].shard
-    return shard
-
-
-def _marked(x: LooksWhole, entered: Any, through: tuple[Any, ...]) -> LooksWhole:
-    x.region, x.through = entered, through
-    return x
+    if not through:
+        return entered.shard
+    at = x.like(entered.shard)
+    at.region = entered
+    for module in through:
+        reader = module, at.through
+        entered.passed[reader] = at = at.by(module)
+    return at.shard
 
 
 def _exchanged(
@@ -151,16 +145,9 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
 @cache
 def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, LooksWhole):
-            return cls.__call__(self, x, *args, **kwargs)
-        entered = x.region
-        if entered is None:
-            return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
-        if (passed := entered.passed.pop((self, x.through), None)) is not None:
-            return passed
-        return _marked(
-            x.like(nn.Module.__call__(self, x.shard, *args, **kwargs)), entered, (*x.through, self)
-        )
+        if isinstance(x, LooksWhole):
+            return x.by(self, *args, **kwargs)
+        return cls.__call__(self, x, *args, **kwargs)
 
     return subclass(cls, {"__call__": call})
 
