@@ -285,9 +285,9 @@ under tensor parallelism with the sequence sharded or whole, and the logits shar
 reasons of refusals, below.
 
 What is not refused was run, one step of a model of two blocks over 2 to 8 gloo ranks (of what is compiled over 8, one of
-each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one process, norm within 1e-5, each gradient within 1e-4 of its largest number; a sum too many or too few is off by 1.
-`make test-all` runs a part that holds every pair of options, each degree 2, over 2 to 8 ranks, and checks that this page is
-what the code refuses.
+each policy and kind of model), float32, compiled by aot_eager. Loss within 1e-6 of one process, norm within 1e-5, each
+gradient within 1e-4 of its largest number; a sum too many or too few is off by 1. `make test-all` runs a part that holds
+every pair of options, each degree 2, over 2 to 8 ranks, and checks that this page is what the code refuses.
 """
 
 

@@ -41,7 +41,14 @@ import torch
 from torch import nn
 
 from titanplans.apply.apply import AppliedPlan
-from titanplans.observe.by_tokens import Calls, exchanged_rows, exchanges, own_shape, within_mixers
+from titanplans.observe.by_tokens import (
+    Calls,
+    exchanged_rows,
+    exchanges,
+    of_all_tokens,
+    own_shape,
+    within_mixers,
+)
 from titanplans.observe.operators import Collective
 from titanplans.plan.decoder import Decoder, within
 from titanplans.plan.plan import TPOptions
@@ -140,7 +147,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
                 direction.append(Allowance(operations, sent.elements, module))
 
     regions: dict[str, Sequence[Call]] = {}
-    styles = _judged(applied)
+    styles, inside = _judged(applied), within_mixers(applied)
     for key, style in styles.items():
         path, home = _path(key, applied), _home(key, decoder)
         own = calls.get(path, ())
@@ -150,6 +157,8 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
             regions[home] = own
         part, module = part_of(path, decoder), home if style.gathers else path
         around = () if own else next((c for name, c in regions.items() if within(key, name)), ())
+        if around and path in inside:
+            around = [of_all_tokens(call, applied) for call in around]
         for call in own or around:
             if call.degree == 1:
                 continue  # nothing is cut by weights
@@ -170,7 +179,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
                     path,
                 )
 
-    for mixer, elements in exchanges(applied, calls):
+    for mixer, elements in exchanges(model, applied, calls):
         add(part_of(mixer, decoder), ExpectedCollective(("all_to_all",), ("all_to_all",), elements), mixer)
 
     stream = applied.border.stream

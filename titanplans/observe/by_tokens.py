@@ -16,7 +16,6 @@ from titanplans.apply.apply import AppliedPlan
 from titanplans.observe.operators import Collective
 from titanplans.plan.decoder import within
 from titanplans.plan.layout import shard_size
-from titanplans.plan.styles.projections import Rowwise
 from titanplans.plan.token_regions import region_of, token_regions
 from titanplans.split.costs import Call, exchanged
 from titanplans.split.state import state_of
@@ -58,13 +57,17 @@ class ReadWhole(NamedTuple):
             mixer = self.mixer_of(collective)
             (others if mixer is None else mixers.setdefault(mixer, [])).append(collective)
         found = []
-        if mixers:
-            sent = [c for issued in mixers.values() for c in issued]
-            found.append(
-                f"{_gathers(sent)} the input of {counted(len(mixers), 'mixer')}: {', '.join(mixers)}"
-            )
+        for verb, what in (("gathers", "the input"), ("sums", "the output")):
+            of = {
+                name: sent
+                for name, issued in mixers.items()
+                if (sent := [c for c in issued if _verb(c) == verb])
+            }
+            if of:
+                sent = [c for issued in of.values() for c in issued]
+                found.append(f"{_sends(verb, sent)} {what} of {counted(len(of), 'mixer')}: {', '.join(of)}")
         if others:
-            found.append(f"{_gathers(others)} what other code counts over all tokens")
+            found.append(f"{_sends('gathers', others)} what other code reads of all tokens")
         return found
 
 
@@ -101,6 +104,13 @@ def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
     )
 
 
+def of_all_tokens(call: Call, applied: AppliedPlan) -> Call:
+    """Return the call of a mixer as what works inside of it sees it: with all tokens, among all that share the heads."""
+    assert applied.border.tokens is not None
+    whole = torch.Size((call.tokens * applied.border.tokens.ranks, call.given[0][-1]))
+    return Call((whole,), None, applied.mesh.size())
+
+
 def exchanged_rows(module: nn.Module, border: Border) -> int:
     """Return the rows of all ranks that the running call of `module`, a product, exchanges; 0 if it exchanges none."""
     state = state_of(module)
@@ -110,15 +120,22 @@ def exchanged_rows(module: nn.Module, border: Border) -> int:
     return border.tokens.ranks * state.heads.share.rows
 
 
-def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
-    """Yield each exchange of tokens for heads that is needed, or back: the mixer, and the elements."""
+def exchanges(model: nn.Module, applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
+    """Yield each exchange of tokens for heads that is needed, or back: the mixer, and the elements.
+
+    Projections that read the mixer's input need one together; what reads something else, as a mix of tokens, one of its own.
+    """
     inside, entering = within_mixers(applied), dict[str, list[Sequence[Call]]]()
     for path, mixer in inside.items():
         found = [call for call in calls.get(path, ()) if call.exchanged]
-        if isinstance(applied.resolved.by_key[path].style, Rowwise):
-            yield from ((mixer, exchanged(call)) for call in found)
-        else:
+        state = state_of(model.get_submodule(mixer)) if mixer else None
+        readers = (
+            () if state is None or state.readers is None else [module for module, _ in state.readers.found]
+        )
+        if model.get_submodule(path) in readers:
             entering.setdefault(mixer, []).append(found)
+        else:
+            yield from ((mixer, exchanged(call)) for call in found)
     for mixer, products in entering.items():
         for together in zip_longest(*products):
             if elements := sum(exchanged(call) for call in together if call is not None):
@@ -131,6 +148,11 @@ def _holder(collective: Collective, names: Sequence[str]) -> str | None:
     return next((name for name in names if module == name or within(module, name)), None)
 
 
-def _gathers(collectives: Sequence[Collective]) -> str:
+def _verb(collective: Collective) -> str:
+    """Return what `collective` does in the forward, or the backward of which it is."""
+    return "gathers" if (collective.operation == "all_gather") != (collective.phase == "backward") else "sums"
+
+
+def _sends(verb: str, collectives: Sequence[Collective]) -> str:
     size = in_bytes(sum(c.received or 0 for c in collectives))
-    return f"context parallelism gathers, in {counted(len(collectives), 'collective')} ({size} received by a rank),"
+    return f"context parallelism {verb}, in {counted(len(collectives), 'collective')} ({size} received by a rank),"

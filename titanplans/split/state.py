@@ -39,8 +39,8 @@ class SplitState:
     """Its own tokens are multiplied with all that this rank holds of its parameters, not with its part in a mixer."""
     heads: Any = None
     """How its output or its input is exchanged between ranks that share a sequence (`titanplans.split.tokens`)."""
-    mixes_tokens: bool = False
-    """It is a region in which tokens are exchanged for heads."""
+    readers: Any = None
+    """Of a region in which tokens are exchanged for heads: the projections that read its input."""
     product: Any = None
     """How a float8 product lies on the ranks."""
     weight_scale: torch.Tensor | None = None

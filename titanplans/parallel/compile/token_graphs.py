@@ -29,7 +29,7 @@ def end_graphs_at_mixers(block: nn.Module) -> None:
 
 
 def _is_mixer(module: nn.Module) -> bool:
-    return (state := state_of(module)) is not None and state.mixes_tokens
+    return (state := state_of(module)) is not None and state.readers is not None
 
 
 @cache

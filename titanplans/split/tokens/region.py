@@ -58,14 +58,14 @@ class Entered:
 
 def install_region(style: Region, module: nn.Module, border: Border) -> None:
     """Let `module` work on the whole sequence, as far as its code can tell."""
-    make_state(module).mixes_tokens = True
-    module.register_forward_pre_hook(partial(_enter, style, border, Readers()), with_kwargs=True)
+    make_state(module).readers = Readers()
+    module.register_forward_pre_hook(partial(_enter, style, border), with_kwargs=True)
     if style.reduce_output:
         module.register_forward_hook(partial(_leave, style, border), with_kwargs=True)
 
 
-def _enter(style: Region, border: Border, readers: Readers, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    tokens = border.tokens
+def _enter(style: Region, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    tokens, readers = border.tokens, make_state(module).readers
     assert tokens is not None
 
     def enter(x: torch.Tensor) -> LooksWhole:
