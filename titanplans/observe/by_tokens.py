@@ -149,7 +149,7 @@ def _holder(collective: Collective, names: Sequence[str]) -> str | None:
 
 
 def _verb(collective: Collective) -> str:
-    """Return what `collective` does in the forward, or the backward of which it is."""
+    """Return what `collective` does in the forward, to which a backward's belongs."""
     return "gathers" if (collective.operation == "all_gather") != (collective.phase == "backward") else "sums"
 
 
