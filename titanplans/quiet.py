@@ -12,6 +12,8 @@ _NOISE: dict[str, tuple[str, ...]] = {
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
     # torchao calls torch.
     "torch.utils._pytree": ("%s is an Enum subclass and is now natively supported by torch.compile",),
+    # Grain; its packing needs none.
+    "absl": ("Failed to load jax profiler",),
     # FLA wrote the class.
     "transformers.modeling_utils": ("LogLinearMamba2Model has generative capabilities",),
 }

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from titanplans.config.compatibility import job
 from titanplans.config.options import Options, options_of
 from titanplans.config.sections.checkpoint import Checkpoint
+from titanplans.config.sections.data import Data
 from titanplans.config.sections.lora import LoRA
 from titanplans.config.sections.loss import Loss
 from titanplans.config.sections.model import Model, Training, Validation
@@ -30,6 +31,7 @@ class JobConfig(Options, refuses=job.refusals):
     job: Job = Job()
     model: Model = Model()
     training: Training = Training(mixed_precision_param="bfloat16", mixed_precision_reduce="float32")
+    data: Data = Data()
     lora: LoRA = LoRA()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -6,21 +6,21 @@ import shutil
 from itertools import islice
 from pathlib import Path
 
+import data_options
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from data_options import open_source
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titanplans.cli.sweep.cells import make_cells
 from titanplans.cli.sweep.spec import read_spec
 from titanplans.config import JobConfig
-from titanplans.config.sections.model import Chat
+from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError, OptionError
 from titanplans.training.data import ChatFormat, default_tokenizer_path
 from titanplans.training.data.chat.messages import conversation_of
-from titanplans.training.data.corpus.sources import open_source
-from titanplans.training.data.loader import TextDataLoader
 
 TURN = "{{ eos_token + '\n' }}"
 PLAIN = (
@@ -193,9 +193,7 @@ def test_variables_and_tools_reach_the_template(chat):
 
 def loader(path, options, *, split="all", seq_len=64, dp_world_size=1, dp_rank=0, **config):
     tokenizer = HuggingFaceTokenizer(tokenizer_path=default_tokenizer_path())
-    return TextDataLoader.Config(
-        dataset="local", dataset_path=path, split=split, chat=options, **config
-    ).build(
+    return data_options.config(dataset="local", dataset_path=path, split=split, chat=options, **config).build(
         dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, seq_len=seq_len, local_batch_size=2
     )
 
@@ -408,7 +406,7 @@ def test_other_refusals(chat, rows, tmp_path):
         form(Chat(enable=True, chat_template="/nowhere.jinja"))
     with pytest.raises(DataError, match=r"^chat_template_kwargs has 'tokenize'"):
         form(chat(chat_template_kwargs={"tokenize": True}))
-    with pytest.raises(DataError, match=r"holds texts, .*training.chat.enable = true"):
+    with pytest.raises(DataError, match=r"holds texts, .*chat.enable = true"):
         open_source("stdlib", chat=form(chat()))
     with pytest.raises(DataError, match=r"holds no conversation .*within seq"):
         open_source("local", rows(TALK[:2]), split="all", chat=form(chat()))

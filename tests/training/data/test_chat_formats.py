@@ -6,14 +6,14 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_options import open_source
 from test_chat import PLAIN, chat, decoded, form, own_cache, rows, said, tokens_of  # noqa: F401  fixtures
 
 from titanplans.config import load_job
-from titanplans.config.sections.model import Chat
+from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.formats import FORMATS
 from titanplans.training.data.chat.messages import conversation_of
-from titanplans.training.data.corpus.sources import open_source
 
 
 def shared(*turns):

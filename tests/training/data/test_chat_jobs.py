@@ -13,6 +13,7 @@ from test_chat import MARKED, numbered
 from test_trainer import DEGREE, JOB, MODELS, losses_of, train
 
 from titanplans.cli.main import main
+from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.trainer import documents
 
@@ -111,7 +112,7 @@ def test_the_command_line_says_what_is_read_and_refuses_a_model_that_lets_conver
     assert main([*words, "--training.chat.enable"]) == 2
     said = capsys.readouterr()
     assert "57 of 57 conversations are read (dataset_split = 'train')" in said.out + said.err
-    assert "training.chat.packing = true: 'linear_attn' is not known to keep the conversations" in said.err
+    assert "training.chat.packing = true: 'linear_attn' is not known to keep documents" in said.err
 
 
 # --- models that keep documents apart
@@ -165,11 +166,9 @@ def test_packed_conversations_have_the_losses_of_each_by_itself(name):
 def test_an_unknown_model_is_refused_only_where_conversations_are_packed():
     from types import SimpleNamespace
 
-    def job(own=None, **chat):
-        options = {"enable": True, "packing": True} | chat
-        return SimpleNamespace(
-            training=SimpleNamespace(chat=SimpleNamespace(**options)), model=SimpleNamespace(class_=own)
-        )
+    def job(own=None, enable=True, packing=True, **data):
+        chat = {"training.chat.enable": enable} | ({"training.chat.packing": packing} if enable else {})
+        return build_job(chat | {"model.class": own, **{f"data.{key}": value for key, value in data.items()}})
 
     config = SimpleNamespace(model_type="gpt_oss", _attn_implementation="eager")
     with pytest.raises(ConfigError, match="'gpt_oss' is not known to keep"):
@@ -182,3 +181,22 @@ def test_an_unknown_model_is_refused_only_where_conversations_are_packed():
     llama = SimpleNamespace(model_type="llama")
     assert documents.keyword(job(), llama) == "position_ids"
     assert documents.keyword(job(own="module:Class"), llama) is None
+
+
+def test_documents_of_text_are_apart_where_the_model_can_or_the_job_is_refused():
+    from types import SimpleNamespace
+
+    def apart(model_type, **data):
+        job, config = (
+            build_job({f"data.{k}": v for k, v in data.items()}),
+            SimpleNamespace(model_type=model_type),
+        )
+        documents.check_documents(job, config)
+        return documents.are_apart(job, documents.keyword(job, config))
+
+    assert apart("gla")
+    assert not apart("mom")
+    assert apart("llama", documents="apart")
+    assert not apart("llama", documents="joined")
+    with pytest.raises(ConfigError, match=r'data\.documents = "apart": .mom. is not known'):
+        apart("mom", documents="apart")

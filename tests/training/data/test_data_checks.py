@@ -9,12 +9,12 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_options import check_dataset
 
 from titanplans.errors import UserError
 from titanplans.training.data import (
     DataError,
     check_checkpoint,
-    check_dataset,
     check_tokenizer,
     default_tokenizer_path,
 )
@@ -116,8 +116,8 @@ def test_too_few_tokens_for_one_sequence(refused, tmp_path):
 
 def test_a_name_that_the_hub_cannot_give_says_why():
     # In a process of its own: the libraries read HF_HUB_OFFLINE when they are imported.
-    code = "from titanplans.training.data import check_dataset; check_dataset('nobody/nothing')"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    code = "from data_options import check_dataset; check_dataset('nobody/nothing')"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
     )

@@ -10,18 +10,19 @@ from dataclasses import replace
 from itertools import chain, islice
 from multiprocessing import active_children
 
+import data_options
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from data_options import open_source
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from titanplans.config.sections.model import Chat
+from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
 from titanplans.training.data import check_checkpoint
-from titanplans.training.data.corpus.sources import open_source
-from titanplans.training.data.loader import TextDataLoader, _live_as_long_as_the_rank
+from titanplans.training.data.loader import _live_as_long_as_the_rank
 from titanplans.training.data.streams import DataPosition, merged
 from titanplans.training.data.vocabulary import default_tokenizer_path
 
@@ -71,16 +72,14 @@ def corpora(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "cache")
         yield {
-            "chats": TextDataLoader.Config(
+            "chats": data_options.config(
                 dataset="local", dataset_path=str(root / "chats.jsonl"), split="all", chat=chat
             ),
-            "streamed chats": TextDataLoader.Config(dataset=str(root / "chats"), chat=chat),
-            "text": TextDataLoader.Config(dataset="local", dataset_path=str(root / "text"), split="all"),
-            "rows": TextDataLoader.Config(
-                dataset="local", dataset_path=str(root / "rows.jsonl"), split="all"
-            ),
-            "stream": TextDataLoader.Config(dataset=str(root / "stream")),
-            "stdlib": TextDataLoader.Config(),
+            "streamed chats": data_options.config(dataset=str(root / "chats"), chat=chat),
+            "text": data_options.config(dataset="local", dataset_path=str(root / "text"), split="all"),
+            "rows": data_options.config(dataset="local", dataset_path=str(root / "rows.jsonl"), split="all"),
+            "stream": data_options.config(dataset=str(root / "stream")),
+            "stdlib": data_options.config(),
         }
 
 
@@ -119,7 +118,8 @@ def test_a_batch_is_what_torchtitan_expects(build, corpora):
 @pytest.mark.parametrize("name", ["text", "rows", "stream", "stdlib"])
 def test_each_row_is_the_tokenised_documents_of_a_stream_in_their_order(build, corpora, tokenizer, name):
     config = corpora[name]
-    source = open_source(config.dataset, config.dataset_path, split=config.split)
+    (of,) = config.data.sources
+    source = open_source(of.dataset, of.dataset_path, of.dataset_split)
     batches = list(islice(build(config), 12))
     for row in range(BATCH):
         documents = (
@@ -195,7 +195,7 @@ def test_ranks_and_workers_read_different_documents(build, corpora, tokenizer):
 
 
 def test_no_rank_starves_where_there_are_more_ranks_than_documents(build, corpora):
-    config = replace(corpora["text"], split="validation")  # 2 documents
+    config = data_options.other(corpora["text"], dataset_split="validation")  # 2 documents
     loaders = [build(config, dp_rank=rank, dp_world_size=5) for rank in range(5)]
     single = build(config)
     single.load_state_dict(loaders[0].state_dict())
@@ -207,7 +207,7 @@ def test_no_rank_starves_where_there_are_more_ranks_than_documents(build, corpor
 
 def test_data_without_any_text_end_with_an_error_instead_of_a_search_for_ever(build, corpora, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "only one"}\n')
-    config = TextDataLoader.Config(dataset=str(tmp_path))
+    config = data_options.config(dataset=str(tmp_path))
     with pytest.raises(DataError, match="holds no text for stream 1 of 2"):
         next(iter(build(config, dp_rank=1, dp_world_size=2)))
 
@@ -361,10 +361,13 @@ def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, r"^seed = 1: the checkpoint's data loader had 0"),
-        ({"split": "train"}, r"^split = 'train': the checkpoint's data loader had 'all'"),
+        (lambda config: replace(config, seed=1), r"^seed = 1: the checkpoint's data loader had 0"),
         (
-            {"dataset": "stdlib", "dataset_path": None, "split": "all"},
+            lambda config: data_options.other(config, dataset_split="train"),
+            r"^split = 'train': the checkpoint's data loader had 'all'",
+        ),
+        (
+            lambda config: data_options.other(config, dataset="stdlib", dataset_path=None),
             r"^dataset = 'stdlib': the checkpoint's .*text",
         ),
     ],
@@ -372,7 +375,7 @@ def test_resuming_tokenises_no_document_before_the_one_it_stopped_in(build, corp
 def test_a_state_of_other_data_is_refused(build, corpora, change, message):
     state = build(corpora["text"]).state_dict()
     with pytest.raises(DataError, match=message) as refused:
-        build(replace(corpora["text"], **change)).load_state_dict(state)
+        build(change(corpora["text"])).load_state_dict(state)
     assert "exclude_from_loading" in str(refused.value)
 
 
@@ -396,7 +399,7 @@ def test_a_tokenizer_with_another_merge_is_refused(build, corpora, tmp_path):
 def test_a_corpus_that_changed_is_refused(build, tmp_path):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text)
-    config = TextDataLoader.Config(dataset="local", dataset_path=str(tmp_path))
+    config = data_options.config(dataset="local", dataset_path=str(tmp_path))
     state = build(config).state_dict()
     build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3].replace("x", "y"))  # of the same size
@@ -404,7 +407,7 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
         build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3])
     moved = tmp_path.rename(tmp_path.parent / "moved")
-    build(replace(config, dataset_path=str(moved))).load_state_dict(state)
+    build(data_options.other(config, dataset_path=str(moved))).load_state_dict(state)
     moved.rename(tmp_path)
     (tmp_path / "3.txt").unlink()
     (tmp_path / "90.txt").write_text("new")
@@ -414,7 +417,7 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):
     (tmp_path / "long.txt").write_text("a line of text\n" * 60_000)
-    config = TextDataLoader.Config(dataset="local", dataset_path=str(tmp_path), split="all", seed=1)
+    config = data_options.config(dataset="local", dataset_path=str(tmp_path), split="all", seed=1)
     for workers in (0, 1):
         batches = iter(build(replace(config, num_workers=workers), seq_len=1024))
         next(batches)

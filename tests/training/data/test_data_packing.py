@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titanplans.loss import IGNORED
 from titanplans.training.data.chat.chat import Tokens
 from titanplans.training.data.packing import pack, pack_conversations
 
@@ -37,11 +38,16 @@ def test_windows_put_together_are_the_documents_put_together(lengths, seq_len):
 @given(lengths, st.integers(1, 12))
 def test_positions_count_from_the_document_or_the_window(lengths, seq_len):
     starts = {int(tokens[0]) for _, tokens in documents_of(lengths) if len(tokens)}
-    for window in pack(documents_of(lengths), seq_len):
+    joined = pack(documents_of(lengths), seq_len)
+    for window, whole in zip(pack(documents_of(lengths), seq_len, apart=True), joined, strict=True):
         expected = []
         for token in window.inputs:
             expected.append(0 if not expected or int(token) in starts else expected[-1] + 1)
         assert window.positions.tolist() == expected
+        assert whole.positions.tolist() == list(range(len(expected)))
+        # What follows on a document's last token is another's first, which is not predicted.
+        labels = [IGNORED if int(label) in starts else int(label) for label in whole.labels]
+        assert window.labels.tolist() == labels
 
 
 @given(lengths, st.integers(1, 12), st.data())

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_options import open_source
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.local import TextFiles, find_files
 from titanplans.training.data.corpus.pieces import PIECE_BYTES
-from titanplans.training.data.corpus.sources import open_source
 from titanplans.training.data.corpus.stdlib import stdlib_files, stdlib_root
 from titanplans.training.data.split import in_split, split_names
 

@@ -8,8 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titanplans.config.sections.data import Data
 from titanplans.training.data.corpus.sources import Shuffled
 from titanplans.training.data.dataset import PackedText
+from titanplans.training.data.mixture import Part
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 
 
@@ -43,7 +45,8 @@ def run(source, place, share_size, ranks, workers, seq_len, steps):
     rows, places = [[] for _ in range(steps)], []
     for rank in range(ranks):
         share = BatchSlice(share_size, rank, ranks, workers)
-        windows = PackedText(source, Tokenizer(), seq_len, share, place, infinite=True)
+        parts = [Part("numbers", source, Data(documents="joined"), Tokenizer(), seq_len)]
+        windows = PackedText(parts, seq_len, share, place, weights=[1.0])
         of_workers = [windows._batches(place, worker) for worker in range(workers)]
         cursors = dict(place.cursors)
         for step in range(steps):

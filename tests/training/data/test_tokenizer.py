@@ -35,7 +35,7 @@ def test_it_is_what_it_claims_to_be():
 
 
 def test_it_spends_less_than_a_token_on_three_bytes_of_held_out_text():
-    from titanplans.training.data.corpus.sources import open_source
+    from data_options import open_source
 
     texts = [text for _, text in open_source("stdlib", split="validation").documents(0, 0, 1, None)]
     tokens = sum(len(TOKENIZER.encode(text).ids) for text in texts)

@@ -90,6 +90,23 @@ def chat(c: Any) -> Refusals:
     yield from needs(c, "enable", (True,), *fields(type(c)))
 
 
+def source(s: Any) -> Refusals:
+    """Yield the contradictions within a table of [[data.sources]]."""
+    if s.chat.enable and s.text_column != "text":
+        yield (
+            "text_column",
+            "its chat reads conversations; set messages_column in [data.sources.chat] instead",
+        )
+
+
+def data(d: Any) -> Refusals:
+    """Yield the contradictions within [data]."""
+    yield from needs(d, "packing", ("best_fit",), "long_documents")
+    titles = [source.title for source in d.sources]
+    if twice := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
+        yield "sources", f"{', '.join(twice)} is there twice; give each a name of its own"
+
+
 def checkpoint(c: Any) -> Refusals:
     """Yield the contradictions within [checkpoint]."""
     saving = ("create_seed_checkpoint", "save_on_signal", "last_save_in_hf")

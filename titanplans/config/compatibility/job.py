@@ -3,7 +3,7 @@
 from typing import Any
 
 from titanplans.config.compatibility.strategy import NOTHING_IS_SPLIT, async_tensor_parallel, no_float8
-from titanplans.config.compatibility.words import fields, get, needs
+from titanplans.config.compatibility.words import default, fields, get, needs
 from titanplans.config.options import Refusals
 from titanplans.config.other_names import REFUSED
 from titanplans.config.sections.parallelism import DDP, FSDP2, MixedPrecision, Offload
@@ -76,10 +76,23 @@ def _data(job: Any) -> Refusals:
             f"times training.seq_len = {t.seq_len} is {tokens} tokens, but float8 needs a multiple of 16; "
             f"{near_multiples(tokens, 16)} would work",
         )
-    if t.chat.enable and job.validation.text_column is not None:
+    sources = job.data.sources
+    for key in ("dataset", "dataset_path", "dataset_split", "text_column", "chat.enable"):
+        if sources and get(t, key) != default(t, key):
+            yield (
+                f"training.{key}",
+                "[[data.sources]] name the data; move it into one of them, or remove this key",
+            )
+    chats = [source.chat for source in sources] or [t.chat]
+    if all(chat.enable for chat in chats):
+        why = "conversations are packed whole and do not see each other (packing in their chat); remove this key"
+        for key in ("documents", "packing"):
+            if get(job.data, key) != default(job.data, key):
+                yield f"data.{key}", why
+    if any(chat.enable for chat in chats) and job.validation.text_column is not None:
         yield (
             "validation.text_column",
-            "training.chat reads conversations in validation, too; remove this key",
+            "conversations are read in validation, too; remove this key",
         )
     for loader in ("training.dataloader", "validation.dataloader"):
         why = f"has no effect unless {loader}.num_workers is above 0; raise it or remove this key"

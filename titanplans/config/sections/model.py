@@ -1,15 +1,15 @@
-"""The model and its data: [model], [training], [training.dataloader], [training.chat], [validation]."""
+"""The model, and how it is trained and validated: [model], [training], [validation]."""
 
 from typing import Annotated, Any, Literal
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
+from titanplans.config.sections.data import Chat, Corpus, DataLoader
 from titanplans.config.sections.lora import Freezing
 from titanplans.config.sections.parallelism import Autocast, MixedPrecision, Offload
 from titanplans.config.values import (
     Name,
-    NaturalInt,
     PositiveFloat,
     PositiveInt,
     PositiveOrAuto,
@@ -51,90 +51,8 @@ class Model(PlanOption, section="model", refuses=groups.model):
     """Folder with the tokenizer.json; unset: the folder of initial_load_in_hf, or titanplans' own small tokenizer."""
 
 
-class DataLoader(Options, section="dataloader"):
-    """Worker processes that prepare the batches."""
-
-    num_workers: NaturalInt = 0
-    """Worker processes a rank; 0: the training process itself."""
-
-    persistent_workers: bool = False
-    """Keep the workers from one epoch to the next; needs num_workers above 0."""
-
-    pin_memory: bool = False
-    """Hand over batches in page-locked memory, which copies to a GPU faster."""
-
-    prefetch_factor: PositiveInt | None = None
-    """Batches that each worker prepares in advance; needs num_workers above 0; unset: torch's choice."""
-
-
-class Chat(
-    Options, section="training.chat", of_bool={True: {"enable": True}, False: {}}, refuses=groups.chat
-):
-    """Conversations instead of text: written out by a chat template, and only the assistant's words count in the loss.
-
-    Holds for validation, too.
-    """
-
-    enable: bool = False
-    """Read rows of messages, or of a prompt and its completion, instead of text."""
-
-    format: Literal["messages", "sharegpt", "alpaca"] = "messages"
-    """Names of what the next keys leave unset: "messages", "sharegpt" (conversations, from, value), or "alpaca"."""
-
-    messages_column: Name | None = None
-    """Column or field that holds a conversation, a list of messages; unset: "messages", of "sharegpt" "conversations"."""
-
-    role_key: Name | None = None
-    """Key of a message that says who speaks; unset: "role", of "sharegpt" "from"."""
-
-    content_key: Name | None = None
-    """Key of a message's text; unset: "content", for "sharegpt" "value"."""
-
-    roles: dict[str, Name] | None = None
-    """The template's names of those who speak, by the rows'; others are refused. Of "sharegpt" they are added to its own."""
-
-    prompt_column: Name | None = None
-    """Column or field with a prompt, a text or messages, in rows without messages; unset: "prompt" or "instruction"."""
-
-    input_column: Name | None = None
-    """Column or field with a text that follows the prompt's, if it is not empty; unset: of "alpaca" "input"."""
-
-    completion_column: Name | None = None
-    """Column or field with what the assistant answers to the prompt, a text or messages; unset: "completion" or "output"."""
-
-    system_column: Name | None = None
-    """Column or field with a system's text, which comes first; unset: of "sharegpt" and "alpaca" "system", if there."""
-
-    train_on: Literal["assistant", "last", "all"] = "assistant"
-    """What counts in the loss: "assistant" what the assistant says, "last" its last answer alone, "all" every token."""
-
-    chat_template: FilePath | None = None
-    """Jinja file with the chat template; unset: the tokenizer's own."""
-
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    """Variables for the template, such as enable_thinking or date_string."""
-
-    truncation: Literal["drop", "left", "right", "error"] = "drop"
-    """A conversation longer than seq_len is left out ("drop"), cut on the "left" or "right", or ends the job ("error")."""
-
-    packing: bool = True
-    """Several whole conversations in a sequence, which do not see each other; false: one, filled up."""
-
-
-class Batches(Options):
+class Batches(Corpus):
     """The data, and the size of a step."""
-
-    dataset: Name = "stdlib"
-    """"stdlib" (Python's standard library), "local", or a Hugging Face name ("owner/name:config"), which is streamed."""
-
-    dataset_path: FilePath | None = None
-    """File, folder or glob of .txt, .jsonl or .parquet files; with a Hugging Face name, a local copy of it."""
-
-    dataset_split: Name = "train"
-    """Part of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
-
-    text_column: Name = "text"
-    """Column or field that holds the text, in a data set that has such."""
 
     local_batch_size: PositiveInt = 8
     """Sequences that one data-parallel rank processes at a time."""

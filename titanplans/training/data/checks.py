@@ -7,6 +7,7 @@ find in the cache of the `datasets` library.
 from pathlib import Path
 from typing import Any
 
+from titanplans.config.sections.data import Corpus
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.corpus.sources import open_source
@@ -19,11 +20,8 @@ _REMEDY = 'keep the checkpoint\'s, or start the data anew with exclude_from_load
 
 
 def check_dataset(
-    dataset: str,
-    dataset_path: str | None = None,
+    of: Corpus,
     *,
-    split: str = "train",
-    text_column: str = "text",
     tokenizer_path: str | None = None,
     seq_len: int | None = None,
     chat: ChatFormat | None = None,
@@ -31,10 +29,7 @@ def check_dataset(
     """Refuse a data set that the loader could not use; of conversations return in words how many are read.
 
     Args:
-        dataset: this and the next three as for `titanplans.training.data.corpus.sources.open_source`.
-        dataset_path: see there.
-        split: see there.
-        text_column: see there.
+        of: as for `titanplans.training.data.corpus.sources.open_source`.
         tokenizer_path: with `seq_len`, also asks whether the data hold one sequence of that length.
         seq_len: tokens in a sequence.
         chat: reads rows as conversations; reading one is enough.
@@ -43,12 +38,11 @@ def check_dataset(
         DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable
             rows, a data set that the hub doesn't have, or too few tokens for one sequence.
     """
-    source = open_source(dataset, dataset_path, split=split, text_column=text_column, chat=chat)
+    source, split, shown = open_source(of, chat=chat), of.dataset_split, of.dataset_path or of.dataset
     if chat is not None:
         if next(source.documents(0, 0, 1, None), None) is None:
             raise DataError(
-                f"dataset = {dataset_path or dataset!r}: holds {chat.what_is_left_out()} for dataset_split = {split!r}; "
-                "give more"
+                f"dataset = {shown!r}: holds {chat.what_is_left_out()} for dataset_split = {split!r}; give more"
             )
         return source.summary
     if tokenizer_path is None or seq_len is None:
@@ -62,7 +56,7 @@ def check_dataset(
         if found > seq_len:
             return None
     raise DataError(
-        f"seq_len = {seq_len}: dataset = {dataset_path or dataset!r} holds {found} tokens for dataset_split = {split!r}, "
+        f"seq_len = {seq_len}: dataset = {shown!r} holds {found} tokens for dataset_split = {split!r}, "
         f"too few for one sequence of {seq_len} + 1; give more text or a smaller seq_len"
     )
 

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,16 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-from titanplans.config.sections.model import Chat
+from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
-from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.checks import PLACE, check_identity
-from titanplans.training.data.corpus.sources import open_source
-from titanplans.training.data.dataset import PackedText, StepBatch
+from titanplans.training.data.dataset import Ended, PackedText, StepBatch
 from titanplans.training.data.fingerprint import Fingerprint, check_files
+from titanplans.training.data.mixture import open_part
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 from titanplans.training.launch.orphans import end_with_parent
 
@@ -52,23 +52,11 @@ class TextDataLoader(BaseDataLoader):
     class Config(ParallelAwareDataloader.Config):
         """Which text, in which order."""
 
-        dataset: str = "stdlib"
-        """'stdlib'; 'local' (or 'text', 'json', 'parquet') with dataset_path; a Hugging Face data set's name"""
-
-        dataset_path: str | None = None
-        """File, folder or glob of a local corpus; or a local copy of a Hugging Face data set"""
-
-        split: str = "train"
-        """'train', 'validation' or 'all'; for a Hugging Face data set, one of its own splits"""
-
-        text_column: str = "text"
-        """Column or field that holds the text"""
-
-        chat: Chat | None = None
-        """Read conversations instead, as this says"""
+        data: Data
+        """How documents become rows, `documents` decided, and all `sources`"""
 
         infinite: bool = True
-        """Start the next epoch when one ends; else end after one pass, all ranks together"""
+        """Go on until the run is ended; else end after one pass, all ranks together"""
 
         seed: int = 0
         """Of the order of the documents"""
@@ -88,27 +76,27 @@ class TextDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
     ) -> None:
         del snapshot_every_n_steps  # of torchdata's loader; here the place is known after each step
-        chat = None
-        if config.chat is not None:
-            assert isinstance(tokenizer, HuggingFaceTokenizer)  # the trainer's
-            chat = ChatFormat(config.chat, tokenizer.tokenizer_path, seq_len)
-        self._source = open_source(
-            config.dataset,
-            config.dataset_path,
-            split=config.split,
-            text_column=config.text_column,
-            seed=config.seed,
-            chat=chat,
-        )
+        data = config.data
+        self._parts = [open_part(of, data, config.seed, tokenizer, seq_len) for of in data.sources]
+        self._weights = {of.title: of.weight for of in data.sources}
         in_step = config.global_batch_size or local_batch_size * dp_world_size
         self._share = BatchSlice(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
-        streams = divide(self._source.choose_streams, self._share) if config.infinite else Streams(1)
+        streams = divide(self._choose_streams, self._share) if config.infinite else Streams(1)
         self._place = DataPosition(streams)
+        repeat = data.exhausted == "repeat"
+        self._ends = config.infinite and not repeat
         self._windows = PackedText(
-            self._source, tokenizer, seq_len, self._share, self._place, chat=chat, infinite=config.infinite
+            self._parts,
+            seq_len,
+            self._share,
+            self._place,
+            weights=[*self._weights.values()] if config.infinite else None,
+            repeat=repeat,
         )
-        self._batch_size = local_batch_size
-        self._identity = self._source.identity | {
+        self._batch_size, self._seq_len = local_batch_size, seq_len
+        self._tells = len(self._parts) > 1 or data.packing != "cut" or data.sources[0].chat.enable
+        self._rows, self._tokens, self._left_out = 0, Counter[str](), [0] * len(self._parts)
+        self._identity = self._of_sources() | {
             "tokenizer": _describe(tokenizer),
             _SPLIT_UP: _digest(_own_tokens(tokenizer)),
             "infinite": config.infinite,
@@ -133,37 +121,78 @@ class TextDataLoader(BaseDataLoader):
         return self._batches(place, shares)
 
     def _batches(
-        self, place: DataPosition, shares: Iterator[StepBatch | DataError]
+        self, place: DataPosition, shares: Iterator[StepBatch | DataError | Ended]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         self._place = place
         for share in shares:
             if isinstance(share, DataError):
                 raise share
-            tokens, positions, labels, cursors = share
-            parts = [tensor.split(self._batch_size) for tensor in (tokens, positions, labels)]
+            if self._ends and any(_of_all_ranks(isinstance(share, Ended))):
+                return
+            assert not isinstance(share, Ended)
+            self._count(share)
+            parts = [
+                tensor.split(self._batch_size) for tensor in (share.tokens, share.positions, share.labels)
+            ]
             for number, (own_tokens, own_positions, own_labels) in enumerate(zip(*parts, strict=True), 1):
                 if number == len(parts[0]):
                     place = self._place = replace(
                         place,
                         sequences=place.sequences + self._share.global_batch,
-                        cursors={**place.cursors, **cursors},
+                        cursors={**place.cursors, **share.cursors},
                     )
                 yield {"input": own_tokens, "positions": own_positions}, own_labels
+
+    def _count(self, share: StepBatch) -> None:
+        self._rows += len(share.tokens)
+        for source, tokens in share.lengths:
+            self._tokens[self._parts[source].name] += tokens
+        self._left_out = [sum(numbers) for numbers in zip(self._left_out, share.left_out, strict=True)]
+
+    def take_figures(self) -> dict[str, float]:
+        """Return what all ranks together have read since they last asked, see docs/data.md; {} where nothing varies."""
+        if not self._tells:
+            return {}
+        mine = [
+            self._rows * self._seq_len,
+            *(self._tokens[part.name] for part in self._parts),
+            *self._left_out,
+        ]
+        every = _of_all_ranks(mine)
+        # Ranks of one `dp_rank` have read the same.
+        places, *counted = (
+            sum(numbers) * self._share.ranks // len(every) for numbers in zip(*every, strict=True)
+        )
+        self._tokens, self._rows, self._left_out = Counter(), 0, [0] * len(self._parts)
+        names = [part.name for part in self._parts]
+        tokens, left_out = counted[: len(names)], counted[len(names) :]
+        found = {"data/padding(%)": 100 * (1 - sum(tokens) / max(places, 1))}
+        found |= {f"data/tokens/{name}": number for name, number in zip(names, tokens, strict=True)}
+        return found | {f"data/left_out/{name}": n for name, n in zip(names, left_out, strict=True) if n}
+
+    def _choose_streams(self, counts: Sequence[int]) -> int:
+        return min(part.source.choose_streams(counts) for part in self._parts)
+
+    def _of_sources(self) -> dict[str, Any]:
+        """What must be the same for a place to mean the same rows: of a mixture each source's under its name."""
+        if len(self._parts) == 1:
+            return self._parts[0].identity
+        each = {
+            f"{key} of {part.name}": value for part in self._parts for key, value in part.identity.items()
+        }
+        return {"data.sources": [part.name for part in self._parts]} | each
 
     def state_dict(self) -> dict[str, str]:
         """Where the run stands after its last whole step, and what the place belongs to: one JSON text.
 
         All ranks call it together, and get the same.
         """
-        places = [self._place]
-        if self._share.ranks > 1 and dist.is_initialized():
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, self._place)
-            places = gathered
+        places = _of_all_ranks(self._place) if self._share.ranks > 1 else [self._place]
         state = {
             "identity": self._identity,
             "files": self._taken().to_json(),
             "global_batch_size": self._share.global_batch,
+            "weights": self._weights,
             **merged(places).to_json(),
         }
         return {PLACE: json.dumps(state)}
@@ -179,11 +208,19 @@ class TextDataLoader(BaseDataLoader):
         state = json.loads(state_dict[PLACE])
         saved = Fingerprint.from_json(state["files"])
         moved = saved.files == self._taken().files != {}  # the same files, wherever they lie now
-        same = {"dataset": state["identity"]["dataset"]} if moved else {}
-        newer = {_SPLIT_UP: self._identity[_SPLIT_UP]}  # a key that checkpoints of before do not have
+        paths = [key for key in self._identity if key.split()[0] == "dataset"]
+        same = {key: state["identity"].get(key) for key in paths} if moved else {}
+        # Keys that checkpoints of before do not have.
+        newer = {_SPLIT_UP: self._identity[_SPLIT_UP]} | (
+            {"packing": "cut"} if "packing" in self._identity else {}
+        )
         check_identity(newer | state["identity"], self._identity | same)
         check_files(saved, self._taken())
-        self._place = self._windows.start = DataPosition.from_json(state)
+        place = DataPosition.from_json(state)
+        if (weights := state.get("weights", self._weights)) != self._weights:
+            logger.info(f"data.sources: weights are {self._weights} from here on, and were {weights}")
+            place = replace(place, weighted_since=place.sequences)
+        self._place = self._windows.start = place
         if (size := state["global_batch_size"]) != self._share.global_batch:
             logger.info(
                 f"a global batch has {self._share.global_batch} sequences now, and had {size} in the checkpoint: training "
@@ -192,7 +229,13 @@ class TextDataLoader(BaseDataLoader):
 
     def _taken(self) -> Fingerprint:
         if self._fingerprint is None:
-            self._fingerprint = Fingerprint.of(self._source.files)
+            named = len(self._parts) > 1
+            files = [
+                (f"{part.name}: {name}" if named else name, file)
+                for part in self._parts
+                for name, file in part.source.files
+            ]
+            self._fingerprint = Fingerprint.of(files)
         return self._fingerprint
 
 
@@ -217,7 +260,19 @@ def _end_when_the_rank_asks() -> None:
     os._exit(0)
 
 
-def _as_it_is(share: StepBatch | DataError) -> StepBatch | DataError:
+def _of_all_ranks(value: Any) -> list[Any]:
+    """Return the ranks' values; all ask together."""
+    gathered: list[Any] = [value] * _size()
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _as_it_is(share: StepBatch | DataError | Ended) -> StepBatch | DataError | Ended:
     return share
 
 

@@ -1,18 +1,22 @@
-"""Documents to windows: of texts one stream of tokens, cut without a gap; of conversations as many whole ones as fit.
+"""Documents of tokens packed into rows: cut to `seq_len`, whole ones by best fit, or conversations.
 
-The texts' tokens are put end to end and read in windows of `seq_len + 1`, the last token of one
-being the first of the next: every token but the very first is predicted exactly once, from as much
-context as its window holds. Conversations are not cut, and none is predicted from another. Pure arithmetic on arrays; no
-files, no tokenizer, no ranks.
+Cut rows are windows of `seq_len + 1` tokens, the last token of one being the first of the next: every token but the very
+first is predicted exactly once, from as much context as its window holds. Conversations are not cut, and none is predicted
+from another. Pure arithmetic on arrays; no files, no tokenizer, no ranks.
+
+Grain packs by best fit. Its `ConcatThenSplitIterDataset` does not cut the rows here: its state counts rows from a document
+on, so a run could not go on with another `seq_len`.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from grain import DatasetIterator, IterDataset
+from grain.experimental import BestFitPackIterDataset
 
 from titanplans.loss import IGNORED
 from titanplans.training.data.chat.chat import Tokens
@@ -32,7 +36,7 @@ class Window(Generic[P]):
     """`[n]`: the token after each input, or -100 where it doesn't count."""
 
     positions: np.ndarray
-    """`[n]`: each input's place in its document, counted from the window's start in a document that began earlier."""
+    """`[n]`: each input's place in what it may see: its document, or the window."""
 
     next_document: P
     """The document that holds the next window's first token, the last of this one; the last conversation of this one."""
@@ -41,7 +45,9 @@ class Window(Generic[P]):
     """That token's place in its document; 1 after a conversation."""
 
 
-def pack(documents: Iterable[tuple[P, np.ndarray]], seq_len: int, offset: int = 0) -> Iterator[Window[P]]:
+def pack(
+    documents: Iterable[tuple[P, np.ndarray]], seq_len: int, offset: int = 0, *, apart: bool = False
+) -> Iterator[Window[P]]:
     """Cuts the stream of `documents`, pairs of position and tokens, into windows.
 
     To go on after a window, pass the documents from `next_document` on, and `next_offset`.
@@ -50,6 +56,7 @@ def pack(documents: Iterable[tuple[P, np.ndarray]], seq_len: int, offset: int = 
         documents: positions and tokens `[any length, also 0]`.
         seq_len: inputs in a window.
         offset: where in the first document the first window begins.
+        apart: no document's first token is predicted, from another's last; else positions count through the window.
 
     Yields:
         Full windows; at the end of the documents one shorter window, if anything is left to predict.
@@ -60,15 +67,15 @@ def pack(documents: Iterable[tuple[P, np.ndarray]], seq_len: int, offset: int = 
         live.append((position, tokens))
         held += len(tokens)
         while held > seq_len:
-            window = _cut(live, offset, seq_len)
+            window = _cut(live, offset, seq_len, apart)
             yield window
             held -= seq_len
             offset = window.next_offset
     if held > 1:
-        yield _cut(live, offset, held - 1)
+        yield _cut(live, offset, held - 1, apart)
 
 
-def _cut(live: deque[tuple[P, np.ndarray]], offset: int, n: int) -> Window[P]:
+def _cut(live: deque[tuple[P, np.ndarray]], offset: int, n: int, apart: bool) -> Window[P]:
     """The `n + 1` tokens from `offset` on; drops the documents that end before the last of these."""
     parts: list[np.ndarray] = []
     wanted = n + 1
@@ -81,14 +88,118 @@ def _cut(live: deque[tuple[P, np.ndarray]], offset: int, n: int) -> Window[P]:
             break
         live.popleft()
         offset = 0
-    tokens = np.concatenate(parts)
+    tokens, positions = np.concatenate(parts), np.arange(n + 1)
+    if apart:
+        positions = np.concatenate([np.arange(len(part)) for part in parts])
     return Window(
         inputs=tokens[:-1],
-        labels=tokens[1:],
-        positions=np.concatenate([np.arange(len(part)) for part in parts])[:n],
+        labels=np.where(positions[1:] == 0, IGNORED, tokens[1:]),
+        positions=positions[:n],
         next_document=position,
         next_offset=offset + len(part) - 1,
     )
+
+
+ROWS_AT_ONCE = 32
+"""Rows that best fit fills at a time: it holds them, and their documents' tokens again after a resume."""
+
+
+def pack_best_fit(
+    documents: Iterable[tuple[P, np.ndarray]],
+    seq_len: int,
+    offset: int = 0,
+    *,
+    apart: bool = True,
+    drop: Callable[[], None] | None = None,
+) -> Iterator[Window[P]]:
+    """Puts whole documents into rows, each where it leaves the least room.
+
+    To go on after a window, pass the documents from `next_document` on, and `next_offset`.
+
+    Args:
+        documents: positions and tokens; those of less than two are left out.
+        seq_len: inputs in a window.
+        offset: rows to leave out, and `ROWS_AT_ONCE` times the parts of the first document.
+        apart: as for `pack`.
+        drop: called for each document longer than a row, which is left out; None: it is cut into rows.
+    """
+    part, rows = divmod(offset, ROWS_AT_ONCE)
+    packed = iter(
+        BestFitPackIterDataset(
+            _Parts(documents, seq_len, part, drop),
+            length_struct={"inputs": seq_len, "labels": seq_len},
+            num_packing_bins=ROWS_AT_ONCE,
+            shuffle_bins=False,
+            padding_struct={"inputs": 0, "labels": IGNORED},
+        )
+    )
+    for row in itertools.islice(packed, rows, None):
+        state, n = packed.get_state(), np.count_nonzero(row["inputs_segment_ids"])
+        position, part = state["parent"]
+        yield Window(
+            inputs=row["inputs"][:n],
+            labels=row["labels"][:n],
+            positions=row["inputs_positions"][:n] if apart else np.arange(n),
+            next_document=position,
+            next_offset=part * ROWS_AT_ONCE + state["next_row"],
+        )
+
+
+class _Parts(IterDataset):
+    """Documents as Grain packs them: inputs and their labels, no more than a row of them at a time."""
+
+    def __init__(
+        self, documents: Iterable[tuple[Any, np.ndarray]], seq_len: int, part: int, drop: Any
+    ) -> None:
+        super().__init__()
+        self._arguments = iter(documents), seq_len, part, drop
+
+    def __iter__(self) -> "_PartIterator":
+        return _PartIterator(*self._arguments)
+
+
+class _PartIterator(DatasetIterator):
+    """Its state is the position of a document, and how many parts of it have been given."""
+
+    def __init__(
+        self, documents: Iterator[tuple[Any, np.ndarray]], seq_len: int, part: int, drop: Any
+    ) -> None:
+        super().__init__()
+        self._documents, self._seq_len, self._drop = documents, seq_len, drop
+        self._position, self._tokens = next(documents, (None, np.arange(0)))
+        self._part = part
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._find()
+        first = self._part * self._seq_len
+        tokens = self._tokens[first : first + self._seq_len + 1]
+        if len(tokens) < 2:
+            raise StopIteration
+        self._part += 1
+        return {"inputs": tokens[:-1], "labels": tokens[1:]}
+
+    def _find(self) -> None:
+        """Go on to the next document of which a part is left; at the end stay behind the last one."""
+        while len(self._tokens) - 1 <= self._part * self._seq_len or self._is_dropped():
+            following = next(self._documents, None)
+            if following is None:
+                self._tokens = self._tokens[:0]
+                return
+            (self._position, self._tokens), self._part = following, 0
+
+    def _is_dropped(self) -> bool:
+        if self._drop is None or len(self._tokens) - 1 <= self._seq_len:
+            return False
+        self._drop()
+        return True
+
+    def get_state(self) -> Any:
+        """Return where the next part is."""
+        self._find()
+        return self._position, self._part
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError  # a run goes on by documents from a position on
 
 
 def pack_conversations(

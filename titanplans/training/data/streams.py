@@ -6,20 +6,26 @@ ranks may change between two steps: a rank takes its part of each global batch, 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 
-class Cursor(NamedTuple):
-    """Where a stream's next window begins."""
+class Place(NamedTuple):
+    """Where the next window of a source begins."""
 
     epoch: int = 0
     document: Any = None
     """The source's own position, a JSON value; None is the epoch's first document."""
     offset: int = 0
-    """The token in that document."""
+    """The token in that document; of whole documents packed together, the row."""
+
+
+class Cursor(NamedTuple):
+    """How far a stream has been read."""
+
     windows: int = 0
-    """How many were cut from the stream before."""
+    places: tuple[Place, ...] = ()
+    """Of each source; () at the beginning."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,11 @@ class Streams:
         turn, left = divmod(sequence, self.count * self.in_a_row)
         stream, window = divmod(left, self.in_a_row)
         return stream, turn * self.in_a_row + window
+
+    def before(self, sequence: int, stream: int) -> int:
+        """Return how many windows of `stream` come before a sequence."""
+        turn, left = divmod(sequence, self.count * self.in_a_row)
+        return turn * self.in_a_row + min(max(left - stream * self.in_a_row, 0), self.in_a_row)
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,8 @@ class DataPosition:
     sequences: int = 0
     cursors: Mapping[int, Cursor] = field(default_factory=dict)
     """Of streams that were not begun there is none."""
+    weighted_since: int = 0
+    """The sequence from which on sources are taken by the weights of today."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -88,13 +101,23 @@ class DataPosition:
             "in_a_row": self.streams.in_a_row,
             "sequences": self.sequences,
             "cursors": {str(stream): list(cursor) for stream, cursor in sorted(self.cursors.items())},
+            "weighted_since": self.weighted_since,
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
         """Return the place that `to_json` wrote down."""
-        cursors = {int(stream): Cursor(*cursor) for stream, cursor in values["cursors"].items()}
-        return cls(Streams(values["streams"], values["in_a_row"]), values["sequences"], cursors)
+        cursors = {int(stream): _cursor(*cursor) for stream, cursor in values["cursors"].items()}
+        streams = Streams(values["streams"], values["in_a_row"])
+        return cls(streams, values["sequences"], cursors, values.get("weighted_since", 0))
+
+
+def _cursor(*values: Any) -> Cursor:
+    if len(values) == 4:  # as before there were mixtures
+        *place, windows = values
+        return Cursor(windows, (Place(*place),))
+    windows, places = values
+    return Cursor(windows, tuple(Place(*place) for place in places))
 
 
 def merged(places: Iterable[DataPosition]) -> DataPosition:
@@ -105,4 +128,4 @@ def merged(places: Iterable[DataPosition]) -> DataPosition:
         for stream, cursor in place.cursors.items():
             if stream not in cursors or cursors[stream].windows < cursor.windows:
                 cursors[stream] = cursor
-    return DataPosition(first.streams, first.sequences, cursors)
+    return replace(first, cursors=cursors)

@@ -7,6 +7,8 @@ Each rank can decide this alone, so all ranks refuse alike. Contradictions withi
 import importlib.util
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from transformers import PreTrainedModel
 
 from titanplans import kernels, modeling
 from titanplans.config import ConfigError, JobConfig, rename_option_errors, strategy_of
+from titanplans.config.sections.data import DataSource
+from titanplans.errors import DataError
 from titanplans.loss import FusedLoss, still_biases
 from titanplans.modeling.own import is_own
 from titanplans.parallel.mesh.process_group import default_device_type
@@ -135,25 +139,27 @@ def check_data(job: JobConfig) -> int:
     """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
     tokenizer = resolve.tokenizer_path(job)
     tokens = check_tokenizer(tokenizer)
-    rows = job.training.chat
     wanted = [resolve.training_data(job)]
     if job.validation.enable:
         wanted.append(resolve.validation_data(job))
     for data in wanted:
-        chat = ChatFormat(rows, tokenizer, data.seq_len) if rows.enable else None
-        said = check_dataset(
-            data.dataset,
-            data.dataset_path,
-            split=data.split,
-            text_column=data.text_column,
-            tokenizer_path=tokenizer,
-            seq_len=data.seq_len,
-            chat=chat,
-        )
-        if said is not None:
-            _log.info(said)
-        tokens = max(tokens, chat.vocabulary if chat else 0)
+        for of in data.sources:
+            chat = ChatFormat(of.chat, tokenizer, data.seq_len) if of.chat.enable else None
+            with _of_source(job, of):
+                said = check_dataset(of, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
+            if said is not None:
+                _log.info(said)
+            tokens = max(tokens, chat.vocabulary if chat else 0)
     return tokens
+
+
+@contextmanager
+def _of_source(job: JobConfig, of: DataSource) -> Iterator[None]:
+    """Name the source of a mixture in the DataErrors of the body."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
 
 
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:

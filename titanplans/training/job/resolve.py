@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
+from titanplans.config.sections.data import Chat, DataSource, SourceChat
 from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -62,36 +63,46 @@ def _own_config_of_folder(job: JobConfig) -> str | None:
 
 
 class DataSettings(NamedTuple):
-    """What one data loader reads, in sequences of `seq_len` tokens."""
+    """What one data loader reads, in rows of `seq_len` tokens."""
 
-    dataset: str
-    dataset_path: str | None
-    split: str
-    text_column: str
+    sources: tuple[DataSource, ...]
     seq_len: int
     local_batch_size: int
 
 
 def training_data(job: JobConfig) -> DataSettings:
-    """Return the training data's settings."""
+    """Return the training data's settings: the sources of [data], or the one that [training] names."""
     t = job.training
-    return DataSettings(
-        t.dataset, t.dataset_path, t.dataset_split, t.text_column, t.seq_len, t.local_batch_size
+    sources = job.data.sources or (
+        _source(t.dataset, t.dataset_path, t.dataset_split, t.text_column, t.chat),
     )
+    return DataSettings(sources, t.seq_len, t.local_batch_size)
 
 
 def validation_data(job: JobConfig) -> DataSettings:
-    """Return the validation data's settings; keys that [validation] leaves unset are those of [training]."""
+    """Return the validation data's settings; keys that [validation] leaves unset are those of the training data."""
     t, v = job.training, job.validation
-    # A data set of its own does not take the training set's path.
-    path = v.dataset_path if v.dataset_path is not None or v.dataset is not None else t.dataset_path
-    return DataSettings(
-        v.dataset or t.dataset,
-        path,
-        v.dataset_split,
-        v.text_column or t.text_column,
-        v.seq_len or t.seq_len,
-        v.local_batch_size or t.local_batch_size,
+    sources = []
+    for of in training_data(job).sources:
+        # A data set of its own does not take the training set's path.
+        path = v.dataset_path if v.dataset_path is not None or v.dataset is not None else of.dataset_path
+        column = v.text_column or of.text_column
+        sources.append(_source(v.dataset or of.dataset, path, v.dataset_split, column, of.chat, of.name))
+    if v.dataset is not None or v.dataset_path is not None:
+        sources = sources[:1]  # one in place of all
+    return DataSettings(tuple(sources), v.seq_len or t.seq_len, v.local_batch_size or t.local_batch_size)
+
+
+def _source(
+    dataset: str, path: str | None, split: str, column: str, chat: Chat, name: str | None = None
+) -> DataSource:
+    return DataSource(
+        name=name,
+        dataset=dataset,
+        dataset_path=path,
+        dataset_split=split,
+        text_column=column,
+        chat=SourceChat(**vars(chat)),
     )
 
 

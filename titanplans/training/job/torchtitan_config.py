@@ -15,7 +15,7 @@ from torchtitan.tools.profiler import Profiler
 from titanplans.config import JobConfig, strategy_of
 from titanplans.config.compatibility.job import schedule_steps
 from titanplans.config.options import without_none
-from titanplans.config.sections.model import DataLoader
+from titanplans.config.sections.data import DataLoader
 from titanplans.config.translate import flatten
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.manager import CheckpointManager
@@ -53,19 +53,24 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
             f"{resolve.tokenizer_path(job)}; a run that resumes nothing takes its weights from {published}"
         )
     spread, config = strategy_of(job), resolve.hf_config(job)
+    apart = documents.keyword(job, config)
     return Trainer.Config(
         strategy=spread,
         skip_nan_inf=job.training.skip_nan_inf,
         skip_nan_inf_limit=job.training.skip_nan_inf_limit,
-        model_spec=model_spec(
-            config, name=name, flavor=flavor, strategy=spread, documents=documents.keyword(job, config)
-        ),
+        model_spec=model_spec(config, name=name, flavor=flavor, strategy=spread, documents=apart),
         hf_assets_path=resolve.tokenizer_path(job),
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
         metrics=MetricsProcessor.Config(**vars(job.metrics)),
         dataloader=replace(
-            _dataloader(job, resolve.training_data(job), job.training.dataloader, infinite=True),
+            _dataloader(
+                job,
+                resolve.training_data(job),
+                job.training.dataloader,
+                apart=documents.are_apart(job, apart),
+                infinite=True,
+            ),
             global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
         ),
         optimizer=optimizers_config(job),
@@ -77,7 +82,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         # torchtitan hands it to the loss, which is ours.
         compile=spread.compile,  # pyrefly: ignore[bad-argument-type]
         comm=CommConfig(**vars(job.comm) | {"trace_buf_size": resolve.trace_buf_size(job)}),
-        validator=_validator(job),
+        validator=_validator(job, apart=documents.are_apart(job, apart)),
         debug=DebugConfig(
             **vars(job.debug), print_config=job.job.print_config, save_config_file=job.job.save_config_file
         ),
@@ -86,14 +91,10 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
 
 
 def _dataloader(
-    job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, infinite: bool
+    job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, apart: bool, infinite: bool
 ) -> TextDataLoader.Config:
     return TextDataLoader.Config(
-        dataset=data.dataset,
-        dataset_path=data.dataset_path,
-        split=data.split,
-        text_column=data.text_column,
-        chat=job.training.chat if job.training.chat.enable else None,
+        data=replace(job.data, sources=data.sources, documents="apart" if apart else "joined"),
         infinite=infinite,
         # The order of the documents must not be drawn anew when a job resumes.
         seed=job.debug.seed or 0,
@@ -161,14 +162,14 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
     )
 
 
-def _validator(job: JobConfig) -> Validator.Config:
+def _validator(job: JobConfig, *, apart: bool) -> Validator.Config:
     v, data = job.validation, resolve.validation_data(job)
     return Validator.Config(
         enable=v.enable,
         freq=v.freq,
         steps=v.steps,
         # torchtitan makes it endless where `steps` are counted.
-        dataloader=_dataloader(job, data, v.dataloader, infinite=False),
+        dataloader=_dataloader(job, data, v.dataloader, apart=apart, infinite=False),
         own_batch_size=data.local_batch_size,
         own_seq_len=data.seq_len,
         unshard=v.unshard,

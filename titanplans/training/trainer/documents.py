@@ -5,10 +5,15 @@ the borders, and GPT-OSS rotates by `position_ids` but doesn't mask by them. So 
 seen that a change in one document changes nothing in the next.
 """
 
+import logging
+
 import torch
 from transformers import PretrainedConfig
 
 from titanplans.config import ConfigError, JobConfig
+from titanplans.training.job.resolve import training_data
+
+_log = logging.getLogger(__name__)
 
 # fmt: off
 BY_CU_SEQLENS = frozenset((
@@ -33,8 +38,10 @@ BY_POSITION_IDS = frozenset((
 
 def keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
     """Return the keyword by which a job's model is told of documents; None where it is to be told nothing, or can't."""
-    chat = job.training.chat
-    if not (chat.enable and chat.packing):
+    chats = [source.chat for source in training_data(job).sources]
+    texts = not all(chat.enable for chat in chats)
+    packed = any(chat.enable and chat.packing for chat in chats)
+    if not packed and not (texts and job.data.documents != "joined"):
         return None
     if job.model.class_ is not None:  # whose config may be one of transformers'
         return None
@@ -45,17 +52,35 @@ def keyword(job: JobConfig, config: PretrainedConfig) -> str | None:
     return "position_ids" if config.model_type in BY_POSITION_IDS and not flash else None
 
 
+def are_apart(job: JobConfig, by: str | None) -> bool:
+    """Return whether documents of text are kept apart, in a model that is told of them by the keyword `by`."""
+    return job.data.documents != "joined" and by is not None
+
+
 def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
-    """Refuse to pack conversations for a model that does not keep them apart.
+    """Refuse documents apart, or conversations packed, for a model that does not keep them apart; log which it is.
 
     Raises:
         ConfigError: its model type is not known to.
     """
-    chat = job.training.chat
-    if chat.enable and chat.packing and keyword(job, config) is None:
+    chats, by = [source.chat for source in training_data(job).sources], keyword(job, config)
+    whose = f"{config.model_type!r} is not known to keep documents of a sequence apart, so each would see those before it"
+    if any(chat.enable and chat.packing for chat in chats) and by is None:
+        key = "data.sources: chat.packing" if job.data.sources else "training.chat.packing"
         raise ConfigError(
-            f"training.chat.packing = true: {config.model_type!r} is not known to keep the conversations of a sequence "
-            "apart, so each would see those before it; set it to false for one conversation a sequence, or use another model"
+            f"{key} = true: {whose}; set it to false for one conversation a sequence, or use another model"
+        )
+    if all(chat.enable for chat in chats):
+        return
+    if job.data.documents == "apart" and by is None:
+        raise ConfigError(
+            f'data.documents = "apart": {whose}; set it to "joined", or use another model (docs/data.md names them)'
+        )
+    if are_apart(job, by):
+        _log.info("documents of a row are kept apart: none sees another")
+    elif job.data.documents is None:
+        _log.info(
+            f"documents of a row see those before them: {config.model_type!r} is not known to keep them apart"
         )
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             self.color = utils.NoColor()
         self.peak_flops = None if self.has_quantization else self._known_peak_flops()
         self.total_steps: int | None = None
+        self.of_data: Callable[[], dict[str, float]] = dict
+        """What the data loader tells about a logged interval; all ranks call it."""
         self._first_step: int | None = None
         self._time_first_log = 0.0
         self._last_step = 0  # that was logged
@@ -114,7 +116,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             scalars["time_metrics/left(s)"] = left
             fields.append((self.color.white, f"left {format_seconds(left)}"))
 
-        extra = dict(extra_metrics or {})
+        extra = {**(extra_metrics or {}), **self.of_data()}
         if "n_tokens_seen" in extra:  # summed over the ranks that share a sequence, too
             extra["n_tokens_seen"] //= self.parallel_dims.cp
         self._write(scalars | extra, step)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torchtitan.trainer
 from torch.distributed.tensor import DTensor
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
@@ -87,6 +88,7 @@ class Trainer(torchtitan.trainer.Trainer):
         self._finite = torch.ones((), dtype=torch.int32, device=self.device)
         self.checkpointer.finite = self._all_finite  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
+        self.metrics_processor.of_data = self.dataloader.take_figures  # pyrefly: ignore[missing-attribute]
         if config.strategy.float8.recipe_name is not None:
             # The peak that is known is bfloat16's, and only some products run at another.
             self.metrics_processor.peak_flops = None
@@ -166,11 +168,17 @@ class Trainer(torchtitan.trainer.Trainer):
             ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
                 compiled ran eagerly.
         """
-        if self.report.steps_to_measure:
-            with self.report.measuring(self.step, self.lr_schedulers):
+        try:
+            if self.report.steps_to_measure:
+                with self.report.measuring(self.step, self.lr_schedulers):
+                    self._train_step(data_iterator)
+            else:
                 self._train_step(data_iterator)
-        else:
-            self._train_step(data_iterator)
+        except DataloaderExhaustedError:
+            self.step -= 1
+            logger.info(f'data.exhausted = "end": a source has been read to its end, after step {self.step}')
+            self.checkpointer.save(self.step, last_step=True)
+            raise TrainingDone from None
         strategy = self.config.strategy
         if (
             isinstance(strategy, FSDP2Config)

@@ -6,7 +6,7 @@ A format is what `[training.chat]` leaves unset; reading rows is in `messages.py
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from titanplans.config.sections.model import Chat
+from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 
 

@@ -6,7 +6,7 @@ What counts in the loss, and tokens, are in `chat.py`.
 import json
 from typing import Any, NamedTuple
 
-from titanplans.config.sections.model import Chat
+from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.data.chat.formats import FORMATS, Columns, columns_of
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from titanplans.config.sections.data import Corpus
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
 from titanplans.training.data.chat.conversations import Conversations
@@ -77,36 +78,26 @@ def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
-def open_source(
-    dataset: str,
-    dataset_path: str | None = None,
-    *,
-    split: str = "train",
-    text_column: str = "text",
-    seed: int = 0,
-    chat: ChatFormat | None = None,
-) -> Shuffled | HubStream:
+def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) -> Shuffled | HubStream:
     """The corpus that the job's settings name.
 
     Args:
-        dataset: 'stdlib'; 'local', or one of FORMATS to read files as that format whatever their
-            extension; anything else is the name of a Hugging Face data set.
-        dataset_path: with 'local' or a format, a file, a folder or a glob. 'stdlib', being the
-            default, gives way to a path: a path alone reads local files. With a Hugging Face name, a
-            local copy of it.
-        split: 'train', 'validation' or 'all'; for a Hugging Face data set, one of its own splits.
-        text_column: the column or field that holds the text, where there are such.
+        of: its `dataset` is 'stdlib'; 'local', or one of FORMATS to read files as that format whatever their extension;
+            anything else is the name of a Hugging Face data set. With 'local' or a format its `dataset_path` is a file, a
+            folder or a glob. 'stdlib', being the default, gives way to a path: a path alone reads local files. With a
+            Hugging Face name, a local copy of it.
         seed: of the order of the documents.
         chat: reads rows as conversations; None: as texts, or text files.
 
     Raises:
         DataError: the corpus isn't there, can't be read or holds nothing.
     """
+    dataset, dataset_path, split = of.dataset, of.dataset_path, of.dataset_split
     by_format = dataset == "local" or dataset in FORMATS
     if by_format and dataset_path is None:
         raise DataError(f"dataset = {dataset!r}: needs a dataset_path, which is a file, a folder or a glob")
     local = by_format or (dataset == "stdlib" and dataset_path is not None)
-    reader: RowFormat = chat or TextColumn(text_column)
+    reader: RowFormat = chat or TextColumn(of.text_column)
     if not local and dataset != "stdlib":
         return HubStream(dataset, dataset_path, split, reader)
     check_split(split)
@@ -116,8 +107,8 @@ def open_source(
         root, files, file_format = find_files(str(dataset_path), dataset if dataset in FORMATS else None)
     if file_format == "text" and chat is not None:
         raise DataError(
-            f"dataset = {dataset_path or dataset!r}: holds texts, and training.chat.enable = true reads conversations; give "
-            ".jsonl or .parquet files, or leave training.chat out"
+            f"dataset = {dataset_path or dataset!r}: holds texts, and chat.enable = true reads conversations; give "
+            ".jsonl or .parquet files, or leave chat out"
         )
     corpus: TextFiles | RowFiles | Conversations
     if not local:

@@ -1,0 +1,33 @@
+"""Data sets as tests name them: the options of one source, by keyword."""
+
+from dataclasses import replace
+
+from titanplans.config.sections.data import Corpus, Data, DataSource
+from titanplans.training.data import checks, loader
+from titanplans.training.data.corpus import sources
+
+
+def corpus(dataset="stdlib", dataset_path=None, split="train", text_column="text"):
+    return Corpus(dataset=dataset, dataset_path=dataset_path, dataset_split=split, text_column=text_column)
+
+
+def open_source(*names, seed=0, chat=None, **options):
+    return sources.open_source(corpus(*names, **options), seed=seed, chat=chat)
+
+
+def check_dataset(*names, split="train", text_column="text", **options):
+    return checks.check_dataset(corpus(*names, split=split, text_column=text_column), **options)
+
+
+def config(dataset="stdlib", dataset_path=None, split="train", text_column="text", chat=None, **options):
+    source = DataSource(
+        dataset=dataset, dataset_path=dataset_path, dataset_split=split, text_column=text_column,
+        **({} if chat is None else {"chat": vars(chat)}),
+    )  # fmt: skip
+    return loader.TextDataLoader.Config(data=Data(documents="joined", sources=(source,)), **options)
+
+
+def other(config, **changes):
+    """Return `config` with another source: `dataset`, `dataset_path`, `dataset_split`."""
+    (source,) = config.data.sources
+    return replace(config, data=replace(config.data, sources=(replace(source, **changes),)))

@@ -1,0 +1,213 @@
+"""Mixtures: each row is one source's, by weight, the same on any layout; best fit; the end of a source."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from titanplans.config.sections.data import Data
+from titanplans.errors import DataError, OptionError
+from titanplans.loss import IGNORED
+from titanplans.training.data import default_tokenizer_path
+from titanplans.training.data.loader import TextDataLoader
+from titanplans.training.data.packing import ROWS_AT_ONCE, pack_best_fit
+
+SEQ_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sources whose rows tell which is which: a has digits, b letters, of other lengths."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, column, words, least in (("a", "text", "0123456789", 2), ("b", "body", "uvwxyz", 30)):
+        rows = [{column: " ".join((words * 20)[i : i + least + i % 40])} for i in range(80)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        {"name": "a", "dataset_path": str(folder / "a.jsonl"), "dataset_split": "all", "weight": 3.0},
+        {"name": "b", "dataset_path": str(folder / "b.jsonl"), "dataset_split": "all", "text_column": "body"},
+    ]
+    return Data(documents="apart", sources=sources)
+
+
+@pytest.fixture
+def build(tokenizer):
+    def build(data, *, rank=0, ranks=1, of=8, workers=0, seq_len=SEQ_LEN, **options):
+        config = TextDataLoader.Config(data=data, num_workers=workers, global_batch_size=of, **options)
+        return config.build(
+            dp_rank=rank,
+            dp_world_size=ranks,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            local_batch_size=of // ranks,
+        )
+
+    return build
+
+
+def rows(batches):
+    return [row.tolist() for inputs, _ in batches for row in inputs["input"]]
+
+
+def global_batches(loaders, steps):
+    """Return the rows of some global batches, those of all ranks in their order."""
+    every = [list(islice(iter(loader), steps)) for loader in loaders]
+    return [rows(batches[step] for batches in every) for step in range(steps)]
+
+
+def of_source(tokenizer, row):
+    return "a" if set(tokenizer.decode(row)) & set("0123456789") else "b"
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (4, 0), (2, 2)])
+def test_a_global_batch_is_the_same_on_any_layout(build, data, packing, ranks, workers):
+    data = replace(data, packing=packing)
+    whole = global_batches([build(data, workers=0)], 9)
+    if workers:  # other streams
+        whole = global_batches([build(data, workers=workers)], 9)
+    assert (
+        global_batches([build(data, rank=r, ranks=ranks, workers=workers) for r in range(ranks)], 9) == whole
+    )
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_it_resumes_on_another_layout_at_any_step(build, data, packing):
+    data = replace(data, packing=packing)
+    whole = global_batches([build(data)], 12)
+    for stop in (1, 5, 8):
+        first = build(data)
+        list(islice(iter(first), stop))
+        state, loaders = first.state_dict(), [build(data, rank=r, ranks=2) for r in range(2)]
+        for loader in loaders:
+            loader.load_state_dict(state)
+        assert global_batches(loaders, 12 - stop) == whole[stop:]
+
+
+def test_rows_are_of_the_sources_by_weight_in_each_batch_and_stream(build, data, tokenizer):
+    batches = global_batches([build(data)], 40)
+    found = np.array([[of_source(tokenizer, row) == "a" for row in batch] for batch in batches])
+    assert found.mean() == 0.75
+    assert set(found.sum(1)) == {6}, "of 8 rows"
+    assert set(found.sum(0)) == {30}, "of 40 in each stream"
+
+
+def test_weights_may_change_and_count_from_there_on(build, data, tokenizer, caplog):
+    first = build(data)
+    before = global_batches([first], 8)
+    even = replace(data, sources=tuple(replace(source, weight=1.0) for source in data.sources))
+    second = build(even)
+    second.load_state_dict(first.state_dict())
+    after = global_batches([second], 8)
+    assert [sum(of_source(tokenizer, row) == "a" for row in batch) for batch in after] == [4] * 8
+    third = build(even)
+    third.load_state_dict(second.state_dict())  # from its own weights on
+    assert len(global_batches([third], 2)) == 2
+    # What comes of a source goes on where it was.
+    a = [
+        row
+        for batch in global_batches([build(data)], 24)
+        for row in batch
+        if of_source(tokenizer, row) == "a"
+    ]
+    taken = [row for batch in (*before, *after) for row in batch if of_source(tokenizer, row) == "a"]
+    assert all(row in a for row in taken)
+    assert len({tuple(row) for row in taken}) == len(taken)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"packing": "best_fit"}, r"^packing of a = 'best_fit': the checkpoint's data loader had 'cut'"),
+        ({"sources": 1}, r"^data.sources = "),
+    ],
+)
+def test_what_is_not_resumed(build, data, change, message):
+    state = build(data).state_dict()
+    changed = replace(data, **{k: data.sources[:v] if k == "sources" else v for k, v in change.items()})
+    with pytest.raises(DataError, match=message):
+        build(changed).load_state_dict(state)
+
+
+def test_it_ends_with_a_source_or_goes_on(build, data):
+    ended = list(build(replace(data, exhausted="end")))
+    assert 3 < len(ended) < 40
+    sure = len(ended) - 2  # a stream's last row of a source is shorter where it does not begin anew
+    on = global_batches([build(data)], sure)
+    assert rows(ended[:sure]) == [row for batch in on for row in batch]
+
+
+def test_a_pass_reads_every_source_whole(build, data, tokenizer):
+    def read(data):
+        batches = build(data, infinite=False)
+        return sorted(row for x, y in batches for row in x["input"][(y != IGNORED).any(1)].tolist())
+
+    seen = read(data)
+    assert seen == sorted(row for source in data.sources for row in read(replace(data, sources=(source,))))
+    assert {of_source(tokenizer, row) for row in seen} == {"a", "b"}
+
+
+def test_figures_count_tokens_of_each_source_padding_and_what_is_left_out(build, data):
+    loader = build(replace(data, packing="best_fit", long_documents="drop"))
+    batches = list(islice(iter(loader), 20))
+    found = loader.take_figures()
+    tokens = sum(int((inputs["positions"] >= 0).sum()) for inputs, _ in batches)
+    assert found["data/tokens/a"] + found["data/tokens/b"] == pytest.approx(
+        tokens * (1 - found["data/padding(%)"] / 100)
+    )
+    assert 0 < found["data/padding(%)"] < 40
+    assert found["data/left_out/b"] > 0
+    assert loader.take_figures()["data/tokens/a"] == 0
+    assert build(replace(data, sources=data.sources[:1])).take_figures() == {}
+
+
+documents = st.lists(st.integers(0, 40), max_size=90)
+
+
+@settings(deadline=None)
+@given(documents, st.integers(1, 12), st.data())
+def test_best_fit_predicts_every_token_of_a_document_once_and_goes_on_anywhere(lengths, seq_len, draw):
+    ends = np.cumsum([0, *lengths])
+    of = [(i, np.arange(ends[i], ends[i + 1])) for i in range(len(lengths))]
+    windows = list(pack_best_fit(of, seq_len))
+    pairs = sorted((int(x), int(y)) for w in windows for x, y in zip(w.inputs, w.labels, strict=True))
+    assert pairs == [(x, x + 1) for _, tokens in of for x in tokens[:-1]]
+    assert all(1 <= len(w.inputs) <= seq_len for w in windows)
+    if windows:
+        k = draw.draw(st.integers(0, len(windows) - 1))
+        stopped = windows[k]
+        rest = list(pack_best_fit(of[stopped.next_document :], seq_len, stopped.next_offset))
+        assert [w.inputs.tolist() for w in rest] == [w.inputs.tolist() for w in windows[k + 1 :]]
+    assert stopped.next_offset % ROWS_AT_ONCE < ROWS_AT_ONCE if windows else True
+
+
+@pytest.mark.parametrize(
+    ("values", "option"),
+    [
+        ({"sources": [{"weight": 0.0}]}, "data.sources.weight"),
+        ({"sources": [{}, {}]}, "data.sources"),
+        ({"long_documents": "drop"}, "data.long_documents"),
+        ({"sources": [{"text_column": "x", "chat": {"enable": True}}]}, "data.sources.text_column"),
+    ],
+)
+def test_options_that_contradict_each_other(values, option):
+    with pytest.raises(OptionError) as refused:
+        Data(**values)
+    assert refused.value.option == option
+
+
+def test_rows_tell_where_documents_begin(build, data):
+    inputs, labels = next(iter(build(data)))
+    starts = inputs["positions"][:, 1:] == 0
+    assert starts.any()
+    assert torch.equal(labels[:, :-1][starts], torch.full_like(labels[:, :-1][starts], IGNORED))
