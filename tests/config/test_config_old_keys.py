@@ -233,7 +233,8 @@ def test_the_command_line_takes_back_what_a_file_asks_for(load):
     assert note.endswith(
         "without parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule"
     )
-    assert load({"training.varlen": True}, "--training.no-varlen").notes == ()
+    assert load({"training.varlen": True}, "--training.no-varlen").data.documents == "joined"
+    assert load({"training.varlen": True, "training.context_len": 4096}).data.documents == "apart"
 
 
 @pytest.mark.parametrize(
@@ -245,9 +246,8 @@ def test_the_command_line_takes_back_what_a_file_asks_for(load):
             [],
             "job.custom_config_module",
         ),
-        ({}, ["--training.varlen"], "training.varlen"),
-        # Without it, flame packs documents into seq_len tokens, too.
-        ({"training.context_len": 64}, ["--training.varlen"], "training.varlen"),
+        ({"training.context_len": 64}, ["--training.varlen"], "training.context_len = 64"),
+        ({"training.data_probs": "0.7,0.3"}, [], "training.data_probs.*data.sources"),
         ({"training.local_batch_size": 4, "training.batch_size": 4}, [], "training.batch_size"),
         ({"training.dataset_name": "sample"}, [], "training.dataset_name"),
     ],
@@ -258,7 +258,7 @@ def test_a_foreign_key_is_refused(load, values, words, key):
 
 
 def test_a_refused_key_may_ask_for_nothing_on_the_command_line(load):
-    assert load({}, "--parallelism.pipeline_parallel_degree", "1", "--training.no-varlen").notes == ()
+    assert load({}, "--parallelism.pipeline_parallel_degree", "1").notes == ()
     assert load({"training.context_len": 64, "training.seq_len": 128}).training.seq_len == 128
 
 

@@ -11,7 +11,7 @@ from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, find_flavor
 from titanplans.config.lines import TomlSource, located
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
-from titanplans.config.schema import JobConfig, build_job, strategy_of
+from titanplans.config.schema import JobConfig, build_job, keys, strategy_of
 from titanplans.config.translate import (
     CONVERTERS,
     Layer,
@@ -57,6 +57,10 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
     notes = file.notes + overrides.notes
     if pending.get("training.dataset_name", "") not in ("", "default"):
         notes.append(_select_configuration(values, pending["training.dataset_name"]))
+    if "training.varlen" in pending:
+        notes.append(
+            _documents(values, varlen=pending["training.varlen"], length=pending.get("training.context_len"))
+        )
     notes += _our_model(values)
     if CONVERTERS in pending:
         recipe = values.setdefault("quantize.linear.float8.recipe_name", "tensorwise")
@@ -97,6 +101,18 @@ def _select_configuration(values: dict[str, Any], name: str) -> str:
         )
     values["training.dataset"] = f"{dataset}:{name}"
     return f'training.dataset_name (flame): read as training.dataset = "{dataset}:{name}"'
+
+
+def _documents(values: dict[str, Any], *, varlen: bool, length: int | None) -> str:
+    """Set what becomes of documents by flame's training.varlen and context_len; return the note."""
+    seq_len = values.get("training.seq_len", keys()["training.seq_len"].default)
+    if varlen and length is not None and length < seq_len:
+        raise ConfigError(
+            f"training.context_len = {length} (flame): documents are cut at the ends of rows alone, of training.seq_len = "
+            f"{seq_len} tokens; set seq_len = {length}, or remove context_len"
+        )
+    documents = values.setdefault("data.documents", "apart" if varlen else "joined")
+    return f'training.varlen (flame): read as data.documents = "{documents}"'
 
 
 def _our_model(values: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from titanplans.text import show
 
 _NOWHERE = TomlSource("")
 
-PENDING = {"training.dataset_name": str}
+PENDING = {"training.dataset_name": str, "training.varlen": bool, "training.context_len": int}
 """flame's keys, and their types, that mean something only together with others: see `load`."""
 
 CONVERTERS = "model.converters"
@@ -169,6 +169,8 @@ def takes_no_value(key: str) -> bool:
     """Tell whether `--key` may stand alone on the command line."""
     if key in REFUSED:
         return any(isinstance(value, bool) for value in REFUSED[key].off)
+    if key in PENDING:
+        return PENDING[key] is bool
     today = RENAMED[key].to if key in RENAMED else key
     return today in keys() and keys()[today].hint in (bool, bool | None)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from titanplans.config.sections.data import Data
 from titanplans.training.data.corpus.sources import Shuffled
 from titanplans.training.data.dataset import PackedText
-from titanplans.training.data.mixture import Part
+from titanplans.training.data.mixture import PackedSource
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 
 
@@ -45,7 +45,7 @@ def run(source, place, share_size, ranks, workers, seq_len, steps):
     rows, places = [[] for _ in range(steps)], []
     for rank in range(ranks):
         share = BatchSlice(share_size, rank, ranks, workers)
-        parts = [Part("numbers", source, Data(documents="joined"), Tokenizer(), seq_len)]
+        parts = [PackedSource("numbers", source, Data(documents="joined"), Tokenizer(), seq_len)]
         windows = PackedText(parts, seq_len, share, place, weights=[1.0])
         of_workers = [windows._batches(place, worker) for worker in range(workers)]
         cursors = dict(place.cursors)

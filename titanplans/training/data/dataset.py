@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titanplans.errors import DataError
-from titanplans.training.data.mixture import Mixture, Part, Row, Rows
+from titanplans.training.data.mixture import Mixture, PackedSource, Row, StreamRows
 from titanplans.training.data.streams import BatchSlice, Cursor, DataPosition
 
 
@@ -50,7 +50,7 @@ class PackedText(IterableDataset):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PackedSource],
         seq_len: int,
         share: BatchSlice,
         start: DataPosition,
@@ -68,7 +68,7 @@ class PackedText(IterableDataset):
         return self._batches(start, worker.id if worker is not None else 0)
 
     def _batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch | DataError | Ended]:
-        readers: dict[int, Rows] = {}
+        readers: dict[int, StreamRows] = {}
         for step in itertools.count(worker, self._share.workers):
             rows, opened = [], {}
             try:
@@ -88,16 +88,16 @@ class PackedText(IterableDataset):
                 return
             yield self._batch(rows, {stream: reader.cursor for stream, reader in opened.items()})
 
-    def _is_over(self, start: DataPosition, step: int, reader: Rows) -> bool:
+    def _is_over(self, start: DataPosition, step: int, reader: StreamRows) -> bool:
         """Whether a pass, which has one stream, came to its end before this step."""
         return start.sequences + step * self._share.global_batch >= reader.cursor.windows
 
-    def _rows(self, stream: int, start: DataPosition) -> Rows:
+    def _rows(self, stream: int, start: DataPosition) -> StreamRows:
         mixture = None
         if self._weights is not None:
             mixture = Mixture(self._weights, start.streams.before(start.weighted_since, stream))
         cursor = start.cursors.get(stream, Cursor())
-        return Rows(self._parts, mixture, stream, start.streams.count, cursor, infinite=self._infinite)
+        return StreamRows(self._parts, mixture, stream, start.streams.count, cursor, infinite=self._infinite)
 
     def _batch(self, rows: list[Row | None], cursors: dict[int, Cursor]) -> StepBatch:
         shape = len(rows), self._seq_len

@@ -27,7 +27,7 @@ from titanplans.errors import DataError
 from titanplans.training.data.checks import PLACE, check_identity
 from titanplans.training.data.dataset import Ended, PackedText, StepBatch
 from titanplans.training.data.fingerprint import Fingerprint, check_files
-from titanplans.training.data.mixture import open_part
+from titanplans.training.data.mixture import open_packed
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 from titanplans.training.launch.orphans import end_with_parent
 
@@ -77,7 +77,7 @@ class TextDataLoader(BaseDataLoader):
     ) -> None:
         del snapshot_every_n_steps  # of torchdata's loader; here the place is known after each step
         data = config.data
-        self._parts = [open_part(of, data, config.seed, tokenizer, seq_len) for of in data.sources]
+        self._parts = [open_packed(of, data, config.seed, tokenizer, seq_len) for of in data.sources]
         self._weights = {of.title: of.weight for of in data.sources}
         in_step = config.global_batch_size or local_batch_size * dp_world_size
         self._share = BatchSlice(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))

@@ -16,7 +16,7 @@ from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source, open_source
 from titanplans.training.data.packing import Window, pack, pack_best_fit, pack_conversations
-from titanplans.training.data.streams import Cursor, Place
+from titanplans.training.data.streams import Cursor, SourcePlace
 from titanplans.training.job.reading import refusing
 
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     source: int
 
 
-class Part:
+class PackedSource:
     """A source of a job, and how its documents become rows.
 
     Args:
@@ -52,7 +52,9 @@ class Part:
         self._tokenizer, self._seq_len, self._left_out = tokenizer, seq_len, 0
         self.identity = source.identity | ({} if chat else _packing(data, seq_len))
 
-    def windows(self, stream: int, streams: int, start: Place, *, infinite: bool) -> Iterator[Window[Any]]:
+    def windows(
+        self, stream: int, streams: int, start: SourcePlace, *, infinite: bool
+    ) -> Iterator[Window[Any]]:
         """Return the rows of a stream from `start` on; of one epoch, or of all."""
         documents, apart = self._documents(stream, streams, start, infinite), self._data.documents == "apart"
         if self._chat is not None:
@@ -72,7 +74,7 @@ class Part:
         self._left_out += 1
 
     def _documents(
-        self, stream: int, streams: int, start: Place, infinite: bool
+        self, stream: int, streams: int, start: SourcePlace, infinite: bool
     ) -> Iterator[tuple[tuple[int, Any], Any]]:
         """Documents from `start` on, each with (epoch, position) and its tokens."""
         epoch, document = start.epoch, start.document
@@ -98,8 +100,10 @@ class Part:
         return np.asarray(ids, dtype=np.int32)
 
 
-def open_part(of: DataSource, data: Data, seed: int, tokenizer: BaseTokenizer, seq_len: int) -> Part:
-    """Open a source as the job names it; `seed` is that of the order of its documents, the rest as for `Part`.
+def open_packed(
+    of: DataSource, data: Data, seed: int, tokenizer: BaseTokenizer, seq_len: int
+) -> PackedSource:
+    """Open a source as the job names it; `seed` is that of the order of its documents, the rest as for `PackedSource`.
 
     Raises:
         DataError: the source can't be used.
@@ -108,7 +112,7 @@ def open_part(of: DataSource, data: Data, seed: int, tokenizer: BaseTokenizer, s
     if of.chat.enable:
         assert isinstance(tokenizer, HuggingFaceTokenizer)  # the trainer's
         chat = ChatFormat(of.chat, tokenizer.tokenizer_path, seq_len)
-    return Part(of.title, open_source(of, seed=seed, chat=chat), data, tokenizer, seq_len, chat)
+    return PackedSource(of.title, open_source(of, seed=seed, chat=chat), data, tokenizer, seq_len, chat)
 
 
 def _packing(data: Data, seq_len: int) -> dict[str, Any]:
@@ -136,7 +140,7 @@ class Mixture:
         return int(self._sources[row - self._since + stream])  # type: ignore[arg-type]
 
 
-class Rows:
+class StreamRows:
     """The rows of a stream, asked for by rising numbers; those between are left to other ranks.
 
     Args:
@@ -150,7 +154,7 @@ class Rows:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PackedSource],
         mixture: Mixture | None,
         stream: int,
         streams: int,
@@ -159,7 +163,7 @@ class Rows:
         infinite: bool,
     ) -> None:
         self._mixture, self._stream = mixture, stream
-        self.cursor = cursor._replace(places=cursor.places or (Place(),) * len(parts))
+        self.cursor = cursor._replace(places=cursor.places or (SourcePlace(),) * len(parts))
         self._windows = [
             part.windows(stream, streams, place, infinite=infinite)
             for part, place in zip(parts, self.cursor.places, strict=True)
@@ -182,7 +186,7 @@ class Rows:
             if (window := next(self._windows[source], None)) is not None:
                 epoch, document = window.next_document
                 places = list(self.cursor.places)
-                places[source] = Place(epoch, document, window.next_offset)
+                places[source] = SourcePlace(epoch, document, window.next_offset)
                 self.cursor = Cursor(self.cursor.windows + 1, tuple(places))
                 return Row(window, source)
         return None

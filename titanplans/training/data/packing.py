@@ -179,7 +179,7 @@ class _PartIterator(DatasetIterator):
         return {"inputs": tokens[:-1], "labels": tokens[1:]}
 
     def _find(self) -> None:
-        """Go on to the next document of which a part is left; at the end stay behind the last one."""
+        """Go on to a document that has a part left; at the end stay behind the last one."""
         while len(self._tokens) - 1 <= self._part * self._seq_len or self._is_dropped():
             following = next(self._documents, None)
             if following is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """Where the next window of a source begins."""
 
     epoch: int = 0
@@ -24,7 +24,7 @@ class Cursor(NamedTuple):
     """How far a stream has been read."""
 
     windows: int = 0
-    places: tuple[Place, ...] = ()
+    places: tuple[SourcePlace, ...] = ()
     """Of each source; () at the beginning."""
 
 
@@ -115,9 +115,9 @@ class DataPosition:
 def _cursor(*values: Any) -> Cursor:
     if len(values) == 4:  # as before there were mixtures
         *place, windows = values
-        return Cursor(windows, (Place(*place),))
+        return Cursor(windows, (SourcePlace(*place),))
     windows, places = values
-    return Cursor(windows, tuple(Place(*place) for place in places))
+    return Cursor(windows, tuple(SourcePlace(*place) for place in places))
 
 
 def merged(places: Iterable[DataPosition]) -> DataPosition:
