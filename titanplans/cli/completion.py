@@ -55,6 +55,9 @@ def _all_commands() -> argparse.ArgumentParser:
     everything.add_argument("--version", action="store_true", help="print the version")
     commands = everything.add_subparsers()
     _add_train(commands.add_parser("train", help="train the job", add_help=False))
+    data_command = commands.add_parser("data", help="what a job's model will see", add_help=False)
+    _add_keys(data_command)
+    data_command.add_argument("--rows", metavar="N", help="how many rows are printed")
     add_commands(commands)
     others = {"sweep": sweep.parser(), "plot": plot.parser(), "check": check.parser(), "completion": parser()}
     others |= {command: export.parser(command) for command in ("export", "import")}
@@ -70,6 +73,11 @@ def _all_commands() -> argparse.ArgumentParser:
 
 
 def _add_train(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--max-restarts", metavar="N", help="start all ranks again, N times at most")
+    _add_keys(command)
+
+
+def _add_keys(command: argparse.ArgumentParser) -> None:
     """Add the keys of a job; a key without values to choose from, which is no path, completes to nothing."""
     job: Any = command.add_argument("job", nargs="?", help="a job's TOML file")
     job.complete = shtab.FILE
@@ -77,7 +85,6 @@ def _add_train(command: argparse.ArgumentParser) -> None:
         "--help", metavar="SECTION", choices=sorted({key.section for key in keys().values()})
     )
     command.add_argument("--print-config", action="store_true", help="print the job as it would run")
-    command.add_argument("--max-restarts", metavar="N", help="start all ranks again, N times at most")
     for name, key in keys().items():
         words = key.doc.replace("%", "%%")
         if takes_no_value(name):

@@ -3,6 +3,7 @@
     titanplans train configs/gla_debug.toml               # train the job; the same as train.py
     titanplans verify gla                                 # prove a plan at every degree, on a CPU
     titanplans verify my_plans:MyPlan --model my_models:build
+    titanplans data configs/gla_debug.toml --rows 3       # what its model will see
     titanplans list                                       # the registered plans; list gla: how it is split
     titanplans async-tp gla --tp 2                        # which collectives async TP would fuse
     titanplans sweep configs/experiments/tp_variants.toml # a grid of jobs, and a table of them
@@ -29,7 +30,10 @@ from titanplans.errors import as_line, nearest
 from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout
 
-COMMANDS = ("train", "verify", "list", "async-tp", "sweep", "plot", "check", "export", "import", "completion")
+COMMANDS = (
+    *("train", "verify", "data", "list", "async-tp", "sweep", "plot", "check", "export", "import"),
+    "completion",
+)
 
 _BELOW = ("torch", "torchtitan", "torchao", "transformers", "flash-linear-attention")
 """Whose versions decide what a run does."""
@@ -104,6 +108,10 @@ def main(argv: list[str]) -> int:
         from titanplans.cli.completion import main as completion
 
         return completion(rest)
+    if command == "data":
+        from titanplans.cli.data import main as data
+
+        return data(rest)
     if command == "plot":
         from titanplans.cli.plot.main import main as plot
 

@@ -85,7 +85,7 @@ class TextDataLoader(BaseDataLoader):
         self._place = DataPosition(streams)
         repeat = data.exhausted == "repeat"
         self._ends = config.infinite and not repeat
-        self._windows = PackedText(
+        self.shares = PackedText(
             self._parts,
             seq_len,
             self._share,
@@ -104,7 +104,7 @@ class TextDataLoader(BaseDataLoader):
         self._fingerprint: Fingerprint | None = None
         workers = config.num_workers > 0
         self._loader = DataLoader(
-            self._windows,
+            self.shares,
             batch_size=None,
             collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
             num_workers=config.num_workers,
@@ -115,9 +115,9 @@ class TextDataLoader(BaseDataLoader):
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        place = self._windows.start
+        place = self.shares.start
         shares = iter(self._loader)  # workers have a copy of `start` now
-        self._windows.start = self._windows.beginning
+        self.shares.start = self.shares.beginning
         return self._batches(place, shares)
 
     def _batches(
@@ -220,7 +220,7 @@ class TextDataLoader(BaseDataLoader):
         if (weights := state.get("weights", self._weights)) != self._weights:
             logger.info(f"data.sources: weights are {self._weights} from here on, and were {weights}")
             place = replace(place, weighted_since=place.sequences)
-        self._place = self._windows.start = place
+        self._place = self.shares.start = place
         if (size := state["global_batch_size"]) != self._share.global_batch:
             logger.info(
                 f"a global batch has {self._share.global_batch} sequences now, and had {size} in the checkpoint: training "

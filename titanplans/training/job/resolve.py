@@ -106,6 +106,13 @@ def _source(
     )
 
 
+def fewest_processes(job: JobConfig) -> int:
+    """Return the number of processes that the degrees of `job` need at least."""
+    p = job.parallelism
+    degrees = [value for name, value in vars(p).items() if name.endswith("_parallel_degree")]
+    return math.prod(degrees) * p.data_parallel_replicate_degree * max(p.shard_degree, 1)
+
+
 def data_parallel_degree(job: JobConfig, world_size: int) -> int:
     """Return the number of ranks that the batch is divided among: replicas times shards.
 

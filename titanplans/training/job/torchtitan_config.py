@@ -63,16 +63,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         dump_folder=job.job.dump_folder,
         profiler=Profiler.Config(**vars(job.profiling)),
         metrics=MetricsProcessor.Config(**vars(job.metrics)),
-        dataloader=replace(
-            _dataloader(
-                job,
-                resolve.training_data(job),
-                job.training.dataloader,
-                apart=documents.are_apart(job, apart),
-                infinite=True,
-            ),
-            global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
-        ),
+        dataloader=training_loader(job, world_size, apart=documents.are_apart(job, apart)),
         optimizer=optimizers_config(job),
         lr_scheduler=_lr_scheduler(job),
         training=_training(job, world_size),
@@ -87,6 +78,14 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
             **vars(job.debug), print_config=job.job.print_config, save_config_file=job.job.save_config_file
         ),
         loss=CrossEntropyLoss.Config(**vars(job.loss)),
+    )
+
+
+def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextDataLoader.Config:
+    """Return the training data's loader; `apart`: documents of a row do not see each other."""
+    return replace(
+        _dataloader(job, resolve.training_data(job), job.training.dataloader, apart=apart, infinite=True),
+        global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
     )
 
 

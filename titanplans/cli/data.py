@@ -1,0 +1,159 @@
+"""`titanplans data JOB`: the rows that a job's model will see, and how fast this machine makes them."""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from titanplans.config import load_job
+from titanplans.config.values import PositiveInt, from_text
+from titanplans.errors import DataError, UserError
+from titanplans.text import columns, counted
+from titanplans.training.launch.exit_status import refuse
+
+if TYPE_CHECKING:
+    from titanplans.training.data.dataset import StepBatch
+
+_SECONDS = 2.0
+_FEWEST = 64
+"""Rows that are counted: as many as take 2 s, and at least so many."""
+_BEGIN, _MASKED, _END = "\x1b[0m", "\x1b[2;33m", "\x1b[0m"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this command's own options."""
+    parser = argparse.ArgumentParser(
+        prog="titanplans data",
+        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...]",
+        description="Print the first rows of a job's training data as its model will see them, a line for each document: "
+        "what does not count in the loss is in another colour, or in [[ ]]; then shares of sources and padding, and the "
+        "tokens a second that one process of this machine makes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rows", default="3", metavar="N", help="how many rows are printed")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Show what `argv` names; return the exit status."""
+    try:
+        own, words = parser().parse_known_args(argv)
+        number = from_text(own.rows, PositiveInt, "--rows")
+        job = load_job(words)
+        _show(job, number)
+    except UserError as error:
+        return refuse(error, rank=0)
+    return 0
+
+
+def _show(job: Any, number: int) -> None:
+    from titanplans.training.trainer.device import prepare_device
+
+    prepare_device()
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    from titanplans.training.job import resolve
+    from titanplans.training.job.checks import check_data
+    from titanplans.training.job.torchtitan_config import training_loader
+    from titanplans.training.trainer import documents
+
+    config = resolve.hf_config(job)
+    check_data(job)
+    documents.check_documents(job, config)
+    apart = documents.are_apart(job, documents.keyword(job, config))
+    tokenizer = HuggingFaceTokenizer(
+        HuggingFaceTokenizer.Config(), tokenizer_path=resolve.tokenizer_path(job)
+    )
+    loader = training_loader(job, resolve.fewest_processes(job), apart=apart).build(
+        dp_rank=0,
+        dp_world_size=1,
+        tokenizer=tokenizer,
+        seq_len=job.training.seq_len,
+        local_batch_size=job.training.local_batch_size,
+    )
+    names = [source.title for source in resolve.training_data(job).sources]
+    shares, start = _shares(loader.shares), time.perf_counter()
+    read = [next(shares)]
+    while (
+        sum(len(share.tokens) for share in read) < max(number, _FEWEST)
+    ) or time.perf_counter() - start < _SECONDS:
+        if (share := next(shares, None)) is None:
+            break
+        read.append(share)
+    seconds = time.perf_counter() - start
+    rows = [(share, row) for share in read for row in range(len(share.tokens))]
+    for at, (share, row) in enumerate(rows[:number]):
+        print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names)), end="\n\n")
+    print("\n".join(_counted(rows, names, apart, seconds)))
+
+
+def _shares(dataset: Any) -> Iterator["StepBatch"]:
+    """Yield what one rank would have, until a source ends."""
+    for share in dataset:
+        if isinstance(share, DataError):
+            raise share
+        if not hasattr(share, "tokens"):
+            return
+        yield share
+
+
+def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str]) -> list[str]:
+    """Return a row in lines, one for each document."""
+    tokens, labels, positions = (part[row].tolist() for part in (share.tokens, share.labels, share.positions))
+    source, length = share.lengths[row]
+    starts = [at for at in range(length) if at == 0 or positions[at] == 0]
+    padding = f", {counted(len(tokens) - length, 'place')} of padding" if len(tokens) > length else ""
+    lines = [f"{title}: {names[source]}, {counted(len(starts), 'document')}, {length} tokens{padding}"]
+    for number, (first, last) in enumerate(itertools.pairwise([*starts, length]), 1):
+        # A token counts where the one before it has it for a label.
+        counts = [at > first and labels[at - 1] == tokens[at] for at in range(first, last)]
+        text = "".join(
+            _shown(
+                tokenizer.decode(tokens[first + begin : first + end], skip_special_tokens=False),
+                counts[begin],
+            )
+            for begin, end in _runs(counts)
+        )
+        lines.append(f"{number:>4} | {text}")
+    return lines
+
+
+def _runs(values: list[bool]) -> Iterator[tuple[int, int]]:
+    """Yield from where to where neighbours are equal."""
+    edges = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
+    return itertools.pairwise([0, *edges, len(values)])
+
+
+def _shown(text: str, counts: bool) -> str:
+    text = text.replace("\n", "\\n")
+    if counts:
+        return text
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"{_MASKED}{text}{_END}" if colours else f"[[{text}]]"
+
+
+def _counted(rows: list[tuple["StepBatch", int]], names: list[str], apart: bool, seconds: float) -> list[str]:
+    """Return what was counted over `rows`, in lines."""
+    tokens, number, documents = Counter[int](), Counter[int](), Counter[int]()
+    places = sum(share.tokens.shape[1] for share, _ in rows)
+    for share, row in rows:
+        source, length = share.lengths[row]
+        tokens[source] += length
+        number[source] += 1
+        documents[source] += int((share.positions[row, :length] == 0).sum())
+    table = [("source", "rows", "tokens", "documents a row")]
+    for source, name in enumerate(names):
+        share_of = f"{100 * number[source] / len(rows):.1f}%"
+        each = f"{documents[source] / max(number[source], 1):.1f}"
+        table.append((name, share_of, f"{tokens[source]:,}", each))
+    left_out = sum(sum(share.left_out) for share in {id(share): share for share, _ in rows}.values())
+    said = f", {counted(left_out, 'document')} left out for their length" if left_out else ""
+    return [
+        *columns(table),
+        f"documents {'apart' if apart else 'joined'}; padding {100 * (1 - tokens.total() / places):.1f}% of "
+        f"{len(rows)} rows{said}; {places / seconds:,.0f} tokens/s in this process",
+    ]
