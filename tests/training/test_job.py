@@ -26,6 +26,11 @@ def configure(world_size: int = 1, **options: object) -> Trainer.Config:
 
 # A value other than the default for keys whose type does not suggest one.
 ANOTHER = {
+    "data.documents": "joined",
+    "data.packing": "best_fit",
+    "data.long_documents": "drop",
+    "data.exhausted": "end",
+    "data.sources": ({"name": "a"}, {"name": "b"}),
     "model.name": "transformer",
     "model.flavor": "340M",
     "training.mixed_precision_param": "float32",
@@ -133,6 +138,7 @@ BESIDE = {
         "checkpoint.initial_load_path": "/somewhere",
         "lora.rank": 4,
     },
+    "data.long_documents": {"data.packing": "best_fit"},
     "checkpoint.last_save_in_hf": {"checkpoint.enable": True},
     "checkpoint.initial_load_model_only": {
         "checkpoint.enable": True,
@@ -235,12 +241,21 @@ def test_validation_is_as_training_where_nothing_else_is_said():
     config = configure(training__seq_len=64, training__dataset="local", training__dataset_path="here")
     validator = config.validator
     assert (validator.own_seq_len, validator.own_batch_size) == (64, 8)
-    assert (validator.dataloader.dataset_path, validator.dataloader.split) == ("here", "validation")
+    (source,) = validator.dataloader.data.sources
+    assert (source.dataset_path, source.dataset_split) == ("here", "validation")
+    mixed = configure(
+        data__sources=({"dataset_path": "a", "weight": 2.0}, {"dataset_path": "b", "text_column": "x"})
+    )
+    of = mixed.validator.dataloader.data.sources
+    assert [(s.dataset_path, s.dataset_split, s.text_column) for s in of] == [
+        ("a", "validation", "text"),
+        ("b", "validation", "x"),
+    ]
 
 
 def test_a_validation_set_of_its_own_does_not_take_the_training_path():
     config = configure(training__dataset_path="here", validation__dataset="stdlib")
-    assert config.validator.dataloader.dataset_path is None
+    assert config.validator.dataloader.data.sources[0].dataset_path is None
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(5, 200), (500, 500)])

@@ -1,0 +1,64 @@
+"""A job of a mixture, documents apart: its losses on one process, on four, and resumed on another layout."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import worlds
+from test_trainer import train, write_inputs
+
+STEPS = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=8")
+HALF = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=4")
+TP, CP = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"
+SAVES = ("--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.no-last_save_model_only")
+FIGURES = ("loss_metrics/global_avg_loss", "grad_norm", "data/padding(%)", "data/tokens/a", "data/tokens/b")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    write_inputs(folder)
+    for name, words, most in (("a", "one two three four", 9), ("b", "five six seven", 30)):
+        rows = [{"text": " ".join((words.split() * 9)[: 2 + (7 * i) % most])} for i in range(200)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.environ["TEST_FOLDER"] = str(folder)
+    return folder
+
+
+def mixture(folder: Path) -> tuple[str, ...]:
+    """Return the words that put a mixture in the place of the job's texts."""
+    source = '{{name = "{0}", dataset_path = "{1}/{0}.jsonl", weight = {2}}}'
+    sources = ", ".join(source.format(name, folder, weight) for name, weight in (("a", 2.0), ("b", 1.0)))
+    words = ("--data.documents=apart", "--data.packing=best_fit", f"--data.sources=[{sources}]")
+    return (*words, "--training.dataset=stdlib", "--training.dataset_path=none")
+
+
+def figures(dump: str, *options: str) -> dict[str, dict[int, float]]:
+    folder = Path(os.environ["TEST_FOLDER"])
+    recorder, _ = train(folder, "gla", dump, *mixture(folder), *options)
+    return {name: recorder.losses(name) for name in FIGURES}
+
+
+def on_one_rank(rank: int) -> dict:
+    return figures("alone", *STEPS)
+
+
+def on_four_ranks(rank: int) -> dict:
+    return {
+        "tp 2 x cp 2": figures("shared", *STEPS, TP, CP),
+        "stopped": figures("moved", *STEPS[1:], "--training.steps=3", *SAVES, TP, CP),
+        "resumed": figures("moved", *HALF, *SAVES, CP),
+    }
+
+
+def test_a_mixture_trains_alike_on_any_layout_and_resumes(folder):
+    alone, four = worlds.run(on_one_rank, 1), worlds.run(on_four_ranks, 4)
+    loss = "loss_metrics/global_avg_loss"
+    assert list(alone[loss]) == [1, 2, 3, 4, 5, 6]
+    assert alone["data/tokens/a"][6] > alone["data/tokens/b"][6] > 0
+    assert 0 < alone["data/padding(%)"][6] < 50
+    for name, expected in alone.items():
+        # float32, summed in another order.
+        assert four["tp 2 x cp 2"][name] == pytest.approx(expected, rel=1e-5), name
+        assert four["stopped"][name] | four["resumed"][name] == pytest.approx(expected, rel=1e-5), name
