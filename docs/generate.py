@@ -49,6 +49,7 @@ PAGES = {
     FOLDER / "combinations.md": combinations,
     ROOT / "docs" / "block.svg": lambda: import_module("draw_block").picture(),
     ROOT / "docs" / "cuts.svg": lambda: import_module("draw_cuts").picture(),
+    ROOT / "docs" / "rows.svg": lambda: import_module("draw_rows").picture(),
 }
 SLOW = {"graphs.md": "compiled.py", "async_tp.md": "async_tp_page.py"}
 """Pages whose scripts in tests/ compile every architecture, and whose own tests compare them."""

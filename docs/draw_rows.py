@@ -1,0 +1,72 @@
+"""Draws docs/rows.svg: documents of two sources as rows, cut and packed by best fit, as the loader's packers make them.
+
+python docs/draw_rows.py     # docs/generate.py does it, too
+"""
+
+from pathlib import Path
+
+import numpy as np
+from draw_block import STYLE
+
+from titanplans.training.data.packing import Window, pack, pack_best_fit
+
+PICTURE = Path(__file__).parent / "rows.svg"
+WIDTH, LANE, UNIT, LEFT = 1240, 34, 16, 120
+SEQ_LEN = 64
+SOURCES = {"code": (50, 21, 38, 90, 12, 33, 27, 45), "prose": (9, 14, 11, 30, 7, 22, 18, 13)}
+"""Documents of two sources, in tokens."""
+ORDER = ("code", "code", "prose", "code")
+"""The sources of four rows, at weights 3 and 1."""
+COLOURS = {"code": ("#cfe8ff", "#a5d1fb"), "prose": ("#d8f3dc", "#b1dfba")}
+
+
+def picture() -> str:
+    """Return the picture, as SVG."""
+    kinds = {
+        'packing = "cut": no token is lost': lambda of: pack(of, SEQ_LEN, apart=True),
+        'packing = "best_fit": whole documents, rows are filled up': lambda of: pack_best_fit(of, SEQ_LEN),
+    }
+    height = 40 + len(kinds) * (len(ORDER) * LANE + 56)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        "<title>Documents of two sources as rows</title>",
+        f"<style>{STYLE}</style>",
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+    ]
+    top = 40
+    for title, packed in kinds.items():
+        parts.append(f'<text class="left stream" x="14" y="{top - 12}">{title}</text>')
+        rows = {name: packed(documents(lengths)) for name, lengths in SOURCES.items()}
+        for source in ORDER:
+            parts += row(top, source, next(rows[source]))
+            top += LANE
+        top += 56
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def documents(lengths: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
+    """Return documents of so many tokens, which are their numbers."""
+    return [(number, np.full(length, number)) for number, length in enumerate(lengths)]
+
+
+def row(top: int, source: str, window: Window[int]) -> list[str]:
+    """Return a row: a box for each document, a border where the next does not see it, and its place that is filled up."""
+    starts = [*np.flatnonzero(window.positions == 0), len(window.positions)]
+    parts = [f'<text class="left style" x="14" y="{top + 17}">{source}</text>']
+    for number, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+        colour, x, wide = COLOURS[source][number % 2], LEFT + first * UNIT, (last - first) * UNIT
+        parts += [
+            f'<rect x="{x}" y="{top}" width="{wide}" height="24" fill="{colour}" stroke="#57606a"/>',
+            f'<text class="style" x="{x + wide / 2}" y="{top + 17}">{last - first}</text>',
+        ]
+    if (left := SEQ_LEN - len(window.positions)) > 0:
+        x = LEFT + len(window.positions) * UNIT
+        parts.append(
+            f'<rect x="{x}" y="{top}" width="{left * UNIT}" height="24" fill="none" stroke="#57606a" '
+            'stroke-dasharray="4"/>'
+        )
+    return parts
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture())
