@@ -3,6 +3,7 @@
 python docs/draw_rows.py     # docs/generate.py does it, too
 """
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def row(top: int, source: str, window: Window[int]) -> list[str]:
     """Return a row: a box for each document, a border where the next does not see it, and its place that is filled up."""
     starts = [*np.flatnonzero(window.positions == 0), len(window.positions)]
     parts = [f'<text class="left style" x="14" y="{top + 17}">{source}</text>']
-    for number, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for number, (first, last) in enumerate(itertools.pairwise(starts)):
         colour, x, wide = COLOURS[source][number % 2], LEFT + first * UNIT, (last - first) * UNIT
         parts += [
             f'<rect x="{x}" y="{top}" width="{wide}" height="24" fill="{colour}" stroke="#57606a"/>',

@@ -150,8 +150,8 @@ def _counted(rows: list[tuple["StepBatch", int]], names: list[str], apart: bool,
         share_of = f"{100 * number[source] / len(rows):.1f}%"
         each = f"{documents[source] / max(number[source], 1):.1f}"
         table.append((name, share_of, f"{tokens[source]:,}", each))
-    left_out = sum(sum(share.left_out) for share in {id(share): share for share, _ in rows}.values())
-    said = f", {counted(left_out, 'document')} left out for their length" if left_out else ""
+    long = sum(sum(share.long) for share in {id(share): share for share, _ in rows}.values())
+    said = f", {counted(long, 'document')} longer than a row" if long else ""
     return [
         *columns(table),
         f"documents {'apart' if apart else 'joined'}; padding {100 * (1 - tokens.total() / places):.1f}% of "

@@ -157,7 +157,7 @@ def test_a_pass_reads_every_source_whole(build, data, tokenizer):
     assert {of_source(tokenizer, row) for row in seen} == {"a", "b"}
 
 
-def test_figures_count_tokens_of_each_source_padding_and_what_is_left_out(build, data):
+def test_figures_count_tokens_of_each_source_padding_and_what_is_long(build, data):
     loader = build(replace(data, packing="best_fit", long_documents="drop"))
     batches = list(islice(iter(loader), 20))
     found = loader.take_figures()
@@ -166,7 +166,7 @@ def test_figures_count_tokens_of_each_source_padding_and_what_is_left_out(build,
         tokens * (1 - found["data/padding(%)"] / 100)
     )
     assert 0 < found["data/padding(%)"] < 40
-    assert found["data/left_out/b"] > 0
+    assert found["data/long_documents/b"] > 0
     assert loader.take_figures()["data/tokens/a"] == 0
     assert build(replace(data, sources=data.sources[:1])).take_figures() == {}
 

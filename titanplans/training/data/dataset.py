@@ -27,8 +27,8 @@ class StepBatch(NamedTuple):
     """Where the streams that it was cut from go on."""
     lengths: list[tuple[int, int]]
     """Of each row its source's number, and its tokens without those that fill it up."""
-    left_out: list[int]
-    """Documents of each source that were left out since the share before, for their length."""
+    long: list[int]
+    """Documents of each source that were longer than a row since the share before, and cut or left out."""
 
 
 class Ended(NamedTuple):
@@ -110,6 +110,6 @@ class PackedText(IterableDataset):
                 positions[number, :n] = window.positions
                 positions[number, n:] = np.arange(self._seq_len - n)
                 lengths.append((row.source, n))
-        left_out = [part.take_left_out() for part in self._parts]
+        long = [part.take_long() for part in self._parts]
         made = map(torch.from_numpy, (tokens, positions, labels))
-        return StepBatch._make((*made, cursors, lengths, left_out))
+        return StepBatch._make((*made, cursors, lengths, long))

@@ -95,7 +95,7 @@ class TextDataLoader(BaseDataLoader):
         )
         self._batch_size, self._seq_len = local_batch_size, seq_len
         self._tells = len(self._parts) > 1 or data.packing != "cut" or data.sources[0].chat.enable
-        self._rows, self._tokens, self._left_out = 0, Counter[str](), [0] * len(self._parts)
+        self._rows, self._tokens, self._long = 0, Counter[str](), [0] * len(self._parts)
         self._identity = self._of_sources() | {
             "tokenizer": _describe(tokenizer),
             _SPLIT_UP: _digest(_own_tokens(tokenizer)),
@@ -147,7 +147,7 @@ class TextDataLoader(BaseDataLoader):
         self._rows += len(share.tokens)
         for source, tokens in share.lengths:
             self._tokens[self._parts[source].name] += tokens
-        self._left_out = [sum(numbers) for numbers in zip(self._left_out, share.left_out, strict=True)]
+        self._long = [sum(numbers) for numbers in zip(self._long, share.long, strict=True)]
 
     def take_figures(self) -> dict[str, float]:
         """Return what all ranks together have read since they last asked, see docs/data.md; {} where nothing varies."""
@@ -156,19 +156,19 @@ class TextDataLoader(BaseDataLoader):
         mine = [
             self._rows * self._seq_len,
             *(self._tokens[part.name] for part in self._parts),
-            *self._left_out,
+            *self._long,
         ]
         every = _of_all_ranks(mine)
         # Ranks of one `dp_rank` have read the same.
         places, *counted = (
             sum(numbers) * self._share.ranks // len(every) for numbers in zip(*every, strict=True)
         )
-        self._tokens, self._rows, self._left_out = Counter(), 0, [0] * len(self._parts)
+        self._tokens, self._rows, self._long = Counter(), 0, [0] * len(self._parts)
         names = [part.name for part in self._parts]
-        tokens, left_out = counted[: len(names)], counted[len(names) :]
+        tokens, long = counted[: len(names)], counted[len(names) :]
         found = {"data/padding(%)": 100 * (1 - sum(tokens) / max(places, 1))}
         found |= {f"data/tokens/{name}": number for name, number in zip(names, tokens, strict=True)}
-        return found | {f"data/left_out/{name}": n for name, n in zip(names, left_out, strict=True) if n}
+        return found | {f"data/long_documents/{name}": n for name, n in zip(names, long, strict=True) if n}
 
     def _choose_streams(self, counts: Sequence[int]) -> int:
         return min(part.source.choose_streams(counts) for part in self._parts)

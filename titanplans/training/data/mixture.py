@@ -49,7 +49,7 @@ class PackedSource:
         chat: ChatFormat | None = None,
     ) -> None:
         self.name, self.source, self._data, self._chat = name, source, data, chat
-        self._tokenizer, self._seq_len, self._left_out = tokenizer, seq_len, 0
+        self._tokenizer, self._seq_len, self._long = tokenizer, seq_len, 0
         self.identity = source.identity | ({} if chat else _packing(data, seq_len))
 
     def windows(
@@ -62,16 +62,22 @@ class PackedSource:
             return pack_conversations(documents, self._seq_len, start.offset, packing=self._chat.packing)
         if self._data.packing == "cut":
             return pack(documents, self._seq_len, start.offset, apart=apart)
-        drop = self._leave_out if self._data.long_documents == "drop" else None
-        return pack_best_fit(documents, self._seq_len, start.offset, apart=apart, drop=drop)
+        return pack_best_fit(
+            documents,
+            self._seq_len,
+            start.offset,
+            apart=apart,
+            drop=self._data.long_documents == "drop",
+            found_long=self._count_long,
+        )
 
-    def take_left_out(self) -> int:
-        """Return how many documents were left out since the last call, as they are longer than a row."""
-        number, self._left_out = self._left_out, 0
+    def take_long(self) -> int:
+        """Return how many documents were longer than a row since the last call; under best fit alone."""
+        number, self._long = self._long, 0
         return number
 
-    def _leave_out(self) -> None:
-        self._left_out += 1
+    def _count_long(self) -> None:
+        self._long += 1
 
     def _documents(
         self, stream: int, streams: int, start: SourcePlace, infinite: bool

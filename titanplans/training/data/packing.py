@@ -110,7 +110,8 @@ def pack_best_fit(
     offset: int = 0,
     *,
     apart: bool = True,
-    drop: Callable[[], None] | None = None,
+    drop: bool = False,
+    found_long: Callable[[], None] = lambda: None,
 ) -> Iterator[Window[P]]:
     """Puts whole documents into rows, each where it leaves the least room.
 
@@ -121,12 +122,13 @@ def pack_best_fit(
         seq_len: inputs in a window.
         offset: rows to leave out, and `ROWS_AT_ONCE` times the parts of the first document.
         apart: as for `pack`.
-        drop: called for each document longer than a row, which is left out; None: it is cut into rows.
+        drop: documents longer than a row are left out; else they are cut into rows.
+        found_long: called for each such document.
     """
     part, rows = divmod(offset, ROWS_AT_ONCE)
     packed = iter(
         BestFitPackIterDataset(
-            _Parts(documents, seq_len, part, drop),
+            _Parts(iter(documents), seq_len, part, drop, found_long),
             length_struct={"inputs": seq_len, "labels": seq_len},
             num_packing_bins=ROWS_AT_ONCE,
             shuffle_bins=False,
@@ -148,11 +150,9 @@ def pack_best_fit(
 class _Parts(IterDataset):
     """Documents as Grain packs them: inputs and their labels, no more than a row of them at a time."""
 
-    def __init__(
-        self, documents: Iterable[tuple[Any, np.ndarray]], seq_len: int, part: int, drop: Any
-    ) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__()
-        self._arguments = iter(documents), seq_len, part, drop
+        self._arguments = arguments
 
     def __iter__(self) -> "_PartIterator":
         return _PartIterator(*self._arguments)
@@ -162,12 +162,19 @@ class _PartIterator(DatasetIterator):
     """Its state is the position of a document, and how many parts of it have been given."""
 
     def __init__(
-        self, documents: Iterator[tuple[Any, np.ndarray]], seq_len: int, part: int, drop: Any
+        self,
+        documents: Iterator[tuple[Any, np.ndarray]],
+        seq_len: int,
+        part: int,
+        drop: bool,
+        found_long: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._documents, self._seq_len, self._drop = documents, seq_len, drop
+        self._documents, self._seq_len, self._drop, self._found_long = documents, seq_len, drop, found_long
         self._position, self._tokens = next(documents, (None, np.arange(0)))
         self._part = part
+        if part == 0:
+            self._see()
 
     def __next__(self) -> dict[str, np.ndarray]:
         self._find()
@@ -180,18 +187,20 @@ class _PartIterator(DatasetIterator):
 
     def _find(self) -> None:
         """Go on to a document that has a part left; at the end stay behind the last one."""
-        while len(self._tokens) - 1 <= self._part * self._seq_len or self._is_dropped():
+        while len(self._tokens) - 1 <= self._part * self._seq_len:
             following = next(self._documents, None)
             if following is None:
                 self._tokens = self._tokens[:0]
                 return
             (self._position, self._tokens), self._part = following, 0
+            self._see()
 
-    def _is_dropped(self) -> bool:
-        if self._drop is None or len(self._tokens) - 1 <= self._seq_len:
-            return False
-        self._drop()
-        return True
+    def _see(self) -> None:
+        """Count a document that is longer than a row, and leave it out if that was asked."""
+        if len(self._tokens) - 1 > self._seq_len:
+            self._found_long()
+            if self._drop:
+                self._tokens = self._tokens[:0]
 
     def get_state(self) -> Any:
         """Return where the next part is."""
