@@ -112,11 +112,17 @@ def _rebind(original: Any, replacement: Any, names: Names) -> None:
 
 
 def _on_cpu(reference: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`reference` for calls with CPU tensors, `original` (None: not installed) for all others."""
+    """`reference` for calls with CPU tensors, `original` (None: not installed) for all others.
+
+    With documents it is out of graphs, as a kernel is: it takes them apart by their lengths, which a graph can't read.
+    """
+    out_of_graphs = (torch.compiler.disable(reference),)  # a tuple: without documents it is no such function
 
     @functools.wraps(reference)
     def choose(*args: Any, **kwargs: Any) -> Any:
         if _first_is_on_cpu(*args, **kwargs):
+            if kwargs.get("cu_seqlens") is not None and torch.compiler.is_compiling():
+                return out_of_graphs[0](*args, **kwargs)
             return reference(*args, **kwargs)
         if original is None:
             raise KernelError(
