@@ -109,13 +109,14 @@ def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[s
     padding = f", {counted(len(tokens) - length, 'place')} of padding" if len(tokens) > length else ""
     lines = [f"{title}: {names[source]}, {counted(len(starts), 'document')}, {length} tokens{padding}"]
     for number, (first, last) in enumerate(itertools.pairwise([*starts, length]), 1):
-        # A token counts where the one before it has it for a label.
-        counts = [at > first and labels[at - 1] == tokens[at] for at in range(first, last)]
+        # A token counts where the one before it has it for a label. The last label is no input of this row.
+        seen = tokens[first:last] + [label for label in labels[last - 1 : last] if label >= 0]
+        counts = [
+            False,
+            *(label == token for label, token in zip(labels[first:last], seen[1:], strict=False)),
+        ]
         text = "".join(
-            _shown(
-                tokenizer.decode(tokens[first + begin : first + end], skip_special_tokens=False),
-                counts[begin],
-            )
+            _shown(tokenizer.decode(seen[begin:end], skip_special_tokens=False), counts[begin])
             for begin, end in _runs(counts)
         )
         lines.append(f"{number:>4} | {text}")

@@ -111,5 +111,11 @@ class PackedText(IterableDataset):
                 positions[number, n:] = np.arange(self._seq_len - n)
                 lengths.append((row.source, n))
         long = [part.take_long() for part in self._parts]
-        made = map(torch.from_numpy, (tokens, positions, labels))
-        return StepBatch._make((*made, cursors, lengths, long))
+        return StepBatch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(positions),
+            torch.from_numpy(labels),
+            cursors,
+            lengths,
+            long,
+        )

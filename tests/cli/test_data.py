@@ -1,0 +1,90 @@
+"""`titanplans data`: rows as the model will see them, and what is counted over them."""
+
+import json
+
+import pytest
+
+from titanplans.cli.main import main
+
+CHAT = "configs/chat_debug.toml"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("titanplans.cli.data._SECONDS", 0.0)
+
+
+def test_conversations_show_what_does_not_count(capsys):
+    assert main(["data", CHAT, "--rows", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\nrow 2: configs/chat_debug.jsonl, ") == 1
+    assert "row 3" not in said
+    assert "   1 | [[<|bos|>\\nuser: What is " in said
+    assert "\\nassistant:]] " in said
+    assert "documents apart; padding " in said
+    assert "tokens/s in this process" in said
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    for name, words in (("a", "one two"), ("b", "three four five")):
+        rows = [{"text": " ".join(words.split() * (1 + i % 9))} for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "job.toml").write_text(f"""
+[training]
+seq_len = 16
+[data]
+packing = "best_fit"
+long_documents = "drop"
+[[data.sources]]
+name = "a"
+dataset_path = "{tmp_path}/a.jsonl"
+weight = 3.0
+[[data.sources]]
+name = "b"
+dataset_path = "{tmp_path}/b.jsonl"
+""")
+    return tmp_path
+
+
+def test_a_mixture_shows_documents_sources_and_padding(capsys, mixture):
+    assert main(["data", f"{mixture}/job.toml", "--rows", "9", "--data.documents", "joined"]) == 0
+    *rows, table = capsys.readouterr().out.split("\n\n")
+    assert len(rows) == 9
+    assert {row.split()[2] for row in rows} == {"a,", "b,"}
+    assert any("places of padding" in row for row in rows)
+    assert all("one" not in row for row in rows if row.split()[2] == "b,")
+    lines = [line.split() for line in table.splitlines()]
+    assert [line[:2] for line in lines[1:3]] == [["a", "75.0%"], ["b", "25.0%"]]
+    assert "documents joined; padding" in table
+    assert "longer than a row" in table
+
+
+def test_a_document_a_line(capsys, mixture):
+    assert main(["data", f"{mixture}/job.toml", "--rows", "3"]) == 0
+    for row in capsys.readouterr().out.split("\n\n")[:3]:
+        title, *documents = row.splitlines()
+        assert f", {len(documents)} document" in title
+        assert all(" | [[<|bos|>]]" in line for line in documents)
+        assert all(line.endswith("<|eos|>") for line in documents)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rows", "0"], "--rows 0: expected an integer, at least 1"),
+        (["--data.sources", "[{weight = -1.0}]"], "data.sources.weight = -1.0"),
+        (
+            ["--data.sources", '[{dataset_path = "nowhere"}]'],
+            "data.sources, nowhere: dataset_path = 'nowhere'",
+        ),
+        (
+            ["--data.documents", "apart", "--model.name", "mom"],
+            "data.documents = \"apart\": 'mom' is not known",
+        ),
+    ],
+)
+def test_refusals_are_one_line(capsys, mixture, words, said):
+    assert main(["data", f"{mixture}/job.toml", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
