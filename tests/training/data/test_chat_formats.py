@@ -102,7 +102,7 @@ REFUSED = [
     (TALK, {}, "messages_column = 'messages': FILE, line 1 has the columns 'conversations', 'id'"),
     (TALK, {}, 'or set format = "sharegpt"'),
     ({"messages": TALK["conversations"]}, {}, "has 'from', 'value', and needs a role"),
-    ({"messages": TALK["conversations"]}, {}, 'set [training.chat] format = "sharegpt"'),
+    ({"messages": TALK["conversations"]}, {}, 'set chat.format = "sharegpt"'),
     (ASK, {}, 'or set format = "alpaca"'),
     (ASK, {"prompt_column": "instruction", "completion_column": "output"}, "prompt_column = 'instruction': FILE, line 1 "
      "also has 'input'"),

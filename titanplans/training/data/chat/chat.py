@@ -186,7 +186,7 @@ class ChatFormat:
             if self._chat.truncation == "error":
                 raise DataError(
                     f'{where} has {len(tokens)} tokens, more than seq_len + 1 = {most}, and truncation = "error"; raise '
-                    'seq_len, leave the row out, or set [training.chat] truncation to "drop", "left" or "right"'
+                    'seq_len, leave the row out, or set chat.truncation to "drop", "left" or "right"'
                 )
             cuts = {"drop": slice(0), "left": slice(-most, None), "right": slice(most)}
             tokens = tokens[cuts[self._chat.truncation]]
@@ -196,7 +196,7 @@ class ChatFormat:
         """Return in words why none of a data set's rows may be left."""
         return (
             f"no conversation in which the assistant says something, within seq_len = {self.seq_len} tokens "
-            f'([training.chat] train_on = "{self._chat.train_on}", truncation = "{self._chat.truncation}")'
+            f'(chat.train_on = "{self._chat.train_on}", truncation = "{self._chat.truncation}")'
         )
 
     def _length(

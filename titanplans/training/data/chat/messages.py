@@ -118,14 +118,14 @@ def _message(message: object, names: Columns, where: str) -> dict[str, Any]:
     role = message.pop(role_key, None)
     if not isinstance(role, str) or (content_key not in message and not called):
         there = ", ".join(map(repr, message if role is None else [role_key, *message])) or "nothing"
-        remedy = "name its keys in [training.chat] role_key and content_key"
+        remedy = "name its keys in chat.role_key and content_key"
         if {FORMATS["sharegpt"].role_key, FORMATS["sharegpt"].content_key} <= message.keys():
-            remedy = 'set [training.chat] format = "sharegpt"'
+            remedy = 'set chat.format = "sharegpt"'
         raise DataError(f"{where} has {there}, and needs a {role_key} and a {content_key}; {remedy}")
     if names.roles and role not in names.roles:
         raise DataError(
             f"{where} has {role_key} = {role!r}, and the roles known are {', '.join(names.roles)}; add it to "
-            "[training.chat] roles, with the template's name of it, or leave the row out"
+            "chat.roles, with the template's name of it, or leave the row out"
         )
     role = names.roles.get(role, role)
     if called:

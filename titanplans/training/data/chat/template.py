@@ -195,9 +195,9 @@ def _find(path: str | None, tokenizer: Any, where: str) -> tuple[str, str]:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: its tokenizer has no chat template (no chat_template.jinja, and no chat_template in "
-            "tokenizer_config.json); give a folder that has one, or a Jinja file in [training.chat] chat_template"
+            "tokenizer_config.json); give a folder that has one, or a Jinja file in chat.chat_template"
         )
-    with refusing(where, "name a Jinja file in [training.chat] chat_template"):  # several, and no default
+    with refusing(where, "name a Jinja file in chat.chat_template"):  # several, and no default
         return tokenizer.get_chat_template(), f"{where}: its chat template"
 
 
