@@ -11,6 +11,7 @@ from test_trainer import train, write_inputs
 STEPS = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=8")
 HALF = ("--training.steps=6", "--lr_scheduler.total_steps=6", "--training.local_batch_size=4")
 TP, CP = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"
+FSDP = "--parallelism.data_parallel_shard_degree=2"
 SAVES = ("--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.no-last_save_model_only")
 FIGURES = ("loss_metrics/global_avg_loss", "grad_norm", "data/padding(%)", "data/tokens/a", "data/tokens/b")
 
@@ -62,3 +63,22 @@ def test_a_mixture_trains_alike_on_any_layout_and_resumes(folder):
         # float32, summed in another order.
         assert four["tp 2 x cp 2"][name] == pytest.approx(expected, rel=1e-5), name
         assert four["stopped"][name] | four["resumed"][name] == pytest.approx(expected, rel=1e-5), name
+
+
+def on_two_ranks(rank: int) -> list[list[int]]:
+    options = (
+        HALF[2],
+        "--training.steps=90",
+        "--data.exhausted=end",
+        "--training.seq_len=64",
+        *SAVES,
+        FSDP,
+    )
+    return [list(figures("ended", *options)["grad_norm"]) for _ in range(2)]
+
+
+def test_a_job_ends_with_a_source_on_all_ranks_and_is_saved(folder):
+    first, again = worlds.run(on_two_ranks, 2)
+    assert 3 < len(first) < 80
+    assert again == [], "nothing is left to train on"
+    assert (folder / "ended" / "checkpoint" / f"step-{first[-1]}").is_dir()

@@ -72,6 +72,7 @@ class Trainer(torchtitan.trainer.Trainer):
         self._batches_done = 0  # of this step
         self._losses: list[torch.Tensor] = []  # likewise
         self._checked_async_tp = False
+        self._has_trained = False  # a step, since it was started
         self.skipped = Skipped()
         self.asked_to_end: Callable[[], bool] = lambda: False
         super().__init__(config)
@@ -177,8 +178,10 @@ class Trainer(torchtitan.trainer.Trainer):
         except DataloaderExhaustedError:
             self.step -= 1
             logger.info(f'data.exhausted = "end": a source has been read to its end, after step {self.step}')
-            self.checkpointer.save(self.step, last_step=True)
+            if self._has_trained:
+                self.checkpointer.save(self.step, last_step=True)
             raise TrainingDone from None
+        self._has_trained = True
         strategy = self.config.strategy
         if (
             isinstance(strategy, FSDP2Config)
