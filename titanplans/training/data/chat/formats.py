@@ -69,8 +69,8 @@ def columns_of(there: Sequence[str], chat: Chat, where: str) -> Columns:
     else:
         first = "messages_column" if names.messages_column else "prompt_column"
         raise DataError(
-            f"{first} = {getattr(names, first)!r}: {found}; name the one with the messages in "
-            f"chat.messages_column, or those of prompts and their answers in prompt_column and completion_column{_fits(there)}"
+            f"{first} = {getattr(names, first)!r}: {found}; name the one with the messages in chat.messages_column, or "
+            f"those of prompts and their answers in prompt_column and completion_column{_fits(there)}"
         )
     for option in ("input_column", "system_column"):
         if getattr(names, option) not in there:
