@@ -22,9 +22,9 @@ from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
 from titanplans.training.data import check_checkpoint
-from titanplans.training.data.loader import _live_as_long_as_the_rank
 from titanplans.training.data.streams import DataPosition, merged
 from titanplans.training.data.vocabulary import default_tokenizer_path
+from titanplans.training.data.workers import live_as_long_as_the_rank
 
 # Short documents and short windows: an epoch ends every few batches, and most batches begin and end
 # inside a document.
@@ -471,7 +471,7 @@ def test_a_worker_whose_rank_ended_before_it_asked_ends_at_once():
             while os.getppid() == own:
                 pass
             os.write(writing, b"asks")
-            _live_as_long_as_the_rank(own, 0)
+            live_as_long_as_the_rank(own, 0)
             os.write(writing, b"lives")
         os._exit(0)
     os.close(writing)

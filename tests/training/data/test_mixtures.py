@@ -158,7 +158,7 @@ def test_a_pass_reads_every_source_whole(build, data, tokenizer):
 
 
 def test_figures_count_tokens_of_each_source_padding_and_what_is_long(build, data):
-    loader = build(replace(data, packing="best_fit", long_documents="drop"))
+    loader = build(replace(data, packing="best_fit", long_documents="drop"), seq_len=56)
     batches = list(islice(iter(loader), 20))
     found = loader.take_figures()
     tokens = sum(int((inputs["positions"] >= 0).sum()) for inputs, _ in batches)
@@ -169,6 +169,12 @@ def test_figures_count_tokens_of_each_source_padding_and_what_is_long(build, dat
     assert found["data/long_documents/b"] > 0
     assert loader.take_figures()["data/tokens/a"] == 0
     assert build(replace(data, sources=data.sources[:1])).take_figures() == {}
+
+
+def test_a_source_of_nothing_but_long_documents_is_refused(build, data):
+    dropping = replace(data, packing="best_fit", long_documents="drop")
+    with pytest.raises(DataError, match=r"holds no document within seq_len = 2 tokens"):
+        next(iter(build(dropping, seq_len=2)))
 
 
 documents = st.lists(st.integers(0, 40), max_size=90)

@@ -6,17 +6,12 @@ torchtitan's loader keeps a place for each data-parallel rank, as a pickle, and 
 import hashlib
 import json
 import os
-import signal
-import sys
-import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -26,10 +21,11 @@ from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
 from titanplans.training.data.checks import PLACE, check_identity
 from titanplans.training.data.dataset import Ended, PackedText, StepBatch
+from titanplans.training.data.figures import Figures, of_all_ranks
 from titanplans.training.data.fingerprint import Fingerprint, check_files
 from titanplans.training.data.mixture import open_packed
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
-from titanplans.training.launch.orphans import end_with_parent
+from titanplans.training.data.workers import live_as_long_as_the_rank
 
 _PROBE = "Tokenizers differ: 3.14 | naïve façade | 日本語 | \t\n  def f(x): return x**2"
 _SPLIT_UP = "tokenizer, by its own tokens"
@@ -93,9 +89,9 @@ class TextDataLoader(BaseDataLoader):
             weights=[*self._weights.values()] if config.infinite else None,
             repeat=repeat,
         )
-        self._batch_size, self._seq_len = local_batch_size, seq_len
+        self._batch_size = local_batch_size
         self._tells = len(self._parts) > 1 or data.packing != "cut" or data.sources[0].chat.enable
-        self._rows, self._tokens, self._long = 0, Counter[str](), [0] * len(self._parts)
+        self._figures = Figures([part.name for part in self._parts])
         self._identity = self._of_sources() | {
             "tokenizer": _describe(tokenizer),
             _SPLIT_UP: _digest(_own_tokens(tokenizer)),
@@ -108,7 +104,7 @@ class TextDataLoader(BaseDataLoader):
             batch_size=None,
             collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
             num_workers=config.num_workers,
-            worker_init_fn=partial(_live_as_long_as_the_rank, os.getpid()) if workers else None,
+            worker_init_fn=partial(live_as_long_as_the_rank, os.getpid()) if workers else None,
             persistent_workers=workers and config.persistent_workers,
             pin_memory=config.pin_memory,
             prefetch_factor=config.prefetch_factor if workers else None,
@@ -127,10 +123,10 @@ class TextDataLoader(BaseDataLoader):
         for share in shares:
             if isinstance(share, DataError):
                 raise share
-            if self._ends and any(_of_all_ranks(isinstance(share, Ended))):
+            if self._ends and any(of_all_ranks(isinstance(share, Ended))):
                 return
             assert not isinstance(share, Ended)
-            self._count(share)
+            self._figures.count(share)
             parts = [
                 tensor.split(self._batch_size) for tensor in (share.tokens, share.positions, share.labels)
             ]
@@ -143,32 +139,9 @@ class TextDataLoader(BaseDataLoader):
                     )
                 yield {"input": own_tokens, "positions": own_positions}, own_labels
 
-    def _count(self, share: StepBatch) -> None:
-        self._rows += len(share.tokens)
-        for source, tokens in share.lengths:
-            self._tokens[self._parts[source].name] += tokens
-        self._long = [sum(numbers) for numbers in zip(self._long, share.long, strict=True)]
-
     def take_figures(self) -> dict[str, float]:
         """Return what all ranks together have read since they last asked, see docs/data.md; {} where nothing varies."""
-        if not self._tells:
-            return {}
-        mine = [
-            self._rows * self._seq_len,
-            *(self._tokens[part.name] for part in self._parts),
-            *self._long,
-        ]
-        every = _of_all_ranks(mine)
-        # Ranks of one `dp_rank` have read the same.
-        places, *counted = (
-            sum(numbers) * self._share.ranks // len(every) for numbers in zip(*every, strict=True)
-        )
-        self._tokens, self._rows, self._long = Counter(), 0, [0] * len(self._parts)
-        names = [part.name for part in self._parts]
-        tokens, long = counted[: len(names)], counted[len(names) :]
-        found = {"data/padding(%)": 100 * (1 - sum(tokens) / max(places, 1))}
-        found |= {f"data/tokens/{name}": number for name, number in zip(names, tokens, strict=True)}
-        return found | {f"data/long_documents/{name}": n for name, n in zip(names, long, strict=True) if n}
+        return self._figures.take(self._share.ranks) if self._tells else {}
 
     def _choose_streams(self, counts: Sequence[int]) -> int:
         return min(part.source.choose_streams(counts) for part in self._parts)
@@ -187,7 +160,7 @@ class TextDataLoader(BaseDataLoader):
 
         All ranks call it together, and get the same.
         """
-        places = _of_all_ranks(self._place) if self._share.ranks > 1 else [self._place]
+        places = of_all_ranks(self._place) if self._share.ranks > 1 else [self._place]
         state = {
             "identity": self._identity,
             "files": self._taken().to_json(),
@@ -237,39 +210,6 @@ class TextDataLoader(BaseDataLoader):
             ]
             self._fingerprint = Fingerprint.of(files)
         return self._fingerprint
-
-
-def _live_as_long_as_the_rank(rank: int, worker: int) -> None:
-    """Let a worker end with its rank, and not before: a scheduler's SIGTERM reaches it, too, and the rank may still save.
-
-    The rank's own ends it: Python sends one as it exits, and waits for the worker.
-
-    Args:
-        rank: the process id of the rank: asked now, it may have ended already, and another be the parent.
-        worker: which of the rank's it is.
-    """
-    end_with_parent(rank)
-    if sys.platform == "linux":  # elsewhere it can't be asked who has sent a signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_the_rank_asks, daemon=True).start()
-
-
-def _end_when_the_rank_asks() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    """Return the ranks' values; all ask together."""
-    gathered: list[Any] = [value] * _size()
-    if len(gathered) > 1:
-        dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def _size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _as_it_is(share: StepBatch | DataError | Ended) -> StepBatch | DataError | Ended:

@@ -85,20 +85,31 @@ class PackedSource:
         """Documents from `start` on, each with (epoch, position) and its tokens."""
         epoch, document = start.epoch, start.document
         while True:
-            total = 0
+            used = False
             for position, text in self.source.documents(epoch, stream, streams, document):
                 tokens: np.ndarray | Tokens = text if self._chat else self._encode(text)
-                total += len(tokens)
+                used = used or self._is_used(len(tokens))
                 yield (epoch, position), tokens
             if not infinite:
                 return
-            if total == 0 and document is None:
-                what = self._chat.what_is_left_out() if self._chat else "no text"
+            if not used and document is None:
+                what = self._chat.what_is_left_out() if self._chat else self._what_is_not_used()
                 raise DataError(
                     f"dataset = {self.source.identity['dataset']!r}: holds {what} for stream {stream} of {streams}; give "
                     "more documents, or train on fewer ranks with fewer num_workers"
                 )
             epoch, document = epoch + 1, None
+
+    def _is_used(self, tokens: int) -> bool:
+        """Whether rows take something of a document of so many tokens."""
+        if self._chat is not None or self._data.packing == "cut":
+            return tokens > 0
+        return tokens > 1 and (self._data.long_documents == "cut" or tokens <= self._seq_len + 1)
+
+    def _what_is_not_used(self) -> str:
+        if self._data.long_documents == "drop":
+            return f'no document within seq_len = {self._seq_len} tokens (data.long_documents = "drop")'
+        return "no text"
 
     def _encode(self, text: str) -> np.ndarray:
         with refusing(f"{self.source.identity['dataset']}: the tokenizer can't read it", "give another"):
