@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import shtab
 
-from titanplans.cli import check, export
+from titanplans.cli import check, data, export
 from titanplans.cli.plot import main as plot
 from titanplans.cli.sweep import main as sweep
 from titanplans.cli.verify.arguments import add_commands
@@ -55,9 +55,15 @@ def _all_commands() -> argparse.ArgumentParser:
     everything.add_argument("--version", action="store_true", help="print the version")
     commands = everything.add_subparsers()
     _add_train(commands.add_parser("train", help="train the job", add_help=False))
-    data_command = commands.add_parser("data", help="what a job's model will see", add_help=False)
-    _add_keys(data_command)
-    data_command.add_argument("--rows", metavar="N", help="how many rows are printed")
+    _add_keys(
+        commands.add_parser(
+            "data",
+            parents=[data.parser()],
+            help="what a job's model will see",
+            add_help=False,
+            conflict_handler="resolve",
+        )
+    )
     add_commands(commands)
     others = {"sweep": sweep.parser(), "plot": plot.parser(), "check": check.parser(), "completion": parser()}
     others |= {command: export.parser(command) for command in ("export", "import")}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SECONDS = 2.0
 _FEWEST = 64
 """Rows that are counted: as many as take 2 s, and at least so many."""
-_BEGIN, _MASKED, _END = "\x1b[0m", "\x1b[2;33m", "\x1b[0m"
+_MASKED, _END = "\x1b[2;33m", "\x1b[0m"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,15 +76,18 @@ def _show(job: Any, number: int) -> None:
         local_batch_size=job.training.local_batch_size,
     )
     names = [source.title for source in resolve.training_data(job).sources]
-    shares, start = _shares(loader.shares), time.perf_counter()
-    read = [next(shares)]
-    while (
-        sum(len(share.tokens) for share in read) < max(number, _FEWEST)
-    ) or time.perf_counter() - start < _SECONDS:
-        if (share := next(shares, None)) is None:
-            break
+    read, found, start = [], 0, time.perf_counter()
+    for share in _shares(loader.shares):
         read.append(share)
+        found += len(share.tokens)
+        if found >= max(number, _FEWEST) and time.perf_counter() - start >= _SECONDS:
+            break
     seconds = time.perf_counter() - start
+    if not read:
+        raise DataError(
+            'data.exhausted = "end": a source is read to its end within the first step; give more documents, or a smaller '
+            "global_batch_size"
+        )
     rows = [(share, row) for share in read for row in range(len(share.tokens))]
     for at, (share, row) in enumerate(rows[:number]):
         print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names)), end="\n\n")
@@ -93,10 +96,12 @@ def _show(job: Any, number: int) -> None:
 
 def _shares(dataset: Any) -> Iterator["StepBatch"]:
     """Yield what one rank would have, until a source ends."""
+    from titanplans.training.data.dataset import Ended
+
     for share in dataset:
         if isinstance(share, DataError):
             raise share
-        if not hasattr(share, "tokens"):
+        if isinstance(share, Ended):
             return
         yield share
 

@@ -236,6 +236,22 @@ def test_a_resumed_loader_goes_on_bit_for_bit(build, corpora, name, workers):
         assert flat(islice(second, 6)) == expected[k : k + 6]
 
 
+@pytest.mark.parametrize("name", ["text", "rows", "stream", "chats"])
+def test_a_state_of_before_there_were_mixtures_goes_on(build, corpora, name):
+    first = build(corpora[name])
+    expected = flat(islice(first, 9))[5:]
+    first = build(corpora[name])
+    flat(islice(first, 5))
+    state = json.loads(first.state_dict()["place"])
+    del state["weights"], state["weighted_since"]
+    state["identity"].pop("packing", None)
+    for stream, (windows, ((epoch, document, offset),)) in state["cursors"].items():
+        state["cursors"][stream] = [epoch, document, offset, windows]
+    second = build(corpora[name])
+    second.load_state_dict({"place": json.dumps(state)})
+    assert flat(islice(second, 4)) == expected
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_state_survives_a_checkpoint_file(build, corpora, tmp_path):
     first = build(corpora["stream"])

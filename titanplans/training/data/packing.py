@@ -4,8 +4,8 @@ Cut rows are windows of `seq_len + 1` tokens, the last token of one being the fi
 first is predicted exactly once, from as much context as its window holds. Conversations are not cut, and none is predicted
 from another. Pure arithmetic on arrays; no files, no tokenizer, no ranks.
 
-Grain packs by best fit. Its `ConcatThenSplitIterDataset` does not cut the rows here: its state counts rows from a document
-on, so a run could not go on with another `seq_len`.
+Grain packs by best fit. Its `ConcatThenSplitIterDataset` (0.2.18) does not cut the rows here: its state counts rows from a
+document on, so a run that goes on with another `seq_len` would leave tokens out.
 """
 
 import itertools

@@ -119,9 +119,13 @@ class ChatFormat:
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in self.features.items()])
         return pyarrow.Table.from_pylist(records, schema)
 
-    def documents(self, record: dict[str, Any]) -> Iterator[Tokens]:
+    def parts(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """See RowFormat. A conversation is one document."""
+        yield record
+
+    def document(self, part: dict[str, Any]) -> Tokens | None:
         """See RowFormat. Rows left out or cut are logged: the first, and then each time that there are twice as many."""
-        whole, where = Tokens.from_bytes(record["conversation"]), record["where"]
+        whole, where = Tokens.from_bytes(part["conversation"]), part["where"]
         tokens = self.fit(whole, where)
         if tokens is None or len(tokens) < len(whole):
             self._less += 1
@@ -130,8 +134,7 @@ class ChatFormat:
                 _log.info(
                     f"this process has left out or cut {self._less:,} conversations; the newest: {where}, {said}"
                 )
-        if tokens is not None:
-            yield tokens
+        return tokens
 
     def tokens(self, conversation: Conversation, where: str) -> Tokens:
         """Return a conversation's tokens. One that begins in the prompt and ends in an answer counts, as for transformers.

@@ -3,38 +3,38 @@
 They are tokenised once, as the rows of the files are read, so all that is left out is known before training begins.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
-from titanplans.training.data.corpus.rows import Table
-from titanplans.training.data.split import in_split
+from titanplans.training.data.corpus.rows import Rows
 
 
-class Conversations:
-    """Documents that are conversations, each a row. Every twentieth row is for validation.
+class Conversations(Rows):
+    """Documents that are conversations, each a row.
 
     Raises:
         DataError: one is too long, under truncation = "error".
     """
 
-    def __init__(self, table: Table, files: list[tuple[str, Path]], split: str, chat: ChatFormat) -> None:
-        self.files = files
-        self._table, self._chat, self._split = table, chat, split
-        rows = np.flatnonzero(in_split(np.arange(len(table.lengths)), split))
-        self._rows = len(rows)
-        silent = table.lengths[rows] == 0
-        long = table.lengths[rows] > 4 * (chat.seq_len + 1)
-        self._silent, self._long = rows[silent], rows[long]
-        gone = {int(row) for row in self._long if self._fitted(int(row)) is None}
-        self._dropped = len(gone)
-        self._numbers = rows[~silent & ~np.isin(rows, list(gone))]
-        # The order of an epoch depends on their number.
-        self.identity = {"conversations": len(self._numbers)}
+    def __init__(self, root: Path, files: Sequence[Path], file_format: str, split: str, chat: ChatFormat):
+        from pyarrow.compute import (
+            binary_length,  # pyrefly: ignore[missing-module-attribute]  made as it is imported
+        )
 
-    def __len__(self) -> int:
-        return len(self._numbers)
+        super().__init__(root, files, file_format, split, chat)
+        self._chat, self._split = chat, split
+        self._lengths = binary_length(self._columns["conversation"]).to_numpy() // 4
+        lengths = self._lengths[self._numbers]
+        self._silent = self._numbers[lengths == 0]
+        self._long = self._numbers[lengths > chat.seq_len + 1]
+        gone = [row for row in map(int, self._long) if self._fitted(row) is None]
+        self._rows, self._dropped = len(self._numbers), len(gone)
+        self._numbers = self._numbers[(lengths > 0) & ~np.isin(self._numbers, gone)]
+        # The order of an epoch depends on their number.
+        self.identity |= {"conversations": len(self._numbers)}
 
     def document(self, i: int) -> Tokens:
         """Conversation `i`."""
@@ -59,11 +59,10 @@ class Conversations:
         return "; ".join(said)
 
     def _fitted(self, row: int) -> Tokens | None:
-        return self._chat.fit(Tokens.from_bytes(self._table.row(row)), self._where(row))
-
-    def _where(self, row: int) -> str:
-        return str(self._table.row(row, "where"), "utf-8")
+        kept = self._record(row)
+        return self._chat.fit(Tokens.from_bytes(kept["conversation"]), kept["where"])
 
     def _first(self, rows: np.ndarray) -> str:
-        tokens = int(self._table.lengths[rows[0]]) // 4
-        return f" (the first: {self._where(int(rows[0]))}{f', {tokens:,} tokens' if tokens else ''})"
+        tokens = int(self._lengths[rows[0]])
+        where = self._record(int(rows[0]))["where"]
+        return f" (the first: {where}{f', {tokens:,} tokens' if tokens else ''})"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.pieces import pieces
+from titanplans.training.data.corpus.pieces import PIECE_BYTES, pieces
 
 if TYPE_CHECKING:
     import pyarrow
@@ -22,7 +22,7 @@ class TextColumn:
     def __init__(self, name: str):
         self.name = self.key = name
         self.features = {name: "string"}
-        self.identity = {"text_column": name}
+        self.identity = {"text_column": name, "piece_bytes": PIECE_BYTES}
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
         """See RowFormat."""
@@ -56,9 +56,13 @@ class TextColumn:
             ]
         return pyarrow.table({self.name: column})
 
-    def documents(self, record: dict[str, Any]) -> Iterator[str]:
+    def parts(self, record: dict[str, Any]) -> Iterator[dict[str, str]]:
         """See RowFormat."""
-        return pieces(self._text(record[self.name], "a row"))
+        return ({self.name: piece} for piece in pieces(self._text(record[self.name], "a row")))
+
+    def document(self, part: dict[str, str]) -> str:
+        """See RowFormat."""
+        return part[self.name]
 
     def _scalar(self, scalar: Any, where: str) -> str:
         try:

@@ -93,9 +93,9 @@ class HubStream:
             if batch is None:
                 return
             record = {name: batch[name][0] for name in self._reader.features}
-            for piece, document in enumerate(self._reader.documents(record)):
-                if piece >= skipped:
-                    yield [where, piece], document
+            for number, part in enumerate(self._reader.parts(record)):
+                if number >= skipped and (document := self._reader.document(part)) is not None:
+                    yield [where, number], document
             where, skipped = data.state_dict(), 0
 
 

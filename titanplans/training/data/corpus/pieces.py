@@ -10,7 +10,8 @@ PIECE_BYTES = 64 * 1024
 def cut(read: Callable[[int, int], bytes | memoryview], place: int, most: int, size: int) -> int:
     """Return where the first line that begins at byte `place` or later does, at most `most` bytes away from there.
 
-    A longer line is cut after its first space from `place` on, or else before its first character from there on.
+    A longer line, or a last one that has no end, is cut after its first space from `place` on, or else before its first
+    character from there on.
 
     Args:
         read: gives the bytes from a place on, as many as asked for or as there are.

@@ -1,31 +1,34 @@
-"""Rows of .jsonl and .parquet files as documents: converted once to Arrow, in the cache of the `datasets` library.
+"""Rows of .jsonl and .parquet files as documents: kept by the `datasets` library, as Arrow in its cache.
 
 A `RowFormat` reads a row as a text (`column.py`) or a conversation (`chat.py`).
 
-Rows of JSON are read here, a line at a time. The library's reader infers types from the first lines, turns what comes later
-into them, refuses a row that lacks another row's field, and ends the process at a line that is `null`.
+Rows of JSON are read here, a line at a time. The library's reader (4.7) makes dates of texts that look so, and texts of
+numbers where others came before; and it refuses a row that lacks another row's field.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from titanplans.errors import DataError
-from titanplans.training.data.corpus.pieces import PIECE_BYTES, cut
-from titanplans.training.data.split import check_split, in_split
+from titanplans.training.data.split import in_split
 from titanplans.training.job.reading import refusing
 
 if TYPE_CHECKING:
     import pyarrow
     from datasets import Dataset
+
+_ROW = "row"
+_LAYOUT = 2
+"""Of what is kept of a file: raise it with a change, so that no cache is read that another version wrote."""
 
 
 class RowFormat(Protocol):
@@ -56,73 +59,46 @@ class RowFormat(Protocol):
         """
         ...
 
-    def documents(self, record: dict[str, Any]) -> Iterator[Any]:
-        """What Arrow holds of a row as documents."""
+    def parts(self, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What Arrow holds of a row, cut into what it holds of each of its documents."""
+        ...
+
+    def document(self, part: dict[str, Any]) -> Any:
+        """A document: a text, or tokens; None if it is left out."""
         ...
 
 
-class Table:
-    """The rows of some files, as their reader reads them; memory-mapped, so that any row can be read at once.
+class Rows:
+    """The documents of files of rows, any of which can be read at once. Every twentieth row is for validation.
+
+    Args:
+        root: the folder that names start from.
+        files: they lie below it.
+        file_format: "json" or "parquet".
+        split: see `titanplans.training.data.split`.
+        reader: of the rows.
 
     Raises:
-        DataError: a file can't be read, or a row can't be used; names the file, and of JSON the line.
+        DataError: a file can't be read, or a row can't be used; names the file, and the line or row.
     """
 
-    def __init__(self, files: Sequence[Path], file_format: str, reader: RowFormat) -> None:
-        states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        with quietly():
-            rows = _arrow(states, file_format, reader)
-        # As they lie in the files: Arrow's own scalars copy a row, which for each piece of a long one is slow.
-        self._columns = {
-            name: [_offsets_and_bytes(chunk) for chunk in rows.data.column(name).chunks if len(chunk)]
-            for name in reader.features
-        }
-        self._document = next(iter(reader.features))
-        chunks = self._columns[self._document]
-        self.lengths = np.concatenate([np.diff(offsets) for offsets, _ in chunks] or [np.arange(0)])
-        """Of each row's document, in bytes."""
-        self._chunk_starts = np.cumsum([0, *(len(offsets) - 1 for offsets, _ in chunks)])
-
-    def row(self, number: int, column: str | None = None) -> memoryview:
-        """The bytes of a row, of its document if no other column is named."""
-        which = int(np.searchsorted(self._chunk_starts, number, "right")) - 1
-        offsets, texts = self._columns[column or self._document][which]
-        i = number - int(self._chunk_starts[which])
-        return texts[offsets[i] : offsets[i + 1]]
-
-
-class RowFiles:
-    """Texts; a long row is cut into several documents. Every twentieth row is for validation."""
-
-    def __init__(self, table: Table, files: list[tuple[str, Path]], split: str) -> None:
-        check_split(split)
-        self.files, self.identity = files, {"piece_bytes": PIECE_BYTES}
-        self._table = table
-        numbers = np.flatnonzero(in_split(np.arange(len(table.lengths)), split))
-        pieces = np.maximum(1, -(-table.lengths[numbers] // PIECE_BYTES))
-        self._numbers = np.repeat(numbers, pieces)
-        first = np.cumsum(pieces) - pieces
-        self._starts = (np.arange(len(self._numbers)) - np.repeat(first, pieces)) * PIECE_BYTES
+    def __init__(self, root: Path, files: Sequence[Path], file_format: str, split: str, reader: RowFormat):
+        self.files = [(file.relative_to(root).as_posix(), file) for file in files]
+        self.identity = dict(reader.identity)
+        self._reader = reader
+        stored = _stored(files, file_format, reader).data
+        self._columns = {name: stored.column(name) for name in reader.features}
+        self._numbers = np.flatnonzero(in_split(stored.column(_ROW).to_numpy(), split))
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def document(self, i: int) -> str:
+    def document(self, i: int) -> Any:
         """Document `i`."""
-        row, start = self._table.row(int(self._numbers[i])), int(self._starts[i])
+        return self._reader.document(self._record(int(self._numbers[i])))
 
-        def read(place: int, length: int) -> memoryview:
-            return row[place : place + length]
-
-        begin, end = (cut(read, place, PIECE_BYTES, len(row)) for place in (start, start + PIECE_BYTES))
-        return str(row[begin:end], "utf-8")
-
-
-def _offsets_and_bytes(chunk: Any) -> tuple[np.ndarray, memoryview]:
-    """Where each value of an Arrow array begins, and the last ends; and the bytes of all."""
-    _, offsets, values = chunk.buffers()
-    integers = np.frombuffer(offsets, np.int64 if "large" in str(chunk.type) else np.int32)
-    return integers[chunk.offset : chunk.offset + len(chunk) + 1], memoryview(values or b"")
+    def _record(self, number: int) -> dict[str, Any]:
+        return {name: column[number].as_py() for name, column in self._columns.items()}
 
 
 @contextmanager
@@ -143,60 +119,41 @@ def quietly() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _arrow(states: list[tuple[str, int, int]], file_format: str, reader: RowFormat) -> "Dataset":
-    """The rows as Arrow: in the cache, named by its input; the first process to come makes it."""
-    from datasets import Dataset, Features, Value, config
-    from datasets.arrow_writer import ArrowWriter
+def _stored(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Dataset":
+    """The documents in the library's cache, named by their files; the first process to come makes it."""
+    from datasets import Dataset, Features, Value
 
-    tables = {"json": _json, "parquet": _parquet}[file_format]
-    name = hashlib.sha256(json.dumps([states, reader.key]).encode()).hexdigest()[:32]
-    path = Path(config.HF_DATASETS_CACHE) / "titanplans" / f"{name}.arrow"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    features = Features({column: Value(kind) for column, kind in reader.features.items()})
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            partial = path.with_suffix(".partial")
-            with ArrowWriter(path=str(partial), features=features) as writer:
-                for file, _, _ in states:
-                    with refusing(
-                        f"{file} can't be read as {file_format}", "repair the file or leave it out"
-                    ):
-                        for table in tables(file, reader):
-                            writer.write_table(table)
-                writer.finalize()
-            partial.replace(path)
-    return Dataset.from_file(str(path))
+    states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    features = Features({name: Value(kind) for name, kind in (reader.features | {_ROW: "int64"}).items()})
+    with (
+        quietly(),
+        refusing("a data set can't be kept in the cache", "set HF_DATASETS_CACHE to another folder"),
+    ):
+        return Dataset.from_generator(
+            partial(_parts, files, file_format, reader),
+            features=features,
+            fingerprint=hashlib.sha256(json.dumps([_LAYOUT, states, reader.key]).encode()).hexdigest()[:32],
+        )
 
 
-def _parquet(file: str, reader: RowFormat) -> Iterator["pyarrow.Table"]:
+def _parts(files: Sequence[Path], file_format: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
+    read, number = {"json": records, "parquet": _parquet}[file_format], 0
+    for file in files:
+        with refusing(f"{file} can't be read as {file_format}", "repair the file or leave it out"):
+            for record in read(str(file.absolute()), reader):
+                yield from (part | {_ROW: number} for part in reader.parts(record))
+                number += 1
+
+
+def _parquet(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:
     from pyarrow.parquet import ParquetFile
 
     rows = 0
     with ParquetFile(file) as parquet:
         columns = reader.columns(parquet.schema_arrow.names, file)
         for batch in parquet.iter_batches(1000, columns=columns):
-            yield reader.table(batch, file, rows)
+            yield from reader.table(batch, file, rows).to_pylist()
             rows += len(batch)
-
-
-def _json(file: str, reader: RowFormat) -> Iterator["pyarrow.Table"]:
-    """Tables of at most 1,000 rows, and of about 64 MB: Arrow's texts of one column of a table end at 2 GB."""
-    batch, length = [], 0
-    for record in records(file, reader):
-        batch.append(record)
-        length += len(next(iter(record.values())))
-        if len(batch) == 1000 or length > 2**26:
-            yield _table(batch, reader)
-            batch, length = [], 0
-    yield _table(batch, reader)
-
-
-def _table(batch: list[dict[str, Any]], reader: RowFormat) -> "pyarrow.Table":
-    import pyarrow
-
-    schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in reader.features.items()])
-    return pyarrow.Table.from_pylist(batch, schema)
 
 
 def records(file: str, reader: RowFormat) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from titanplans.training.data.chat.conversations import Conversations
 from titanplans.training.data.corpus.column import TextColumn
 from titanplans.training.data.corpus.hub import HubStream
 from titanplans.training.data.corpus.local import FORMATS, TextFiles, find_files
-from titanplans.training.data.corpus.rows import RowFiles, RowFormat, Table
+from titanplans.training.data.corpus.rows import RowFormat, Rows
 from titanplans.training.data.corpus.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
 from titanplans.training.data.split import check_split
 
@@ -51,9 +51,7 @@ class Source(Protocol):
 class Shuffled:
     """A Source over indexed documents: every epoch in another order, drawn from (seed, epoch)."""
 
-    def __init__(
-        self, corpus: TextFiles | RowFiles | Conversations, identity: dict[str, Any], seed: int
-    ) -> None:
+    def __init__(self, corpus: TextFiles | Rows, identity: dict[str, Any], seed: int) -> None:
         self._corpus, self._seed = corpus, seed
         self.files = corpus.files
         self.summary = corpus.summary if isinstance(corpus, Conversations) else None
@@ -110,16 +108,14 @@ def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) ->
             f"dataset = {dataset_path or dataset!r}: holds texts, and chat.enable = true reads conversations; give "
             ".jsonl or .parquet files, or leave chat out"
         )
-    corpus: TextFiles | RowFiles | Conversations
+    corpus: TextFiles | Rows
     if not local:
         corpus = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
     elif file_format == "text":
         corpus = TextFiles(root, files, split)
     else:
-        named = [(file.relative_to(root).as_posix(), file) for file in files]
-        table = Table(files, file_format, reader)
-        corpus = Conversations(table, named, split, chat) if chat else RowFiles(table, named, split)
-        identity |= reader.identity
+        at = root, files, file_format, split
+        corpus = Conversations(*at, chat) if chat else Rows(*at, reader)
     if len(corpus) == 0:
         what = chat.what_is_left_out() if chat else "no document"
         raise DataError(
