@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
-from titanplans.training.data.corpus.rows import Rows
+from titanplans.training.data.corpus.rows import RowDocuments
 
 
-class Conversations(Rows):
+class Conversations(RowDocuments):
     """Documents that are conversations, each a row.
 
     Raises:

@@ -68,8 +68,8 @@ class RowFormat(Protocol):
         ...
 
 
-class Rows:
-    """The documents of files of rows, any of which can be read at once. Every twentieth row is for validation.
+class RowDocuments:
+    """Documents that are rows of files, each read when it is asked for. Every twentieth row is for validation.
 
     Args:
         root: the folder that names start from.

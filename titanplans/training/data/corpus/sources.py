@@ -18,7 +18,7 @@ from titanplans.training.data.chat.conversations import Conversations
 from titanplans.training.data.corpus.column import TextColumn
 from titanplans.training.data.corpus.hub import HubStream
 from titanplans.training.data.corpus.local import FORMATS, TextFiles, find_files
-from titanplans.training.data.corpus.rows import RowFormat, Rows
+from titanplans.training.data.corpus.rows import RowDocuments, RowFormat
 from titanplans.training.data.corpus.stdlib import STDLIB_PIECE_BYTES, stdlib_files, stdlib_root
 from titanplans.training.data.split import check_split
 
@@ -51,7 +51,7 @@ class Source(Protocol):
 class Shuffled:
     """A Source over indexed documents: every epoch in another order, drawn from (seed, epoch)."""
 
-    def __init__(self, corpus: TextFiles | Rows, identity: dict[str, Any], seed: int) -> None:
+    def __init__(self, corpus: TextFiles | RowDocuments, identity: dict[str, Any], seed: int) -> None:
         self._corpus, self._seed = corpus, seed
         self.files = corpus.files
         self.summary = corpus.summary if isinstance(corpus, Conversations) else None
@@ -108,14 +108,14 @@ def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) ->
             f"dataset = {dataset_path or dataset!r}: holds texts, and chat.enable = true reads conversations; give "
             ".jsonl or .parquet files, or leave chat out"
         )
-    corpus: TextFiles | Rows
+    corpus: TextFiles | RowDocuments
     if not local:
         corpus = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
     elif file_format == "text":
         corpus = TextFiles(root, files, split)
     else:
         at = root, files, file_format, split
-        corpus = Conversations(*at, chat) if chat else Rows(*at, reader)
+        corpus = Conversations(*at, chat) if chat else RowDocuments(*at, reader)
     if len(corpus) == 0:
         what = chat.what_is_left_out() if chat else "no document"
         raise DataError(
