@@ -2,6 +2,7 @@
 # make test    install into .venv and run the tests that a contributor needs: 5 minutes on 2 cores; ARGS="-k gla" picks some
 # make test-all  all tests but the exhaustive ones, before a merge; 25 minutes
 # make test-exhaustive  those, too: more cases of what the others prove; hours
+# make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them: docs/kernels.md
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types
 # make bench   every benchmark, each printing a table
@@ -18,7 +19,7 @@ BIN    := $(VENV)/bin
 # A file's tests share worlds of ranks, so a worker takes whole files, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all test-exhaustive survive check bench gpu clean
+.PHONY: train test test-all test-exhaustive test-kernels survive check bench gpu clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -33,6 +34,9 @@ test-all: $(VENV)/installed-dev
 test-exhaustive: $(VENV)/installed-dev
 	$(PYTEST) -m "exhaustive or not exhaustive" --timeout 3600 $(ARGS)
 	PYTHONPATH=. $(BIN)/python tests/combinations.py
+
+test-kernels: $(VENV)/installed-dev
+	TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal tests/interpreted $(ARGS)
 
 survive: $(VENV)/installed-dev
 	$(BIN)/python tests/survival.py --faults $(N)

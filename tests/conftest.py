@@ -1,6 +1,7 @@
 """What holds for all tests: the device that torchtitan settles on, threads, signals, no clocks, the order of files."""
 
 import gc
+import os
 import signal
 from pathlib import Path
 
@@ -20,6 +21,8 @@ else:  # as on torch 2.11, where everything else runs
         "cli/test_sweep_results.py",
         "test_torchrun.py",
     ]
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore = [*globals().get("collect_ignore", []), "interpreted"]  # make test-kernels
 # Tensors here are tiny, and ranks have processes of their own: a second thread only waits, on a core that is busy.
 torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP; a program that tests start would, too.

@@ -33,7 +33,7 @@ class Architecture(NamedTuple):
 
 _FLA = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=48, vocab_size=96)
 _DENSE = _FLA | dict(head_dim=16)
-_NSA = _FLA | dict(num_hidden_layers=1, head_dim=4, block_size=4, block_counts=3, window_size=5)
+_NSA = _FLA | dict(num_hidden_layers=1, head_dim=4, block_size=4, block_counts=2, window_size=5)
 _YOCO = _FLA | dict(num_self_decoder_layers=1)
 _SLIDING_AND_FULL = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
 _EXPERTS = _FLA | dict(moe_intermediate_size=16, num_experts=4)
@@ -262,7 +262,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         _FLA | dict(attend_current=True, tie_word_embeddings=True),
     ),
     "moba": (
-        _FLA | dict(num_kv_heads=2, qkv_bias=True, qk_norm=True, moba_chunk_size=4, moba_topk=2),
+        _FLA | dict(qkv_bias=True, qk_norm=True, moba_chunk_size=4, moba_topk=2),
         _FLA | dict(use_output_gate=True, moba_chunk_size=3, moba_topk=3, tie_word_embeddings=True),
     ),
     "mla": (

@@ -46,7 +46,9 @@ def run(argv: list[str] | None = None) -> NoReturn:
     if not sys.flags.safe_path:
         sys.path.append("")  # the folder where the user's plans lie: an installed command sees its own
     proves = argv[:1] in (["verify"], ["list"], ["async-tp"])
-    # These two are read when torch and Triton are imported.
+    # These are read when torch and Triton are imported.
+    if proves and {"real", "--kernels=real"} & set(argv):
+        os.environ["TRITON_INTERPRET"] = "1"
     if "--process-group" in argv:
         # Triton's dot products round float32 to TF32 otherwise, 10 bits of 23.
         os.environ["TRITON_F32_DEFAULT"] = "ieee"

@@ -19,13 +19,26 @@ import torch
 from titanplans.errors import KernelError
 from titanplans.kernels.naive import Naive, by_naive
 from titanplans.kernels.recurrent.recurrence import Recurrence, by_formula
-from titanplans.kernels.table import REFERENCES, Reference
+from titanplans.kernels.table import NOT_TRITON, REFERENCES, Reference
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MARK = "cpu_function"
 """Attribute of installed functions, the reference: a second `install`, and `coverage`, know them by it."""
+
+
+_interpreted = False
+"""See `use_interpreter`."""
+
+
+def use_interpreter(on: bool = True) -> None:
+    """From here on let CPU tensors go to FLA's Triton kernels, as Triton's interpreter runs them; or no longer.
+
+    What no Triton kernel computes is computed as before. See `titanplans.kernels.interpreted`.
+    """
+    global _interpreted
+    _interpreted = on
 
 
 def install(device_type: str) -> None:
@@ -40,8 +53,8 @@ def install(device_type: str) -> None:
     if all(hasattr(getattr(owner, name, None), MARK) for owner, name in places):
         return
     names = _names()
-    for (owner, name), reference in zip(places, REFERENCES.values(), strict=True):
-        _replace(owner, name, reference, names)
+    for (owner, name), (place, reference) in zip(places, REFERENCES.items(), strict=True):
+        _replace(owner, name, reference, names, triton=place not in NOT_TRITON)
 
 
 def calls_fla(config: "PretrainedConfig") -> bool:
@@ -84,7 +97,7 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, MethodType) else id(value)
 
 
-def _replace(owner: Any, name: str, reference: Reference, names: Names) -> None:
+def _replace(owner: Any, name: str, reference: Reference, names: Names, *, triton: bool) -> None:
     original: Any = getattr(owner, name, None)
     if hasattr(original, MARK):
         return
@@ -94,12 +107,12 @@ def _replace(owner: Any, name: str, reference: Reference, names: Names) -> None:
         reference = by_naive(original, reference)
     if isinstance(original, type) and issubclass(original, torch.autograd.Function):
         # Out of every graph of torch.compile, as the kernels behind it are on a GPU.
-        replacement = torch.compiler.disable(_on_cpu(reference, original.apply))
+        replacement = torch.compiler.disable(_on_cpu(reference, original.apply, triton=triton))
         _rebind(original.apply, replacement, names)
         original.apply = staticmethod(replacement)
         setattr(original, MARK, reference)
         return
-    replacement = _on_cpu(reference, original)
+    replacement = _on_cpu(reference, original, triton=triton)
     if original is not None:
         _rebind(original, replacement, names)
     setattr(owner, name, replacement)
@@ -111,8 +124,12 @@ def _rebind(original: Any, replacement: Any, names: Names) -> None:
         table[name] = replacement
 
 
-def _on_cpu(reference: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+def _on_cpu(
+    reference: Callable[..., Any], original: Callable[..., Any] | None, *, triton: bool
+) -> Callable[..., Any]:
     """`reference` for calls with CPU tensors, `original` (None: not installed) for all others.
+
+    Where Triton is interpreted, CPU tensors go to an `original` that is `triton`'s, too.
 
     With documents it is out of graphs, as a kernel is: it takes them apart by their lengths, which a graph can't read.
     """
@@ -120,7 +137,7 @@ def _on_cpu(reference: Callable[..., Any], original: Callable[..., Any] | None) 
 
     @functools.wraps(reference)
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if _first_is_on_cpu(*args, **kwargs):
+        if _first_is_on_cpu(*args, **kwargs) and not (_interpreted and triton):
             if kwargs.get("cu_seqlens") is not None and torch.compiler.is_compiling():
                 return out_of_graphs[0](*args, **kwargs)
             return reference(*args, **kwargs)

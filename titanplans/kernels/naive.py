@@ -27,6 +27,8 @@ class Naive(NamedTuple):
     """A reference by its place, "fla.ops.parallax.naive:naive_parallax", in the table of references."""
 
     place: str
+    check: Callable[[dict[str, Any]], None] | None = None
+    """Refuses arguments, by name, that the kernel refuses or takes for others."""
 
 
 def by_naive(kernel: Callable[..., Any], reference: Naive) -> Callable[..., Any]:
@@ -47,6 +49,8 @@ def by_naive(kernel: Callable[..., Any], reference: Naive) -> Callable[..., Any]
     def compute(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         given = {key: value for key, value in given.items() if value is not None and value is not False}
+        if reference.check is not None:
+            reference.check(given)
         naive = getattr(importlib.import_module(module), name)
         result = _compute(kernel.__name__, naive, given)
         return result[0] if one_output and isinstance(result, tuple) else result

@@ -54,7 +54,7 @@ _FORMULAS = {
 """Folder of fla.ops -> the formula, and the kernels that it stands for: `chunk_delta_rule`, ..."""
 
 _ATTENTION = {
-    f"fla.ops.{place}": Naive(f"fla.ops.{reference}")
+    f"fla.ops.{place}": Naive(f"fla.ops.{reference}", attention_parts.check_nsa if "nsa" in place else None)
     for place, reference in {
         "attn.parallel:parallel_attn": "attn.naive:naive_parallel_attn",
         "forgetting_attn.parallel:parallel_forgetting_attn": "forgetting_attn.naive:naive_forgetting_attn",
@@ -138,3 +138,23 @@ REFERENCES: dict[str, Reference] = {
     },
 }
 """Place in FLA, "module:name" -> what computes CPU tensors there."""
+
+NOT_TRITON = frozenset(
+    (
+        *_FLASH_ATTENTION,
+        *(f"fla.layers.{name}" for name in ("mamba:Mamba.slow_forward", "mamba2:Mamba2.torch_forward")),
+        "fla.layers.log_linear_mamba2:LogLinearMamba2.forward",
+        *(
+            f"fla.layers.mamba3:{name}"
+            for name in ("Mamba3.forward", "mamba3_siso_combined", "mamba3_mimo_combined")
+        ),
+        "fla.layers.rodimus:autocast_to_fp16",
+        "fla.layers.stickbreaking_attn:StickBreakingAttention.forward",
+        "fla.models.cat.modeling_cat:create_block_mask_compiled",
+        "fla.models.cat.modeling_cat:flex_attention_compiled",
+        "fla.modules.fused_cross_entropy.ops:FusedCrossEntropyLoss.forward",
+        "fla.ops.moba.parallel:parallel_moba",
+        "fla.ops.nsa.naive:naive_nsa_selection",
+    )
+)
+"""Places whose originals are no Triton kernels of FLA: of packages, of torch, or code around kernels that refuses a CPU."""

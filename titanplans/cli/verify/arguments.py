@@ -13,6 +13,7 @@ SUBJECT is
   a job                        titanplans verify configs/gla_debug.toml
   a Hugging Face config.json   titanplans verify path/to/config.json
   a plan of your own           titanplans verify my_plans:MyPlan --model my_models:build
+  ... with its Triton kernels  titanplans verify my_plans:MyPlan --model my_models:build --kernels real --tp 2 --quick
 
 over a process group, which GPU kernels need:
   torchrun --nproc-per-node 2 -m titanplans verify gla --process-group
@@ -100,6 +101,10 @@ def parse(argv: list[str]) -> Namespace:
         raise VerifyError(
             f"{request.command} takes either a SUBJECT or --all; see titanplans {request.command} --help"
         )
+    if getattr(request, "kernels", None) == "real":
+        if request.dtype == "float64":
+            raise VerifyError("--dtype float64: Triton's kernels compute in float32; leave it or --kernels real out")
+        request.dtype = "float32"
     for option in ("model", "flavor", "plan", "layers", "vocab_size"):
         if request.all and (value := getattr(request, option)) is not None:
             raise VerifyError(f"--{option.replace('_', '-')} {value}: goes with one SUBJECT, not with --all")
@@ -115,6 +120,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add("--loss-parallel", action=flag, help="logits sharded over the vocabulary; default: both")
     add("--sequence-parallel", action=flag, help="the stream sharded over the sequence; default: both")
     add("--dtype", type=_dtype, metavar="TYPE", help="float64 (default) or float32")
+    words = "real: Triton's kernels, interpreted on a CPU, in float32, which takes minutes; default: stand-ins on a CPU"
+    add("--kernels", choices=("stand-ins", "real"), default="stand-ins", help=words)
     add(
         "--output",
         metavar="FILE",

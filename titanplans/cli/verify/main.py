@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 
 from titanplans.cli.verify.arguments import parse
-from titanplans.errors import UserError
+from titanplans.errors import UserError, VerifyError
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
@@ -69,6 +69,8 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
 
     check_launch(request)
     with started_ranks(request) as device:
+        if request.kernels == "real":
+            _interpret(device.type)
         import torch
 
         from titanplans import kernels
@@ -115,6 +117,20 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
                 raise
     so_far.end()
     return 0 if all(itertools.chain(*parts)) else 1
+
+
+def _interpret(device_type: str) -> None:
+    """Let Triton's kernels run on a CPU, and say how long it takes."""
+    if device_type != "cpu":
+        raise VerifyError(f"--kernels real: on {device_type} Triton's kernels run by themselves; leave it out")
+    from titanplans.kernels import interpreted
+
+    print(
+        "--kernels real: Triton's kernels are interpreted, some hundred times slower than their stand-ins: minutes a model "
+        "(--quick --tp 2 is the shortest proof)",
+        file=sys.stderr,
+    )
+    interpreted.start()
 
 
 def _collect_what_is_new() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from titanplans.errors import KernelError
 from titanplans.kernels.layers.packing import sequences
 from titanplans.kernels.precision import accumulation_dtype
 
@@ -27,15 +28,21 @@ def parallel_moba(
 
     Args:
         q: [1, T, H, K].
-        k: [1, T, H_kv, K], H a multiple of H_kv.
-        v: [1, T, H_kv, V].
+        k: [1, T, H, K].
+        v: [1, T, H, V].
         cu_seqlens: bounds of packed sequences; no block reaches over one.
         max_seqlen: how a kernel splits its work.
         chunk_size: tokens of a block.
         topk: blocks that a query attends to. Below 2, or where no sequence is longer than a block, it attends to all.
+
+    Raises:
+        KernelError: keys have fewer heads than queries, which FLA's code does not take apart.
     """
-    groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    if k.shape[2] != q.shape[2]:
+        raise KernelError(
+            f"parallel_moba: {k.shape[2]} heads of keys for {q.shape[2]} of queries, and flash-linear-attention's MoBA takes "
+            "as many of each; leave num_kv_heads out"
+        )
     # Over all packed sequences, as the kernel counts them: of each but the last.
     targets = sum((length - 1) // chunk_size for length in cu_seqlens.diff().tolist())
     chosen = min(topk - 1, targets)
@@ -65,6 +72,26 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, size: int, chosen: int) -> torch.T
     taken = torch.zeros_like(gate).scatter(-1, best, 1.0) * past
     # Keys of the last block are in no choice.
     return same | (F.pad(taken.repeat_interleave(size, -1), (0, length - whole * size)) > 0)
+
+
+def check_nsa(given: dict[str, Any]) -> None:
+    """Refuse the arguments of `parallel_nsa` that its kernel refuses, or takes for others.
+
+    Raises:
+        KernelError: it would look at another number of blocks, or has no room for so many.
+    """
+    counts, size = given.get("block_counts", 16), given.get("block_size", 64)
+    most = counts if isinstance(counts, int) else int(counts.max())
+    if most & (most - 1):
+        raise KernelError(
+            f"block_counts = {most}: FLA's kernel looks at the next power of two; set {1 << most.bit_length()}, or "
+            f"{1 << most.bit_length() - 1}"
+        )
+    if size < 2 * most:
+        raise KernelError(
+            f"block_size = {size}: FLA's kernel needs twice as many tokens in a block as block_counts = {most}; set "
+            f"{2 * most} or more"
+        )
 
 
 def nsa_selection(

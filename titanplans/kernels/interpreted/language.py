@@ -1,0 +1,241 @@
+"""What Triton's interpreter lacks to run the kernels of flash-linear-attention with numpy, on a CPU; of triton 3.9.
+
+`complete` changes the interpreter in this process, and nothing that is installed. Each change says what fails without it.
+"""
+
+import ast
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.runtime import autotuner, interpreter
+
+Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+
+_turn = threading.RLock()
+"""The interpreter has one grid and one place in it for all threads, and ranks may be threads."""
+_wide = threading.local()
+
+
+def complete() -> None:
+    """Change the interpreter; once in a process."""
+    autotuner.Autotuner.prune_configs = _first_config
+    interpreter.FunctionRewriter.ast_transformer = _Transformer()
+    interpreter.__dict__["_cast_of_a_number"] = _cast_of_a_number
+    _speak_once()
+    _compute_in_bfloat16()
+    for name, at in {"create_masked_load": 1, "create_masked_store": 2}.items():
+        setattr(Builder, name, _with_bools(getattr(Builder, name), at))
+    for names, function in _FUNCTIONS.items():
+        for name in names:
+            setattr(libdevice, name, _of_numbers(function))
+    Builder.create_inline_asm = _approximation
+    # Names of precisions that it does not know; it computes each in float32.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+    )
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Kernels that run here for the first time cast to float32 where they say float16 or bfloat16.
+
+    So it shows whether a difference is a kernel's own rounding.
+    """
+    _wide.on, kept = True, dict(interpreter.InterpretedFunction.rewritten_fn)
+    interpreter.InterpretedFunction.rewritten_fn.clear()
+    try:
+        yield
+    finally:
+        _wide.on = False
+        interpreter.InterpretedFunction.rewritten_fn.clear()
+        interpreter.InterpretedFunction.rewritten_fn.update(kept)
+
+
+_prune_configs = autotuner.Autotuner.prune_configs
+
+
+def _first_config(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """There is no GPU to time on. The kernel's own pruning comes first."""
+    return _prune_configs(self, kwargs)[:1]
+
+
+class _Transformer(interpreter.ASTTransformer):
+    """Kernels cast loop variables and quotients by `.to`, which are numbers of Python here."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not (isinstance(node.func, ast.Attribute) and node.func.attr == "to"):
+            return node
+        called = ast.Name(id="_cast_of_a_number", ctx=ast.Load())
+        return ast.copy_location(ast.Call(called, [node.func.value, *node.args], node.keywords), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if getattr(_wide, "on", False) and node.attr in ("float16", "bfloat16"):
+            node.attr = "float32"
+        return node
+
+
+def _cast_of_a_number(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return (_tensor(x) if isinstance(x, bool | int | float) else x).to(*args, **kwargs)
+
+
+def _tensor(x: Any) -> Any:
+    return interpreter.interpreter_semantic.to_tensor(x, False)
+
+
+def _speak_once() -> None:
+    """Put the language's functions in place for good, which it does anew at each call of each function."""
+    scope = interpreter._LangPatchScope()
+    builder = interpreter.interpreter_builder
+    for language in (tl, tl.core):
+        interpreter._patch_builtin(language, builder, scope)
+        interpreter._patch_builtin(language.tensor, builder, scope)
+        interpreter._patch_lang_tensor(language.tensor, scope)
+        interpreter._patch_lang_core(language, scope)
+    interpreter._patch_builtin(tl.math, builder, scope)
+    interpreter._patch_builtin(tl.core.tensor_descriptor_base, builder, scope)
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    launch = interpreter.GridExecutor.__call__
+
+    def in_turn(*args: Any, **kwargs: Any) -> None:
+        with _turn:
+            launch(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = in_turn
+
+
+# bfloat16 lies in uint16, and numpy would compute with the bits.
+
+
+def _is_bfloat16(x: Any) -> bool:
+    return isinstance(x, Handle | tl.tensor) and x.dtype.scalar == tl.bfloat16
+
+
+def _widened(x: Any) -> Any:
+    if not _is_bfloat16(x):
+        return x
+    return Handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _narrowed(x: Any) -> Any:
+    """Round float32 to the nearest bfloat16, to even."""
+    if x.dtype.scalar != tl.float32:
+        return x
+    bits = np.ascontiguousarray(x.data.astype(np.float32)).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return Handle(np.where(np.isnan(x.data), np.uint16(0x7FC0), rounded), tl.bfloat16)
+
+
+def _compute_in_bfloat16() -> None:
+    def wide(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not any(map(_is_bfloat16, args)):
+                return compute(self, *args, **kwargs)
+            result = compute(self, *map(_widened, args), **kwargs)
+            return _narrowed(result) if result.data.dtype == np.float32 else result
+
+        return call
+
+    for name in (
+        "binary_op",
+        "unary_op",
+        "create_fma",
+        "create_rsqrt",
+        "create_erf",
+        "create_clampf",
+        "create_fabs",
+    ):
+        setattr(Builder, name, wide(getattr(Builder, name)))
+    cast, dot = Builder.cast_impl, Builder.create_dot
+
+    def cast_impl(self: Any, x: Any, to: Any) -> Any:
+        if to.scalar == tl.bfloat16:
+            return x if _is_bfloat16(x) else _narrowed(cast(self, x, tl.float32))
+        return cast(self, _widened(x), to)
+
+    convert = Builder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, x: Any, to: Any, rounding: Any) -> Any:
+        if _is_bfloat16(x) or to.scalar == tl.bfloat16:
+            return cast_impl(self, x, to)
+        return convert(self, x, to, rounding)
+
+    Builder.cast_impl, Builder.create_fp_to_fp = cast_impl, create_fp_to_fp
+    Builder.create_dot = lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest)
+    for over in (interpreter.ReduceOps, interpreter.ScanOps):
+        over.apply_impl = _over_wide(over.apply_impl)
+
+
+def _over_wide(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, values: Any) -> Any:
+        if not any(map(_is_bfloat16, values)):
+            return apply(self, values)
+        found = apply(self, tuple(x.to(tl.float32) if _is_bfloat16(x) else x for x in values))
+        several = found if isinstance(found, list | tuple) else (found,)
+        several = [y.to(tl.bfloat16) if y.dtype.scalar == tl.float32 else y for y in several]
+        return several if isinstance(found, list | tuple) else several[0]
+
+    return call
+
+
+def _with_bools(access: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """A mask may be integers: a product of bools is one in the interpreter."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = Handle(args[at].data.astype(np.bool_), tl.int1)
+        return access(self, *args[:at], mask, *args[at + 1 :], **kwargs)
+
+    return call
+
+
+def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of CUDA's libdevice by numpy's."""
+
+    def call(*given: Any, **_: Any) -> Any:
+        xs = [_tensor(x) for x in given]
+        first = xs[0].handle.data
+        data = function(*(x.handle.data for x in xs)).astype(first.dtype)
+        return tl.tensor(Handle(data, xs[0].dtype.scalar), xs[0].type)
+
+    return call
+
+
+_FUNCTIONS: dict[tuple[str, ...], Callable[..., Any]] = {
+    ("tanh", "fast_tanhf"): np.tanh,
+    ("exp", "fast_expf"): np.exp,
+    ("exp2",): np.exp2,
+    ("log", "fast_logf"): np.log,
+    ("log2", "fast_log2f"): np.log2,
+    ("cos", "fast_cosf"): np.cos,
+    ("sin", "fast_sinf"): np.sin,
+    ("log1p",): np.log1p,
+    ("expm1",): np.expm1,
+    ("pow", "fast_powf"): np.power,
+    ("sqrt",): np.sqrt,
+    ("rsqrt",): lambda x: 1 / np.sqrt(x),
+    ("erf",): lambda x: interpreter.np_erf_fp64(x.astype(np.float64)),
+    ("abs",): np.abs,
+}
+_INSTRUCTIONS = {"tanh": np.tanh, "cos": np.cos, "sin": np.sin, "ex2": np.exp2, "lg2": np.log2} | {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "rcp": np.reciprocal,
+}
+
+
+class _Results(list):
+    def get_result(self, at: int) -> Any:
+        return self[at]
+
+
+def _approximation(self: Any, text: str, constraints: Any, values: Any, *_: Any) -> _Results:
+    """Return what an instruction of PTX in a kernel approximates."""
+    function = _INSTRUCTIONS.get(text.strip().partition(".approx")[0])
+    if function is None:
+        raise NotImplementedError(f"inline assembly {text!r}")
+    return _Results([Handle(function(values[0].data).astype(np.float32), tl.float32)])
