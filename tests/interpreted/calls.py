@@ -169,7 +169,7 @@ def _name(path: Any, call: Call) -> str:
     """An argument by its name, where the kernel's function has names."""
     (which, *rest), code = path, getattr(call.stand_in, "__wrapped__", call.stand_in).__code__
     if which.idx == 1:
-        return "".join(map(str, rest)).strip("[]'")
+        return "".join(map(str, rest)).replace("['", "").replace("']", "")
     first, *others = rest
     names = code.co_varnames[: code.co_argcount]
     name = names[first.idx] if first.idx < len(names) else str(first.idx)

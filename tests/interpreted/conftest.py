@@ -1,4 +1,4 @@
-"""These tests have processes of their own: Triton's interpreter is for good, and FLA's kernels are there (make test-kernels)."""
+"""Tests in processes of their own: the interpreter is there for good, and with it FLA's kernels (make test-kernels)."""
 
 import calls
 

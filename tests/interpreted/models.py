@@ -13,11 +13,19 @@ from titanplans.training.trainer.documents import BY_CU_SEQLENS
 _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "path_attn": dict(num_heads=4),  # 16, 32, 64 or 128 a head
     "log_linear_mamba2": dict(state_size=64),  # a multiple of 64
+    "nsa": dict(block_size=16, block_counts=4),  # so that it has blocks to choose from
 }
 """Of families whose kernels refuse the zoo's."""
-NO_CACHE = ("deltaformer", "stickbreaking_attn")
-"""Families that do not go on from a cache."""
-ONE_AT_A_TIME = ("forgetting_transformer", "log_linear_mamba2", "yoco", "path_attn")
+NO_CACHE = {
+    "deltaformer": "FLA's layer refuses a cache",
+    "stickbreaking_attn": "FLA's layer refuses a cache",
+    "mom": "FLA's kernel refuses as many states as there are memories",
+    "nsa": "FLA's kernel reads beyond the queries, which are fewer than the keys",
+    "log_linear_mamba2": "kernel and stand-in keep their states in other forms",
+    "path_attn": "FLA's kernel takes a cache in inference mode alone",
+}
+"""Families that do not go on from a cache, or not from each other's."""
+ONE_AT_A_TIME = ("forgetting_transformer", "yoco")
 """Families that go on by one token at a time."""
 LENGTHS = (30, 64, 130)
 """Below, at and above a chunk, which is 64 tokens or fewer."""

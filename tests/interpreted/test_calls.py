@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 
 import pytest
+import torch
 from calls import Call, Difference, compare, recorded
 
 from models import LENGTHS, NO_CACHE, ONE_AT_A_TIME, build, families, inputs, packed, variants
@@ -15,18 +16,27 @@ ENOUGH = 1e-5
 ROUNDING = 8
 """Else a kernel, which sums block by block, may be so many times as far from float64 as the stand-in in float32."""
 
-OLDEST = "no gradient passes through the oldest input of the cache, which no later token looks at"
-NO_STATE = "no gradient passes through the final state"
 NAMED = {
-    "fla.modules.causal_conv1d.ops:CausalConv1dFunction": (("gradient of",), OLDEST),
-    "fla.ops.hgrn.chunk:chunk_hgrn": (("gradient of",), f"{NO_STATE}, nor into the initial one"),
-    "fla.ops.rwkv6.fused_recurrent:fused_recurrent_rwkv6": (("gradient of",), NO_STATE),
+    "fla.modules.causal_conv1d.ops:CausalConv1dFunction": (
+        (),
+        "no gradient passes through the oldest input of the cache, which no later token looks at",
+    ),
+    "fla.ops.hgrn.chunk:chunk_hgrn": (
+        ("gradient of initial_state",),
+        "no gradient passes through states, the final and the initial one",
+    ),
+    "fla.ops.rwkv6.fused_recurrent:fused_recurrent_rwkv6": ((), "no gradient passes through the final state"),
     "fla.ops.abc.chunk:chunk_abc": (
-        ("output 2", "output 3", "gradient of"),
-        "the final states are wrong where the tokens are no multiple of 64",
+        ("output 2", "output 3", "gradient of initial_state", "gradient of s"),
+        "the final states are wrong where the tokens are no multiple of 64, and no gradient passes into the initial ones",
     ),
 }
-"""What FLA's kernels do otherwise with states: their function, where it shows, and what it is. The rest has to agree."""
+"""What FLA's kernels do otherwise with states: what is wrong even if no final state is used, and why. The rest agrees."""
+IN_16_BITS = {
+    "fla.ops.mesa_net.chunk:chunk_mesa_net": 1e-2,
+    "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": 1e-2,
+}
+"""Kernels that get float16 from FLA's code around them, 2^-11, which the solution of a system makes larger."""
 
 _seen: set[str] = set()
 
@@ -37,6 +47,10 @@ def _wrong(differences: Iterable[Difference]) -> list[Difference]:
         for found in differences
         if found.between > ENOUGH and found.kernel > ROUNDING * found.stand_in + ENOUGH
     ]
+
+
+def _has_states(differences: list[Difference]) -> bool:
+    return any(found.of == "output 2" or "initial_state" in found.of for found in differences)
 
 
 def _check(name: str, condition: str, calls: list[Call]) -> None:
@@ -51,16 +65,18 @@ def _check(name: str, condition: str, calls: list[Call]) -> None:
                 wide = compare(call)
             if not _wrong(wide):
                 why = "rounds to 16 bits inside; widened it agrees"
-            elif call.place in NAMED and any("state" in key for key in call.kwargs):
-                where, why = NAMED[call.place]
-                rest = [
-                    found
-                    for found in compare(call, states=False)
-                    if "initial_state" not in found.of and not found.of.startswith(where[:-1] or ("no",))
+            elif call.place in NAMED and _has_states(differences):
+                besides, why = NAMED[call.place]
+                rest = compare(call, states=False)
+                wrong += [
+                    f"{call.place}: {found}; {call.key}"
+                    for found in _wrong(rest)
+                    if not found.of.startswith(besides)
                 ]
-                wrong += [f"{call.key}: {found}" for found in _wrong(rest)]
+            elif all(found.between <= IN_16_BITS.get(call.place, 0) for found in differences):
+                why = "gets float16"
             else:
-                wrong += [f"{call.key}: {found}" for found in _wrong(wide)]
+                wrong += [f"{call.place}: {found}; {call.key}" for found in _wrong(wide)]
         _keep(call, name, condition, differences, why)
     assert not wrong, "\n".join(wrong)
 
@@ -110,16 +126,19 @@ def test_states(name):
     for fields in variants(name):
         model = build(name, fields).eval()
         tokens = inputs(model.config, 72)["input_ids"]
-        with recorded() as found:
+        with recorded() as found, torch.set_grad_enabled(name not in ONE_AT_A_TIME):
             cache = None
             for part in tokens.split([66, 1, 5] if name in ONE_AT_A_TIME else [66, 5, 1], 1):
                 if name in ONE_AT_A_TIME and part.shape[1] == 5:
                     continue
-                cache = model(input_ids=part, past_key_values=cache, use_cache=True).past_key_values
+                seen = torch.ones(1, 66 if cache is None else 66 + part.shape[1])
+                given = dict(input_ids=part, past_key_values=cache, use_cache=True)
+                given |= dict(attention_mask=seen) if name == "forgetting_transformer" else {}
+                cache = model(**given).past_key_values
         _check(name, "states", found)
 
 
-@pytest.mark.parametrize("name", ("gla", "gated_deltanet", "kda", "transformer", "hgrn2", "delta_net"))
+@pytest.mark.parametrize("name", ["gla", "gated_deltanet", "kda", "transformer", "hgrn2", "delta_net"])
 def test_bfloat16(name):
     """Both round outputs and gradients to bfloat16, a relative 2^-9; sums of such roundings are within four of them."""
     model = build(name, variants(name)[0]).bfloat16()
