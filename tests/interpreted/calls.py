@@ -109,6 +109,16 @@ def real() -> Iterator[None]:
             torch.use_deterministic_algorithms(filled)
 
 
+@contextmanager
+def widened() -> Iterator[None]:
+    """Let the body's kernels have float32 for what they round to 16 bits on the way."""
+    interpreted.widen()
+    try:
+        yield
+    finally:
+        interpreted.widen(False)
+
+
 def compare(call: Call, *, states: bool = True) -> list[Difference]:
     """Return the differences of outputs, and of the gradients of a random sum of them.
 

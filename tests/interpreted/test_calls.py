@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from calls import Call, Difference, compare, recorded
+from calls import Call, Difference, compare, recorded, widened
 
 from models import LENGTHS, NO_CACHE, ONE_AT_A_TIME, build, families, inputs, packed, variants
-from titanplans.kernels.interpreted.language import widened
 
 ENOUGH = 1e-5
 """Relative, in float32: a kernel and its stand-in sum in other orders."""

@@ -103,7 +103,9 @@ def parse(argv: list[str]) -> Namespace:
         )
     if getattr(request, "kernels", None) == "real":
         if request.dtype == "float64":
-            raise VerifyError("--dtype float64: Triton's kernels compute in float32; leave it or --kernels real out")
+            raise VerifyError(
+                "--dtype float64: Triton's kernels compute in float32; leave it or --kernels real out"
+            )
         request.dtype = "float32"
     for option in ("model", "flavor", "plan", "layers", "vocab_size"):
         if request.all and (value := getattr(request, option)) is not None:

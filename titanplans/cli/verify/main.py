@@ -122,7 +122,9 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
 def _interpret(device_type: str) -> None:
     """Let Triton's kernels run on a CPU, and say how long it takes."""
     if device_type != "cpu":
-        raise VerifyError(f"--kernels real: on {device_type} Triton's kernels run by themselves; leave it out")
+        raise VerifyError(
+            f"--kernels real: on {device_type} Triton's kernels run by themselves; leave it out"
+        )
     from titanplans.kernels import interpreted
 
     print(
@@ -131,6 +133,7 @@ def _interpret(device_type: str) -> None:
         file=sys.stderr,
     )
     interpreted.start()
+    interpreted.widen()
 
 
 def _collect_what_is_new() -> None:

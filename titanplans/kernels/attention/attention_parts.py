@@ -40,8 +40,8 @@ def parallel_moba(
     """
     if k.shape[2] != q.shape[2]:
         raise KernelError(
-            f"parallel_moba: {k.shape[2]} heads of keys for {q.shape[2]} of queries, and flash-linear-attention's MoBA takes "
-            "as many of each; leave num_kv_heads out"
+            f"parallel_moba: {k.shape[2]} heads of keys for {q.shape[2]} of queries, and flash-linear-attention's MoBA "
+            "takes as many of each; leave num_kv_heads out"
         )
     # Over all packed sequences, as the kernel counts them: of each but the last.
     targets = sum((length - 1) // chunk_size for length in cu_seqlens.diff().tolist())

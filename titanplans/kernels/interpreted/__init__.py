@@ -29,3 +29,14 @@ def start() -> None:
     fla.accept_a_cpu()  # of functions that `install` then has in hand
     install("cpu")
     use_interpreter()
+
+
+def widen(on: bool = True) -> None:
+    """From here on let kernels compute in float32 what they round to 16 bits on the way; or no longer.
+
+    So it shows whether a difference is a kernel's own rounding, and a plan's error is not lost in it.
+    """
+    from titanplans.kernels.interpreted import fla, language
+
+    language.widen(on)
+    fla.widen(on)

@@ -1,4 +1,4 @@
-"""Checks in flash-linear-attention's code around its kernels that refuse a CPU, or float32, and that its kernels do not need.
+"""Checks of flash-linear-attention that refuse a CPU, or float32, where its kernels need no such check.
 
 A function's source is compiled without its check, and takes the function's place wherever FLA's modules hold it.
 """
@@ -11,6 +11,8 @@ import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 _PROCESSORS = 4
 """FLA takes one for a machine without a GPU, and then paths that no GPU takes."""
@@ -35,10 +37,25 @@ def accept_a_cpu() -> None:
     from fla.utils import hardware
 
     for name, value in list(vars(utils).items()):
-        if inspect.isfunction(plain := inspect.unwrap(value)) and plain.__module__ == utils.__name__:
-            if _CYFA in inspect.getsource(plain):
-                _without(utils, name, _CYFA)
+        plain = inspect.unwrap(value)
+        is_own = inspect.isfunction(plain) and plain.__module__ == utils.__name__
+        if is_own and _CYFA in inspect.getsource(plain):
+            _without(utils, name, _CYFA)
     _everywhere(hardware.get_multiprocessor_count, lambda *_, **__: _PROCESSORS)
+
+
+def widen(on: bool) -> None:
+    """Let MesaNet's kernels have float32 queries and keys in place of float16; or as they are."""
+    importlib.import_module("fla.ops.mesa_net.chunk").__dict__["torch"] = _Wide() if on else torch
+
+
+class _Wide:
+    """The module torch, in which float16 is float32."""
+
+    float16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _without(module: Any, name: str, check: str) -> None:

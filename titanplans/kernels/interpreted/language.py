@@ -5,11 +5,11 @@
 
 import ast
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime import autotuner, interpreter
@@ -18,7 +18,8 @@ Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
 
 _turn = threading.RLock()
 """The interpreter has one grid and one place in it for all threads, and ranks may be threads."""
-_wide = threading.local()
+_rewritten: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
+"""The kernels as the interpreter has them, as they are and widened."""
 
 
 def complete() -> None:
@@ -33,27 +34,16 @@ def complete() -> None:
     for names, function in _FUNCTIONS.items():
         for name in names:
             setattr(libdevice, name, _of_numbers(function))
-    Builder.create_inline_asm = _approximation
+    setattr(Builder, "create_inline_asm", _approximation)  # noqa: B010  # which only raises there
     # Names of precisions that it does not know; it computes each in float32.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
     )
 
 
-@contextmanager
-def widened() -> Iterator[None]:
-    """Kernels that run here for the first time cast to float32 where they say float16 or bfloat16.
-
-    So it shows whether a difference is a kernel's own rounding.
-    """
-    _wide.on, kept = True, dict(interpreter.InterpretedFunction.rewritten_fn)
-    interpreter.InterpretedFunction.rewritten_fn.clear()
-    try:
-        yield
-    finally:
-        _wide.on = False
-        interpreter.InterpretedFunction.rewritten_fn.clear()
-        interpreter.InterpretedFunction.rewritten_fn.update(kept)
+def widen(on: bool) -> None:
+    """Let kernels have float32 where they say float16 or bfloat16, from here on; or no longer."""
+    interpreter.InterpretedFunction.rewritten_fn = _rewritten[on]
 
 
 _prune_configs = autotuner.Autotuner.prune_configs
@@ -76,7 +66,10 @@ class _Transformer(interpreter.ASTTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        if getattr(_wide, "on", False) and node.attr in ("float16", "bfloat16"):
+        if interpreter.InterpretedFunction.rewritten_fn is _rewritten[True] and node.attr in (
+            "float16",
+            "bfloat16",
+        ):
             node.attr = "float32"
         return node
 
@@ -103,9 +96,12 @@ def _speak_once() -> None:
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     launch = interpreter.GridExecutor.__call__
 
-    def in_turn(*args: Any, **kwargs: Any) -> None:
+    def in_turn(executor: Any, *args: Any, **kwargs: Any) -> None:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, torch.Tensor):
+                x.data_ptr()  # a sequence whose tokens are on several ranks is gathered now, while others run
         with _turn:
-            launch(*args, **kwargs)
+            launch(executor, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = in_turn
 
@@ -154,20 +150,25 @@ def _compute_in_bfloat16() -> None:
         setattr(Builder, name, wide(getattr(Builder, name)))
     cast, dot = Builder.cast_impl, Builder.create_dot
 
-    def cast_impl(self: Any, x: Any, to: Any) -> Any:
-        if to.scalar == tl.bfloat16:
-            return x if _is_bfloat16(x) else _narrowed(cast(self, x, tl.float32))
-        return cast(self, _widened(x), to)
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if dst_type.scalar == tl.bfloat16:
+            return src if _is_bfloat16(src) else _narrowed(cast(self, src, tl.float32))
+        return cast(self, _widened(src), dst_type)
 
     convert = Builder.create_fp_to_fp
 
-    def create_fp_to_fp(self: Any, x: Any, to: Any, rounding: Any) -> Any:
-        if _is_bfloat16(x) or to.scalar == tl.bfloat16:
-            return cast_impl(self, x, to)
-        return convert(self, x, to, rounding)
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if _is_bfloat16(src) or dst_type.scalar == tl.bfloat16:
+            return cast_impl(self, src, dst_type)
+        return convert(self, src, dst_type, rounding_mode)
+
+    def create_dot(
+        self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+    ) -> Any:
+        return dot(self, _widened(a), _widened(b), d, input_precision, max_num_imprecise_acc)
 
     Builder.cast_impl, Builder.create_fp_to_fp = cast_impl, create_fp_to_fp
-    Builder.create_dot = lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest)
+    Builder.create_dot = create_dot
     for over in (interpreter.ReduceOps, interpreter.ScanOps):
         over.apply_impl = _over_wide(over.apply_impl)
 

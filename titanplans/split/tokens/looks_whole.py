@@ -35,7 +35,7 @@ _FIELDS = frozenset(
 )
 _ASKS = frozenset(
     """
-    size dim numel ndimension nelement element_size is_floating_point is_complex get_device is_contiguous stride
+    size dim numel ndimension nelement element_size is_floating_point is_complex get_device
     __len__ zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full
     new_tensor
     """.split()  # noqa: SIM905
