@@ -56,7 +56,6 @@ THOROUGH = {
     "tests/loss/test_fused_loss.py": ("test_it_is_that_of_the_logits_over_ranks",),
     "tests/observe/test_parallelism_report.py": (),
     "tests/observe/test_job_report.py": (),
-    "tests/kernels/test_kernels_triton.py": (),
     "tests/kernels/test_kernels_models.py": (
         "test_import_touches_nothing_and_other_devices_install_nothing",
     ),

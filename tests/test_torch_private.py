@@ -49,9 +49,10 @@ OTHERS = {
     "_generate_tables",
     *("_readout_basis", "_rotate_atom", "_rotate_modal_pos", "_rotate_modal_neg"),
     "_get_D",
+    *("_LangPatchScope", "_patch_builtin", "_patch_lang", "_patch_lang_core", "_patch_lang_tensor"),
 }
-"""Private names of transformers, fla, megatron-fsdp, atexit and argparse, a method that modules of torch's have, and one
-that authors of data sets override in a builder of `datasets`."""
+"""Private names of transformers, fla, megatron-fsdp, atexit, argparse and Triton's interpreter, a method that modules of
+torch's have, and one that authors of data sets override in a builder of `datasets`."""
 PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "_fields"}
 """nn.Module's tables, which it documents for those who walk modules, and the methods of named tuples."""
 LIBRARIES = ("torch", "torchtitan", "torchao")

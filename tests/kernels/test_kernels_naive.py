@@ -210,7 +210,7 @@ def test_the_last_queries_of_wall_attention(window):
 
 @pytest.mark.parametrize(("size", "topk"), [(3, 2), (2, 3), (4, 9)])
 def test_block_attention_is_its_formula(size, topk):
-    q, k, v = qkv()
+    q, k, v = qkv(heads_kv=HEADS)
     moba = kernel("ops.moba.parallel:parallel_moba")
     packed = [x.flatten(0, 1)[None] for x in (q, k, v)]
     o = moba(*packed, torch.tensor([0, TOKENS, 2 * TOKENS]), TOKENS, size, topk)
@@ -218,9 +218,14 @@ def test_block_attention_is_its_formula(size, topk):
 
 
 def test_one_block_is_plain_attention():
-    q, k, v = qkv(batch=1)
+    q, k, v = qkv(heads_kv=HEADS, batch=1)
     o = kernel("ops.moba.parallel:parallel_moba")(q, k, v, torch.tensor([0, TOKENS]), TOKENS, 2, 1)
     close(o, softmax_attention(q, k, v))
+
+
+def test_block_attention_is_refused_for_shared_keys_as_flas_is():
+    with pytest.raises(KernelError, match="leave num_kv_heads out"):
+        kernel("ops.moba.parallel:parallel_moba")(*qkv(batch=1), torch.tensor([0, TOKENS]), TOKENS, 2, 1)
 
 
 def test_deltaformer_is_flas_reference():
@@ -243,12 +248,28 @@ def test_deltaformer_is_flas_reference():
 def test_sparse_attention_to_all_blocks_is_plain_attention():
     q, k, v = rand(1, TOKENS, 16, KEY), rand(1, TOKENS, 1, KEY, seed=1), rand(1, TOKENS, 1, KEY, seed=2)
     ones, zeros = torch.ones_like(q[..., 0]), torch.zeros_like(q[..., 0])
-    given = dict(g_cmp=zeros, g_slc=ones, g_swa=zeros, block_counts=5, block_size=2, window_size=3)
+    given = dict(g_cmp=zeros, g_slc=ones, g_swa=zeros, block_counts=2, block_size=5, window_size=3)
     nsa = kernel("ops.nsa.parallel:parallel_nsa")
     o = nsa(q, k, v, **given)
     close(o, softmax_attention(q, k, v))
     last = {name: x[:, -2:] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     close(nsa(q[:, -2:], k, v, **last), o[:, -2:])
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "remedy"),
+    [
+        (3, 16, "set 4, or 2"),
+        (torch.tensor([[[3]]]), 16, "set 4, or 2"),
+        (16, 16, "block_size = 16.* set 32 or more"),
+    ],
+)
+def test_sparse_attention_is_refused_where_flas_kernel_takes_other_blocks(counts, size, remedy):
+    q, k = rand(1, TOKENS, 16, KEY), rand(1, TOKENS, 1, KEY)
+    ones = torch.ones_like(q[..., 0])
+    given = dict(g_cmp=ones, g_slc=ones, g_swa=ones, block_counts=counts, block_size=size, window_size=3)
+    with pytest.raises(KernelError, match=remedy):
+        kernel("ops.nsa.parallel:parallel_nsa")(q, k, k, **given)
 
 
 def test_slots_are_the_paper_s_formula():

@@ -6,6 +6,7 @@
 import ast
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -229,14 +230,10 @@ _INSTRUCTIONS = {"tanh": np.tanh, "cos": np.cos, "sin": np.sin, "ex2": np.exp2, 
 }
 
 
-class _Results(list):
-    def get_result(self, at: int) -> Any:
-        return self[at]
-
-
-def _approximation(self: Any, text: str, constraints: Any, values: Any, *_: Any) -> _Results:
+def _approximation(self: Any, text: str, constraints: Any, values: Any, *_: Any) -> SimpleNamespace:
     """Return what an instruction of PTX in a kernel approximates."""
     function = _INSTRUCTIONS.get(text.strip().partition(".approx")[0])
     if function is None:
         raise NotImplementedError(f"inline assembly {text!r}")
-    return _Results([Handle(function(values[0].data).astype(np.float32), tl.float32)])
+    results = [Handle(function(values[0].data).astype(np.float32), tl.float32)]
+    return SimpleNamespace(get_result=results.__getitem__)
