@@ -2,7 +2,7 @@
 # make test    install into .venv and run the tests that a contributor needs: 5 minutes on 2 cores; ARGS="-k gla" picks some
 # make test-all  all tests but the exhaustive ones, before a merge; 25 minutes
 # make test-exhaustive  those, too: more cases of what the others prove; hours
-# make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them: docs/kernels.md
+# make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
 # make check   lint, formatting, types
 # make bench   every benchmark, each printing a table
