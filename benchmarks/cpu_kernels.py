@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from fla.ops.gla.naive import naive_recurrent_gla
 
-from titanplans.kernels.recurrent import gla
+from titanplans.kernels.recurrent import chunks
 from titanplans.training.launch.exit_status import finish
 
 # batch, tokens, heads, key and value size of a head. The last is one layer of the 340M flavor.
@@ -50,10 +50,10 @@ def main() -> None:
     print("\n| chunk size | " + " | ".join(f"{size:4d}" for size in CHUNK_SIZES) + " |")
     print("|" + "-" * 12 + "|" + "|".join(["-----:"] * len(CHUNK_SIZES)) + "|")
     step = chunked_step(SHAPES[1])
-    default, columns = gla.CHUNK_SIZE, []
-    for gla.CHUNK_SIZE in CHUNK_SIZES:
+    default, columns = chunks.CHUNK_SIZE, []
+    for chunks.CHUNK_SIZE in CHUNK_SIZES:
         columns.append(times([step], options.repeats)[0])
-    gla.CHUNK_SIZE = default
+    chunks.CHUNK_SIZE = default
     print(
         "| ms         | " + " | ".join(f"{x:4.1f}" for x in columns) + f" |   (B, T, H, K, V = {SHAPES[1]})"
     )
@@ -64,7 +64,8 @@ def naive_step(shape: tuple[int, ...]) -> Callable[[], None]:
 
 
 def chunked_step(shape: tuple[int, ...]) -> Callable[[], None]:
-    return step_of(lambda q, k, v, g: gla.chunk_gla(q, k, v, g)[0], shape)
+    scale = shape[3] ** -0.5
+    return step_of(lambda q, k, v, g: chunks.linear_attention(q * scale, k, v, g)[0], shape)
 
 
 def step_of(function: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Callable[[], None]:

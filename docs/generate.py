@@ -2,7 +2,7 @@
 
 python docs/generate.py                    # all but the slow pages; two minutes
 python docs/generate.py options.md         # this one
-python docs/generate.py --slow             # those that compile every architecture, too; a quarter of an hour
+python docs/generate.py --slow             # those that compile or interpret every architecture, too; an hour
 python docs/generate.py --check            # writes nothing; status 1 if a page is not what it would write
 """
 
@@ -51,8 +51,12 @@ PAGES = {
     ROOT / "docs" / "cuts.svg": lambda: import_module("draw_cuts").picture(),
     ROOT / "docs" / "rows.svg": lambda: import_module("draw_rows").picture(),
 }
-SLOW = {"graphs.md": "compiled.py", "async_tp.md": "async_tp_page.py"}
-"""Pages whose scripts in tests/ compile every architecture, and whose own tests compare them."""
+SLOW = {
+    "graphs.md": "compiled.py",
+    "async_tp.md": "async_tp_page.py",
+    "kernels.md": "interpreted/page.py",
+}
+"""Pages whose scripts in tests/ compile or interpret every architecture, and whose own tests compare them."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""What mixtures of experts share: every expert split by its width, and the router on every rank.
+"""What mixtures of experts share: experts split by their width or given to ranks whole, and the router on every rank.
 
-Every rank sees all tokens and routes them alike; of each expert it has a share of the width, so nothing is sent from rank
-to rank but the sum at the end.
+Every rank of a layer sees all tokens and routes them alike. Of each expert it has a share of the width, so nothing is sent
+but the sum at the end; or, with expert parallelism, it has some experts whole, and tokens are sent to them.
 """
 
 from typing import Any
@@ -31,6 +31,8 @@ class ExpertsPlan(LlamaPlan):
         experts = getattr(mlp, "experts", None)
         if experts is None:
             return super().mlp_plan(mlp)
+        if self.options.experts > 1:
+            return self._by_expert()
         parts = (
             [f"experts.{n}" for n, _ in experts.named_children()]
             if isinstance(experts, nn.ModuleList)
@@ -39,10 +41,23 @@ class ExpertsPlan(LlamaPlan):
         plan = self.mlp_region("hidden_states", float8_input=False) | (
             {} if parts else self._stacked(experts)
         )
-        for part in [*parts, *([self.shared_mlp] if self.shared_mlp else [])]:
-            plan |= {f"{part}.{name}": self.colwise() for name in self.mlp_in}
-            plan |= {f"{part}.{self.mlp_out}": self.rowwise(reduce_output=False)}
-        return plan | {name: self.replicated_in_region() for name in (self.router, *self.in_region)}
+        for part in parts:
+            plan |= self._by_width(part)
+        return plan | self._for_all_tokens()
+
+    def _by_expert(self) -> Plan:
+        """Plan a mixture whose experts are shared out whole."""
+        region = self.mlp_region("hidden_states", float8_input=False)
+        return region | {"experts": self.by_expert()} | self._for_all_tokens()
+
+    def _for_all_tokens(self) -> Plan:
+        """Plan what of a mixture every token goes to: the router, and shared experts."""
+        shared = {} if self.shared_mlp is None else self._by_width(self.shared_mlp)
+        return shared | {name: self.replicated_in_region() for name in (self.router, *self.in_region)}
+
+    def _by_width(self, part: str) -> Plan:
+        plan: Plan = {f"{part}.{name}": self.colwise() for name in self.mlp_in}
+        return plan | {f"{part}.{self.mlp_out}": self.rowwise(reduce_output=False)}
 
     def _stacked(self, experts: Any) -> Plan:
         """Plan weights [experts, 2 width, hidden] and [experts, hidden, width], or transposed, with biases or without."""

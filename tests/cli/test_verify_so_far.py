@@ -1,5 +1,6 @@
 """What `titanplans verify` gives before its end, in processes of its own: on a terminal, in a file, when it is stopped."""
 
+import errno
 import json
 import os
 import re
@@ -47,7 +48,9 @@ def stopped(folder: Path, words: list[str], until: str) -> tuple[int, str, str, 
             sent = True
         try:
             terminal += os.read(master, 4096)
-        except BlockingIOError:
+        except OSError as error:  # none yet, or, on Linux, EIO: the process has closed the terminal, and ends
+            if error.errno not in (errno.EAGAIN, errno.EIO):
+                raise
             time.sleep(0.02)
     assert sent
     assert started.stdout is not None

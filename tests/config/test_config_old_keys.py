@@ -161,6 +161,7 @@ ON = {
     "checkpoint.enable": True,
     "quantize.linear.float8.recipe_name": "rowwise",
     "parallelism.context_parallel_degree": 2,
+    "parallelism.expert_parallel_degree": 2,
 }
 """Switches of ours, on."""
 

@@ -5,6 +5,7 @@ arguments. The kernels' new tensors are filled with NaN, so that a value which n
 """
 
 import functools
+import inspect
 import math
 import sys
 import warnings
@@ -17,8 +18,14 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from titanplans.kernels import interpreted
 from titanplans.kernels.install import use_interpreter
+from titanplans.kernels.table import FORMULAS
 
 Compute = Callable[..., Any]
+
+ENOUGH = 1e-5
+"""Relative, in float32: a kernel and its stand-in sum in other orders."""
+ROUNDING = 8
+"""Else a kernel, which sums block by block, may be so many times as far from float64 as the stand-in in float32."""
 
 
 class Call(NamedTuple):
@@ -45,10 +52,16 @@ class Difference(NamedTuple):
     kernel: float
     stand_in: float
 
+    def is_wrong(self, enough: float = ENOUGH) -> bool:
+        """Whether float32 does not explain it."""
+        return self.between > enough and self.kernel > ROUNDING * self.stand_in + enough
+
     def __str__(self) -> str:
         return f"{self.of}: {self.between:.1e} apart; from float64 {self.kernel:.1e}, the stand-in {self.stand_in:.1e}"
 
 
+KERNELS: dict[str, tuple[Compute, Compute]] = {}
+"""Of each place the stand-in and the kernel."""
 _calls: list[Call] | None = None
 _inside = 0
 
@@ -63,6 +76,7 @@ def start() -> None:
             return on_cpu(reference, original, triton=triton)
         owner = getattr(original, "__self__", original)  # of an autograd.Function it is `apply`
         place = f"{owner.__module__}:{owner.__qualname__}"
+        KERNELS[place] = reference, original
 
         @functools.wraps(reference)
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +95,22 @@ def start() -> None:
     interpreted.start()
     use_interpreter(False)
     module._on_cpu = on_cpu
+
+
+def siblings(call: Call) -> Iterator[Call]:
+    """Yield the call of each other kernel of a recurrence: `fused_recurrent_kda` of `chunk_kda`, say."""
+    folder = call.place.removeprefix("fla.ops.").partition(".")[0]
+    places = [f"fla.ops.{folder}.{kind}:{kind}_{folder}" for kind in FORMULAS.get(folder, ())[1:]]
+    for place in places if call.place in places else ():
+        if place == call.place:
+            continue
+        given = inspect.signature(call.stand_in).bind(*call.args, **call.kwargs).arguments
+        given |= given.pop("kwargs", {})
+        stand_in, kernel = KERNELS[place]
+        has = inspect.signature(stand_in).parameters
+        if folder == "gla":
+            given["gk" if "gk" in has else "g"] = given.pop("g" if "g" in given else "gk")
+        yield Call(place, stand_in, kernel, (), {name: x for name, x in given.items() if name in has})
 
 
 @contextmanager
@@ -129,9 +159,20 @@ def compare(call: Call, *, states: bool = True) -> list[Difference]:
         states: the sum has the final states, too, not the first output alone.
     """
     with real():
-        kernel = _computed(call.kernel, call, states)
+        try:
+            kernel = _computed(call.kernel, call, states)
+        except NotImplementedError:  # it has no backward
+            call = call._replace(args=_detached(call.args), kwargs=_detached(call.kwargs))
+            kernel = _computed(call.kernel, call, states)
     stand_in = _computed(call.stand_in, call, states)
     exact = _computed(call.stand_in, call, states, torch.float64)
+    return differences(kernel, stand_in, exact)
+
+
+def differences(
+    kernel: dict[str, torch.Tensor], stand_in: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
+) -> list[Difference]:
+    """Return how far each of the kernel's tensors is from those of its name."""
     return [
         Difference(
             name, _apart(x, stand_in[name]), _apart(x, exact[name]), _apart(stand_in[name], exact[name])
@@ -188,10 +229,12 @@ def _name(path: Any, call: Call) -> str:
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
     assert x.shape == y.shape, (x.shape, y.shape)
-    size, apart = y.double().norm().item(), (x.double() - y.double()).norm().item()
-    if math.isnan(apart):
-        return math.inf
-    return apart / size if size else apart
+    apart = ((x.double() - y.double()).norm() / y.double().norm().clamp_min(1e-6)).item()
+    return math.inf if math.isnan(apart) else apart
+
+
+def _detached(given: Any) -> Any:
+    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, given)
 
 
 def _seen(x: Any) -> Any:

@@ -19,14 +19,13 @@ _OTHER_SIZES: dict[str, dict[str, Any]] = {
 NO_CACHE = {
     "deltaformer": "FLA's layer refuses a cache",
     "stickbreaking_attn": "FLA's layer refuses a cache",
-    "mom": "FLA's kernel refuses as many states as there are memories",
     "nsa": "FLA's kernel reads beyond the queries, which are fewer than the keys",
     "log_linear_mamba2": "kernel and stand-in keep their states in other forms",
     "path_attn": "FLA's kernel takes a cache in inference mode alone",
 }
 """Families that do not go on from a cache, or not from each other's."""
-ONE_AT_A_TIME = ("forgetting_transformer", "yoco")
-"""Families that go on by one token at a time."""
+ONE_AT_A_TIME = ("forgetting_transformer", "mom", "yoco")
+"""Families that go on by one token at a time, without gradients."""
 LENGTHS = (30, 64, 130)
 """Below, at and above a chunk, which is 64 tokens or fewer."""
 DOCUMENTS = (1, 3, 63, 63)

@@ -6,46 +6,16 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from calls import Call, Difference, compare, recorded, widened
+from calls import Call, Difference, compare, recorded, siblings, widened
+from known import KNOWN
 
 from models import LENGTHS, NO_CACHE, ONE_AT_A_TIME, build, families, inputs, packed, variants
-
-ENOUGH = 1e-5
-"""Relative, in float32: a kernel and its stand-in sum in other orders."""
-ROUNDING = 8
-"""Else a kernel, which sums block by block, may be so many times as far from float64 as the stand-in in float32."""
-
-NAMED = {
-    "fla.modules.causal_conv1d.ops:CausalConv1dFunction": (
-        (),
-        "no gradient passes through the oldest input of the cache, which no later token looks at",
-    ),
-    "fla.ops.hgrn.chunk:chunk_hgrn": (
-        ("gradient of initial_state",),
-        "no gradient passes through states, the final and the initial one",
-    ),
-    "fla.ops.rwkv6.fused_recurrent:fused_recurrent_rwkv6": ((), "no gradient passes through the final state"),
-    "fla.ops.abc.chunk:chunk_abc": (
-        ("output 2", "output 3", "gradient of initial_state", "gradient of s"),
-        "the final states are wrong where the tokens are no multiple of 64, and no gradient passes into the initial ones",
-    ),
-}
-"""What FLA's kernels do otherwise with states: what is wrong even if no final state is used, and why. The rest agrees."""
-IN_16_BITS = {
-    "fla.ops.mesa_net.chunk:chunk_mesa_net": 1e-2,
-    "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": 1e-2,
-}
-"""Kernels that get float16 from FLA's code around them, 2^-11, which the solution of a system makes larger."""
 
 _seen: set[str] = set()
 
 
-def _wrong(differences: Iterable[Difference]) -> list[Difference]:
-    return [
-        found
-        for found in differences
-        if found.between > ENOUGH and found.kernel > ROUNDING * found.stand_in + ENOUGH
-    ]
+def _wrong(found: Iterable[Difference]) -> list[Difference]:
+    return [one for one in found if one.is_wrong()]
 
 
 def _has_states(differences: list[Difference]) -> bool:
@@ -62,22 +32,21 @@ def _check(name: str, condition: str, calls: list[Call]) -> None:
         if _wrong(differences):
             with widened():
                 wide = compare(call)
+            known = KNOWN.get(call.place)
             if not _wrong(wide):
-                why = "rounds to 16 bits inside; widened it agrees"
-            elif call.place in NAMED and _has_states(differences):
-                besides, why = NAMED[call.place]
-                rest = compare(call, states=False)
-                wrong += [
-                    f"{call.place}: {found}; {call.key}"
-                    for found in _wrong(rest)
-                    if not found.of.startswith(besides)
-                ]
-            elif all(found.between <= IN_16_BITS.get(call.place, 0) for found in differences):
-                why = "gets float16"
+                why = known.why if known else "rounds to 16 bits inside; widened it agrees"
+            elif known and _has_states(differences):
+                why = known.why
+                rest = _wrong(compare(call, states=False))
+                wrong += [_line(call, one) for one in rest if not one.of.startswith(known.states)]
             else:
-                wrong += [f"{call.place}: {found}; {call.key}" for found in _wrong(wide)]
+                wrong += [_line(call, one) for one in _wrong(wide)]
         _keep(call, name, condition, differences, why)
     assert not wrong, "\n".join(wrong)
+
+
+def _line(call: Call, found: Difference) -> str:
+    return f"{call.place}: {found}; {call.key}"
 
 
 def _keep(call: Call, name: str, condition: str, differences: list[Difference], why: str) -> None:
@@ -109,9 +78,8 @@ def _trained(name, given_of):
 @pytest.mark.parametrize("name", families())
 def test_a_step(name, length):
     sequences = 2 if length < 64 else 1
-    _check(
-        name, f"{length} tokens", _trained(name, lambda config: inputs(config, length, sequences=sequences))
-    )
+    found = _trained(name, lambda config: inputs(config, length, sequences=sequences))
+    _check(name, f"{length} tokens", found + [other for call in found for other in siblings(call)])
 
 
 @pytest.mark.parametrize("name", families())

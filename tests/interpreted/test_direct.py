@@ -2,13 +2,16 @@
 
 import pytest
 import torch
-from calls import real
+from calls import ENOUGH, real, widened
 from fla.modules.activations import ops
+from fla.modules.causal_conv1d.ops import causal_conv1d_update_states
+from fla.modules.fused_cross_entropy.ops import cross_entropy_loss
 from fla.modules.norm.fused_norm_gate import rms_norm_swish_gate_linear
+from fla.ops.mesa_net import chunk_mesa_net
+from fla.ops.rwkv7 import fused_mul_recurrent_rwkv7
+from fla.ops.utils.pooling import mean_pooling
 
 from titanplans.loss import kernels, operators
-
-ENOUGH = 1e-5
 
 
 def _of(function, *shapes):
@@ -57,6 +60,51 @@ def test_a_gated_norm_with_a_projection():
         assert (x - y).norm() <= ENOUGH * y.norm()
 
 
+def _states_after(x, initial):
+    return causal_conv1d_update_states(x, 4, initial)
+
+
+def _pooled(x):
+    return mean_pooling(x, 32)
+
+
+def _entropy(logits):
+    target = torch.arange(70).where(torch.arange(70) % 7 > 0, -100)
+    return cross_entropy_loss(logits, target, label_smoothing=0.1, lse_square_scale=1e-3)[0]
+
+
+def _rwkv7(r, w, k, v, kk, a):
+    kk = torch.nn.functional.normalize(kk, dim=-1)
+    return fused_mul_recurrent_rwkv7(r, -w.exp(), k, v, kk, a.sigmoid(), scale=0.5)[0]
+
+
+HEADS = (1, 70, 2, 16)
+FURTHER = {
+    "the states of a convolution": (_states_after, [(2, 70, 48), (2, 48, 4)], False),
+    "mean pooling": (_pooled, [HEADS], True),
+    "cross entropy": (_entropy, [(70, 96)], True),
+    "RWKV-7, token by token": (_rwkv7, [HEADS] * 6, False),
+}
+"""The function, its inputs' shapes, and whether it has a backward."""
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_kernel_that_no_layer_calls(name):
+    function, shapes, backward = FURTHER[name]
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=generator) for shape in shapes]
+    if backward:
+        with real():
+            kernel = _of(function, *shapes)
+        stand_in = _of(function, *shapes)
+    else:
+        with real(), torch.no_grad():
+            kernel = [function(*given)]
+        stand_in = [function(*given)]
+    for x, y in zip(kernel, stand_in, strict=True):
+        assert (x - y).norm() <= ENOUGH * y.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("summed", [False, True])
 def test_the_loss_reads_and_overwrites_logits_as_torchs_operators(dtype, summed, monkeypatch):
@@ -76,3 +124,29 @@ def test_the_loss_reads_and_overwrites_logits_as_torchs_operators(dtype, summed,
     for x, y in zip(*found, strict=True):
         bound = 2**-8 if x.dtype == torch.bfloat16 else ENOUGH
         assert (x.double() - y.double()).norm() <= bound * y.double().norm()
+
+
+@pytest.mark.parametrize(
+    ("scale", "least", "most"), [(1, 2e-4, 2e-3), (1e-2, 5e-3, 0.05), (1e-4, 0.3, 0.9), (1e-6, 0.98, 1.02)]
+)
+def test_mesa_nets_gradient_is_lost_where_it_is_small(scale, least, most):
+    """Its kernel adds 1e-5 to squares that it divides by. Without, it agrees at every size."""
+    shape = (1, 70, 2, 16)
+
+    def queries_gradient(dtype=torch.float32):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, weights = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
+        g, beta = torch.rand(2, *shape[:3], generator=generator, dtype=torch.float64)
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v, -g, beta, torch.ones(2, 16))]
+        outputs, *_ = chunk_mesa_net(*given)
+        (outputs * weights.to(dtype) * scale).sum().backward()
+        return given[0].grad.double()
+
+    exact = queries_gradient(torch.float64)
+    with real():
+        kernel = queries_gradient()
+        with widened():
+            to_the_end = queries_gradient()
+    assert least < (kernel - exact).norm() / exact.norm() < most
+    assert (to_the_end - exact).norm() <= ENOUGH * exact.norm()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from titanplans.kernels import KernelError
 from titanplans.kernels.recurrent import chunks
-from titanplans.kernels.table import _FORMULAS
+from titanplans.kernels.table import FORMULAS
 
 BATCH, TOKENS, HEADS, KEY, SLOTS, STEPS = 2, 7, 2, 4, 5, 2
 VALUES = {"mesa_net": KEY}
@@ -26,6 +26,7 @@ OVER_TIME = {
     "delta_rule": {"beta": ()},
     "gated_delta_product": {"g": (), "beta": ()},
     "gated_delta_rule": {"g": (), "beta": ()},
+    "gla": {"g": (KEY,)},
     "kda": {"g": (KEY,), "beta": ()},
     "mesa_net": {"g": (), "beta": ()},
     "path_attn": {"w": (KEY,), "g": (), "beta": ()},
@@ -51,19 +52,19 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 def _several_chunks(monkeypatch):
     """Seven tokens are two chunks here."""
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 4)
-    monkeypatch.setattr(chunks, "CHUNK_SIZE_OF_VECTORS", 4)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE_OF_SLOTS", 4)
 
 
 def test_every_reference_is_tested_here():
-    assert _FORMULAS.keys() <= OVER_TIME.keys() | OTHERS
+    assert FORMULAS.keys() <= OVER_TIME.keys() | OTHERS
 
 
-OTHERS = {"abc", "gsa"}
+OTHERS = {"abc", "gsa", "hgrn", "rwkv6", "rwkv7"}
 """Tested elsewhere."""
 
 
 def kernel(mixer, kind=None):
-    return getattr(importlib.import_module(f"fla.ops.{mixer}"), f"{kind or _FORMULAS[mixer][1]}_{mixer}")
+    return getattr(importlib.import_module(f"fla.ops.{mixer}"), f"{kind or FORMULAS[mixer][1]}_{mixer}")
 
 
 def randn(*sizes, seed):
@@ -224,11 +225,13 @@ def by_hand(mixer, **given):
     return BY_HAND.get(mixer, delta_by_hand)(**given)
 
 
-@pytest.mark.parametrize(("mixer", "kind"), [(m, kind) for m in MIXERS for kind in _FORMULAS[m][1:]])
+@pytest.mark.parametrize(("mixer", "kind"), [(m, kind) for m in MIXERS for kind in FORMULAS[m][1:]])
 def test_equals_its_definition_in_float64_with_every_gradient(mixer, kind):
     given = inputs(mixer) | options(mixer)
     final = {} if kind == "parallel" else {"output_final_state": True}
-    got, want = kernel(mixer, kind)(**given, **final), by_hand(mixer, **given)
+    gates = {"gk": given["g"]} if (mixer, kind) == ("gla", "fused_recurrent") else {}
+    named = {name: x for name, x in given.items() if not gates or name != "g"} | gates
+    got, want = kernel(mixer, kind)(**named, **final), by_hand(mixer, **given)
     want = (want[0], *(None for _ in want[1:])) if kind == "parallel" else want
     for a, b in zip(got, want, strict=True):
         if b is None:
@@ -286,7 +289,7 @@ def named(mixer, states):
 
 @pytest.mark.parametrize(
     ("mixer", "layout"),
-    [*((m, {}) for m in MIXERS), *((m, {"state_v_first": True}) for m in ("gated_delta_rule", "kda"))],
+    [*((m, {}) for m in MIXERS), *((m, {"state_v_first": True}) for m in ("gated_delta_rule", "gla", "kda"))],
 )
 def test_packed_sequences_with_states_equal_one_call_each(mixer, layout):
     given = inputs(mixer, batch=1)
@@ -316,6 +319,15 @@ def test_states_carry_a_sequence_on(mixer):
     rest, *last = kernel(mixer)(**part(given, 4, TOKENS), **named(mixer, states), **more)
     close(rest, whole[:, 4:])
     close(tuple(last), tuple(finals))
+
+
+@pytest.mark.parametrize("mixer", [m for m in MIXERS if m != "path_attn"])
+def test_states_of_another_number_of_sequences_are_refused(mixer):
+    """As FLA's kernels refuse them: MoM's, for one, where not all memories are used."""
+    given, more = inputs(mixer, batch=1), options(mixer) | {"output_final_state": True}
+    _, *states = kernel(mixer)(**inputs(mixer, batch=3), **more)
+    with pytest.raises(KernelError, match="3 states, and cu_seqlens bounds 2 sequences"):
+        kernel(mixer)(**given, **named(mixer, states), cu_seqlens=torch.tensor([0, 3, TOKENS]), **more)
 
 
 def test_states_are_given_back_on_request_alone():
@@ -423,15 +435,18 @@ def test_more_heads_of_values_than_of_keys(mixer):
         ("kda", {"cp_context": object()}, "has no such argument"),
         ("gated_delta_rule", {"cp_context": object()}, "has no such argument"),
         ("delta_rule", {"head_first": True}, "has no such argument"),
+        ("gla", {"gv": torch.zeros(1)}, "has no such argument"),
     ],
 )
 def test_what_the_reference_has_not_is_refused_by_name(mixer, option, reason):
     (name,) = option
+    given = {} if mixer == "gla" else inputs(mixer) | options(mixer)
+    given = {x: inputs(mixer)[x] for x in ("q", "k", "v")} | given | option
     with pytest.raises(KernelError, match=rf"_{mixer}: {name}.* is not computed on a CPU.*{reason}"):
-        kernel(mixer)(**inputs(mixer), **options(mixer) | option)
+        kernel(mixer, "fused_recurrent" if mixer == "gla" else None)(**given)
 
 
-@pytest.mark.parametrize("mixer", ["gated_delta_rule", "gsa", "kda"])
+@pytest.mark.parametrize("mixer", ["gated_delta_rule", "gla", "gsa", "kda"])
 def test_a_gate_may_shut_and_gates_may_be_strong(mixer):
     """Of minus infinity nothing before is left; in float32 nothing overflows."""
     given = inputs("kda" if mixer == "gsa" else mixer)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from titanplans.kernels.recurrent import chunks, hgrn, rwkv
+from titanplans.kernels.recurrent import chunks, rwkv
 from titanplans.kernels.widen import Widen
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def randn(*shape):
@@ -31,10 +33,11 @@ def heads_first(x):
 @pytest.fixture(autouse=True)
 def seed(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(chunks, "CHUNK_SIZE_OF_VECTORS", 4)
+    monkeypatch.setattr(chunks, "CHUNK_SIZE", 4)
 
 
 def test_rwkv6_is_flas_reference():
+    from fla.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
     from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
 
     def theirs(r, k, v, w, u, state):
@@ -45,11 +48,13 @@ def test_rwkv6_is_flas_reference():
 
     r, k, w = (randn(2, 9, 3, 4) for _ in range(3))
     inputs = [r, k, randn(2, 9, 3, 5), -w.exp(), randn(3, 4), randn(2, 3, 4, 5)]
-    compare(lambda *x: rwkv.rwkv6(*x[:5], None, x[5], True), theirs, inputs)
+    for ours in (chunk_rwkv6, fused_recurrent_rwkv6):
+        compare(lambda *x, ours=ours: ours(*x[:5], None, x[5], True), theirs, inputs)
 
 
 def test_rwkv7_is_flas_reference():
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
+    from fla.ops.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7
 
     def theirs(r, w, k, v, kk, a, state):
         o, final = dplr_recurrence(*map(heads_first, (r, k, v, -kk, kk * a, w)), initial_state=state)
@@ -58,11 +63,13 @@ def test_rwkv7_is_flas_reference():
     r, w, k, a = (randn(2, 9, 3, 4) for _ in range(4))
     kk = torch.nn.functional.normalize(randn(2, 9, 3, 4), dim=-1)
     inputs = [r, -w.exp(), k, randn(2, 9, 3, 5), kk, a.sigmoid(), randn(2, 3, 4, 5)]
-    compare(
-        lambda *x: rwkv.rwkv7_mul(*x[:6], scale=0.5, initial_state=x[6], output_final_state=True),
-        theirs,
-        inputs,
-    )
+    rest = dict(scale=0.5, output_final_state=True)
+    compare(lambda *x: fused_mul_recurrent_rwkv7(*x[:6], initial_state=x[6], **rest), theirs, inputs)
+
+    def chunked(r, w, k, v, kk, a, state):
+        return chunk_rwkv7(r, w, k, v, -kk, kk * a, initial_state=state, **rest)
+
+    compare(chunked, theirs, inputs)
 
 
 def test_hgrn_is_the_sum_of_what_has_decayed():
@@ -73,11 +80,16 @@ def test_hgrn_is_the_sum_of_what_has_decayed():
         o = torch.einsum("bijd,bjd->bid", decay, x) + past.exp() * state[:, None]
         return o, o[:, -1]
 
+    from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
+
     inputs = [randn(2, 9, 6), -randn(2, 9, 6).exp(), randn(2, 6)]
-    compare(lambda x, g, state: hgrn.hgrn(x, g, state, True), direct, inputs)
+    for ours in (chunk_hgrn, fused_recurrent_hgrn):
+        compare(lambda x, g, state, ours=ours: ours(x, g, state, True), direct, inputs)
 
 
 def test_packed_sequences_are_sequences_of_their_own():
+    from fla.ops.rwkv6 import chunk_rwkv6
+
     bounds = torch.tensor([0, 4, 9])
     r, k, v, w, u = (
         randn(1, 9, 2, 3),
@@ -86,9 +98,9 @@ def test_packed_sequences_are_sequences_of_their_own():
         -randn(1, 9, 2, 3).exp(),
         randn(2, 3),
     )
-    o, states = rwkv.rwkv6(r, k, v, w, u, output_final_state=True, cu_seqlens=bounds)
+    o, states = chunk_rwkv6(r, k, v, w, u, output_final_state=True, cu_seqlens=bounds)
     for n, part in enumerate((slice(0, 4), slice(4, 9))):
-        alone, state = rwkv.rwkv6(r[:, part], k[:, part], v[:, part], w[:, part], u, output_final_state=True)
+        alone, state = chunk_rwkv6(r[:, part], k[:, part], v[:, part], w[:, part], u, output_final_state=True)
         torch.testing.assert_close(o[:, part], alone)
         torch.testing.assert_close(states[n : n + 1], state)
     from fla.modules.token_shift import token_shift_ref

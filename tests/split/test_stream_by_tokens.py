@@ -90,3 +90,27 @@ def test_what_looks_whole_is_made_to_require_a_gradient():
         whole.shard.sum().backward()
         assert whole.requires_grad
         assert whole.shard.grad.equal(torch.ones_like(whole.shard))
+
+
+class Doubled(torch.autograd.Function):
+    """Like FLA's `Rwkv7FusedAddcmul`: what it saves is where its backward writes the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.contiguous())
+        return 2 * x.contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        return torch.mul(grad, 2, out=saved)
+
+
+def test_an_autograd_function_saves_numbers():
+    with fake_ranks(CONTEXT, context=CONTEXT) as mesh:
+        tokens = OwnTokens(mesh["cp"], 1, mesh["cp"])
+        shard = torch.ones(1, LENGTH // CONTEXT, 8, requires_grad=True)
+        doubled = Doubled.apply(look_whole(shard, tokens, LENGTH, partial=True))
+        assert type(doubled) is torch.Tensor, "made of tokens whose graph the function has not"
+        doubled.sum().backward()
+        assert shard.grad.equal(torch.full_like(shard, 2))

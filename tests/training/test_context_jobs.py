@@ -159,7 +159,7 @@ def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, 
 
 def test_the_report_names_the_degree_and_the_mixers(folder, four):
     report = json.loads((folder / "samba, cp 2 x fsdp 2" / "parallelism.json").read_text())
-    assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1}
+    assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1, "ep": 1}
     assert report["tensor_parallel"] is None
     assert report["context_parallel"]["regions"] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
     assert report["data_parallel"]["shards"] == 4

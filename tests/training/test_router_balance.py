@@ -14,9 +14,10 @@ from transformers import Ernie4_5_MoeConfig
 from titanplans import modeling
 from titanplans.config import Compile
 from titanplans.errors import ModelError, ParallelError
-from titanplans.loss import added_loss, still_biases
+from titanplans.loss import added_loss
 from titanplans.modeling.samples import build_real
 from titanplans.parallel.compile import apply_compile, one_graph_a_block
+from titanplans.split.experts.loads import Loads, mixtures
 from titanplans.training.checkpoint.storage import CheckpointReader
 from titanplans.training.trainer.device import prepare_device
 
@@ -53,7 +54,7 @@ def test_the_balance_is_in_the_loss_at_every_degree(tmp_path):
     assert found[2][0] == pytest.approx(math.log(4096) + 0.5 * 2, abs=0.1)
 
 
-def test_a_job_says_that_nothing_moves_the_biases_and_keeps_them_in_float32(tmp_path):
+def test_a_job_says_what_moves_the_biases_and_keeps_them_in_float32(tmp_path):
     job, bias = Job(tmp_path), "model.layers.1.mlp.gate.e_score_correction_bias"
     config = zoo.config("deepseek_v3", vocab_size=4096)
     config.save_pretrained(tmp_path)
@@ -64,7 +65,7 @@ def test_a_job_says_that_nothing_moves_the_biases_and_keeps_them_in_float32(tmp_
         "--training.dtype=bfloat16",
     )
     assert job.run(*words, "--checkpoint.export_dtype=bfloat16") == 0, job.err
-    assert f"nothing moves the routers' balance biases ({bias}" in job.out + job.err
+    assert "1 routers keep their experts equally busy moves by 0.001 a step" in job.out + job.err
     for step in (1, 2):
         saved = (
             CheckpointReader(tmp_path / "out" / "checkpoint" / f"step-{step}")
@@ -89,8 +90,70 @@ def test_a_job_says_that_nothing_moves_the_biases_and_keeps_them_in_float32(tmp_
     ],
 )  # fmt: skip
 def test_biases_that_no_gradient_moves(config, bias):
-    said = still_biases(modeling.build(config))
-    assert said is bias or said.startswith(f"nothing moves the routers' balance biases ({bias})")
+    model = modeling.build(config)
+    found = [mixture.bias for mixture in mixtures(model) if mixture.bias is not None]
+    names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
+    assert [names[id(x)] for x in found[:1]] == [bias] * (bias is not None)
+
+
+def test_loads_are_counted_once_in_training_and_even_out_by_the_biases():
+    model = zoo.build("glm4_moe", num_hidden_layers=3).float().train()
+    for layer in model.model.layers:
+        layer.mlp = GradientCheckpointed(layer.mlp)
+    loads, tokens = Loads(model), torch.arange(48).view(2, 24)
+    first = None
+    for _ in range(300):
+        model(tokens).logits.sum().backward()
+        found = loads.take([])
+        assert found.sum(1).tolist() == [2 * 24 * model.config.num_experts_per_tok] * len(loads.mixtures)
+        first = found if first is None else first
+        loads.move_biases(found, 0.002)
+    busiest = [(x.amax(1) / x.mean(1)).amax().item() for x in (first, found)]
+    assert busiest[1] < 1.3 < busiest[0]
+    before = [mixture.bias.clone() for mixture in loads.mixtures]
+    loads.move_biases(torch.tensor([[3.0, 1.0, 2.0, 2.0]]).repeat(len(before), 2)[:, : found.shape[1]], 0.25)
+    moved = [mixture.bias - x for mixture, x in zip(loads.mixtures, before, strict=True)]
+    for x in moved:
+        torch.testing.assert_close(x[:4], torch.tensor([-0.25, 0.25, 0.0, 0.0]).to(x))
+    with torch.no_grad():
+        model.eval()(tokens)
+    assert loads.take([]) is None
+
+
+class GradientCheckpointed(nn.Module):
+    """A module that is computed again in the backward."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=False)
+
+
+def test_the_loads_are_figures_and_a_picture(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = Job(tmp_path)
+    zoo.config("glm4_moe", vocab_size=4096).save_pretrained(tmp_path)
+    words = ("--model.config=config.json", "--training.steps=2", "--checkpoint.no-enable")
+    assert job.run(*words, "--metrics.enable_tensorboard", "--metrics.log_freq=1") == 0, job.err
+    (file,) = (tmp_path / "out").rglob("events.out.*")
+    events = EventAccumulator(str(file)).Reload()
+    assert [image.step for image in events.Images("experts/load")] == [1, 2]
+    assert all(image.height == 1 and image.width == 8 for image in events.Images("experts/load"))
+    figures = {
+        name: [x.value for x in events.Scalars(f"experts/{name}")] for name in ("idle", "largest_bias")
+    }
+    assert figures["largest_bias"] == pytest.approx([1e-3, 2e-3], rel=1e-4)
+    assert all(0 <= idle < 8 for idle in figures["idle"])
+
+
+def test_a_coefficient_without_biases_is_refused(tmp_path):
+    job = Job(tmp_path)
+    (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL))
+    assert job.run("--model.config=mixtral.json", "--optimizer.load_balance_coeff=0.01") == 2
+    assert "optimizer.load_balance_coeff = 0.01: no router of" in job.err
 
 
 def test_a_model_without_a_balance_refuses_the_option():

@@ -25,6 +25,7 @@ from titanplans.plan.plan import Plan, TPOptions, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.cut import Cut
+from titanplans.split.experts.cut import CutByExperts
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
 from titanplans.split.guards.inputs import Forwards, guard_forwards
@@ -37,6 +38,7 @@ from titanplans.split.stream import Border
 from titanplans.split.tensors.cut import CutByWeights
 from titanplans.split.tokens.cut import CutByTokens
 from titanplans.split.tokens.meshes import ContextMeshes, context_meshes
+from titanplans.split.untouched import Untouched
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def check_plan(
     tp_degree: int,
     *,
     context_degree: int = 1,
+    expert_degree: int = 1,
     loss_parallel: bool = True,
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
@@ -96,6 +99,7 @@ def check_plan(
         model: a causal language model, on any device, meta included.
         tp_degree: number of ranks over which each layer is to be split.
         context_degree: number of ranks that are to share a sequence.
+        expert_degree: number of ranks that are to share the experts; 1: each rank of a layer has a share of their width.
         loss_parallel: keep the logits sharded over the vocabulary.
         sequence_parallel: shard the sequence between the regions.
         sequence_dim: the dimension of the hidden states that is the sequence.
@@ -112,7 +116,9 @@ def check_plan(
             a split module stands outside a region; the heads of a split mixer are not found; the degree
             does not divide a size.
     """
-    options = TPOptions(tp_degree, loss_parallel, sequence_parallel, sequence_dim, context_degree)
+    options = TPOptions(
+        tp_degree, loss_parallel, sequence_parallel, sequence_dim, context_degree, expert_degree
+    )
     return check(resolve_plan(plan, model, options), model, dtype=dtype).plan.styles
 
 
@@ -125,6 +131,7 @@ def apply_plan(
     sequence_dim: int = 1,
     plan: PlanSource = None,
     dtype: torch.dtype | None = None,
+    experts: DeviceMesh | None = None,
     sum_over_cp: bool = True,
 ) -> AppliedPlan:
     """Split `model` over `mesh`, in place. Before activation checkpointing, compile, FSDP and the optimizer.
@@ -137,6 +144,8 @@ def apply_plan(
     Args:
         model: see `check_plan`, as for the other arguments and the errors.
         mesh: with dimensions "tp" (tensor parallelism), "cp" (context parallelism) or both; without names, 1-D, "tp".
+        experts: over whose last dimension whole experts are shared out: neighbouring ranks, those of "tp" among them; one
+            before it, if there is, has copies. None: each expert's width is split over "tp".
         sum_over_cp: parameters become DTensors with a copy on each rank of "cp", whose gradients `align_gradients`, the
             gradient norm and FSDP2 over other ranks sum. False: FSDP2 or DDP over a mesh that holds the ranks of "cp" sums
             (not averages) them.
@@ -156,6 +165,11 @@ def apply_plan(
         raise PlanError(
             f"sum_over_cp = False: a mesh of {', '.join(names) or 'one dimension'} has no 'cp' to sum over; leave it out"
         )
+    if experts is not None and (experts.ndim > 2 or (experts.mesh_dim_names or ("",))[-1] != "ep"):
+        raise PlanError(
+            f"experts needs a mesh of 'ep', or of copies and 'ep', got {experts.ndim} dimensions {experts.mesh_dim_names}: "
+            "slice it, as mesh['efsdp', 'ep']"
+        )
     meshes = context_meshes(mesh) if "cp" in names and mesh["cp"].size() > 1 else None
     tp = meshes.tp if meshes is not None else mesh["tp"] if mesh.ndim > 1 else mesh
     options = TPOptions(
@@ -164,20 +178,30 @@ def apply_plan(
         sequence_parallel,
         sequence_dim,
         1 if meshes is None else meshes.cp.size(),
+        1 if experts is None else experts.size(experts.ndim - 1),
     )
     checked = check(resolve_plan(plan, model, options), model, dist.get_backend(mesh.get_group(0)), dtype)
-    return split(checked, cut_of(checked, tp, meshes, sum_over_cp=sum_over_cp))
+    return split(checked, cut_of(checked, tp, meshes, experts, sum_over_cp=sum_over_cp))
 
 
 def cut_of(
-    checked: Checked, tp: DeviceMesh | None, meshes: ContextMeshes | None, *, sum_over_cp: bool
+    checked: Checked,
+    tp: DeviceMesh | None,
+    meshes: ContextMeshes | None,
+    experts: DeviceMesh | None = None,
+    *,
+    sum_over_cp: bool,
 ) -> Cut:
-    """Return the cut of a plan that has been checked: by weights over `tp`, or by tokens too over `meshes`."""
+    """Return the cut of a checked plan: by weights over `tp`, or by tokens too over `meshes`; and by experts."""
+    cut: Cut
     if meshes is None:
         assert tp is not None
-        return CutByWeights(tp, checked.plan.source.options.stream)
-    assert checked.of_heads is not None
-    return CutByTokens(checked.plan, checked.of_heads, meshes, summed=sum_over_cp)
+        alone = tp.size() == 1 and experts is not None
+        cut = Untouched(tp) if alone else CutByWeights(tp, checked.plan.source.options.stream)
+    else:
+        assert checked.of_heads is not None
+        cut = CutByTokens(checked.plan, checked.of_heads, meshes, summed=sum_over_cp)
+    return cut if experts is None or experts.size(experts.ndim - 1) == 1 else CutByExperts(cut, experts)
 
 
 def split(checked: Checked, cut: Cut) -> AppliedPlan:
@@ -217,13 +241,15 @@ def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
     if entry.parameter is None:
         state = make_state(module)
         state.key, state.style = entry.key, entry.style
-        if is_float8(module):
+        # Else each rank scales its own tokens to float8, as data parallelism has it.
+        by_weights = border.mesh is not None
+        if by_weights and is_float8(module):
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
             split_linear(
                 module, entry.style, cut.place
             )  # before the parameters: a packed weight is read around it
-        if crossing is not None and None in crossing:
+        if by_weights and crossing is not None and None in crossing:
             from titanplans.precision.float8.border import Float8Border  # imports torchao
 
             border = Float8Border(border, module, enter=crossing.enter is None, leave=crossing.leave is None)

@@ -14,6 +14,7 @@ from torch import nn
 
 from titanplans.errors import PlanError
 from titanplans.plan.checks.code import code_of_ranks
+from titanplans.plan.checks.experts import check_experts
 from titanplans.plan.checks.packed import packed_faults
 from titanplans.plan.checks.regions import region_faults
 from titanplans.plan.checks.sizes import check_degree
@@ -63,6 +64,7 @@ def check(
     for key, reason in chain(region_faults(plan), nf4_faults(plan), packed_faults(plan)):
         raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
     check_tied(plan)
+    check_experts(plan)
     check_dropout(model, plan.degree * source.options.context)
     check_degree(plan, dtype)
     crossings = check_float8(plan, backend)

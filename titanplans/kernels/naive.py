@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from titanplans.errors import KernelError
 from titanplans.kernels.layers.packing import sequences
-from titanplans.kernels.precision import accumulation_dtype
+from titanplans.kernels.precision import accumulation_dtype, out_of_graphs
 from titanplans.kernels.widen import Widen
 from titanplans.torch_private.dispatch import tree_map
 
@@ -44,7 +44,7 @@ def by_naive(kernel: Callable[..., Any], reference: Naive) -> Callable[..., Any]
     signature = inspect.signature(kernel)
     one_output = signature.return_annotation in (torch.Tensor, "torch.Tensor")
 
-    @torch.compiler.disable  # as FLA's kernels are
+    @out_of_graphs(kernel)
     @functools.wraps(kernel)
     def compute(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments

@@ -1,4 +1,8 @@
-"""Which dtype a CPU kernel computes in: one rule for all of them."""
+"""What all CPU kernels do alike: which dtype they compute in, and that they stay out of graphs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,6 +15,13 @@ def accumulation_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
     """
     return (
         torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+    )
+
+
+def out_of_graphs(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the decorator that keeps what stands in for `kernel` out of every graph, as FLA keeps its kernels."""
+    return partial(
+        torch.compiler.disable, reason=f"{kernel.__name__} calls a kernel of flash-linear-attention"
     )
 
 

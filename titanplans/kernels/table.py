@@ -16,8 +16,6 @@ from titanplans.kernels.recurrent import (
     cumsum,
     formulas,
     gates,
-    gla,
-    hgrn,
     log_linear,
     mamba3,
     recurrence,
@@ -36,19 +34,23 @@ _FLASH_ATTENTION = {
     for function in (attention.flash_attn_func, attention.flash_attn_varlen_func)
 }
 
-_FORMULAS = {
+FORMULAS = {
     "abc": (formulas.gsa, "chunk"),
     "comba": (formulas.comba, "chunk", "fused_recurrent"),
     "cyfa": (formulas.cyfa, "chunk", "fused_recurrent"),
     "delta_rule": (formulas.delta_rule, "chunk", "fused_recurrent"),
     "gated_delta_product": (formulas.gated_delta_product, "chunk"),
     "gated_delta_rule": (formulas.delta_rule, "chunk", "fused_recurrent"),
+    "gla": (formulas.gla, "chunk", "fused_recurrent"),
     "gsa": (formulas.gsa, "chunk", "fused_recurrent"),
+    "hgrn": (formulas.hgrn, "chunk", "fused_recurrent"),
     "kda": (formulas.delta_rule, "chunk", "fused_recurrent"),
     "mesa_net": (formulas.mesa_net, "chunk"),
     "path_attn": (formulas.path_attn, "parallel"),
     "precond_gated_delta_rule": (formulas.preconditioned, "chunk", "fused_recurrent"),
     "precond_kda": (formulas.preconditioned, "chunk", "fused_recurrent"),
+    "rwkv6": (rwkv.rwkv6, "chunk", "fused_recurrent"),
+    "rwkv7": (rwkv.rwkv7, "chunk"),
     "simple_gla": (formulas.simple_gla, "chunk", "fused_chunk", "fused_recurrent", "parallel"),
 }
 """Folder of fla.ops -> the formula, and the kernels that it stands for: `chunk_delta_rule`, ..."""
@@ -95,15 +97,10 @@ REFERENCES: dict[str, Reference] = {
     "fla.layers.mamba:Mamba.slow_forward": state_space.mamba_forward,
     "fla.layers.mamba2:Mamba2.torch_forward": state_space.mamba2_forward,
     "fla.modules.token_shift:TokenShift": rwkv.token_shift,
-    "fla.ops.rwkv6.chunk:chunk_rwkv6": rwkv.rwkv6,
-    "fla.ops.rwkv6.fused_recurrent:fused_recurrent_rwkv6": rwkv.rwkv6,
-    "fla.ops.rwkv7.chunk:chunk_rwkv7": rwkv.rwkv7,
-    "fla.ops.rwkv7.fused_recurrent:fused_mul_recurrent_rwkv7": rwkv.rwkv7_mul,
+    "fla.ops.rwkv7.fused_recurrent:fused_mul_recurrent_rwkv7": Recurrence(rwkv.rwkv7_mul),
     "fla.ops.rwkv7.fused_addcmul:Rwkv7FusedAddcmul": rwkv.addcmul,
     "fla.ops.rwkv7.fused_k_update:KUpdateFunction": rwkv.k_update,
     "fla.ops.rwkv7.gate_output_correction:GateOutputCorrection": rwkv.gate_output_correction,
-    "fla.ops.hgrn.chunk:chunk_hgrn": hgrn.hgrn,
-    "fla.ops.hgrn.fused_recurrent:fused_recurrent_hgrn": hgrn.hgrn,
     "fla.ops.log_linear_attn.chunk:chunk_log_linear_attn": log_linear.chunk_log_linear_attn,
     "fla.layers.log_linear_mamba2:LogLinearMamba2.forward": log_linear.log_linear_mamba2_forward,
     "fla.layers.mamba3:Mamba3.forward": mamba3.mamba3_forward,
@@ -126,14 +123,12 @@ REFERENCES: dict[str, Reference] = {
     "fla.models.cat.modeling_cat:create_block_mask_compiled": attention_parts.create_block_mask,
     "fla.models.cat.modeling_cat:flex_attention_compiled": attention_parts.flex_attention,
     "fla.layers.stickbreaking_attn:StickBreakingAttention.forward": attention_parts.stickbreaking_module,
-    "fla.ops.gla.chunk:chunk_gla": gla.chunk_gla,
-    "fla.ops.gla.fused_recurrent:fused_recurrent_gla": gla.fused_recurrent_gla,
     "fla.ops.kda.gate:fused_kda_gate": recurrence.gate,
     "fla.ops.mesa_net.decoding_one_step:mesa_net_decoding_one_step": decoding.mesa_net_step,
     "fla.ops.attn.decoding:attn_decoding_one_step": decoding.attn_decoding_one_step,
     **{
         f"fla.ops.{folder}.{kind}:{kind}_{folder}": Recurrence(formula)
-        for folder, (formula, *kinds) in _FORMULAS.items()
+        for folder, (formula, *kinds) in FORMULAS.items()
         for kind in kinds
     },
 }

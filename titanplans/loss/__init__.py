@@ -1,6 +1,6 @@
 """The loss of a language model whose vocabulary may be split: of its logits, or of its hidden states and its head."""
 
-from titanplans.loss.balance import added_loss, still_biases
+from titanplans.loss.balance import added_loss
 from titanplans.loss.cross_entropy import count_tokens, cross_entropy
 from titanplans.loss.deferred_logits import DeferredLogits
 from titanplans.loss.head import FusedLoss, NotFused
@@ -16,5 +16,4 @@ __all__ = [
     "count_tokens",
     "cross_entropy",
     "entropy_and_gradient",
-    "still_biases",
 ]

@@ -1,5 +1,6 @@
-"""The balance of a model's routers: a term that the model adds to its loss, or biases that nothing here moves."""
+"""The balance of a model's routers as a term of its loss. Biases that keep it: `titanplans.split.experts.loads`."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,24 +8,29 @@ import torch
 from torch import nn
 
 from titanplans.errors import ModelError, either
+from titanplans.split.collectives import Group, gather
 from titanplans.split.state import border_of_model
-from titanplans.text import class_name, some
+from titanplans.text import class_name
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_scale")
 """Under these names configs keep the weight of the balance of routers."""
-_BALANCING = ("e_score_correction_bias", "expert_bias", "balancing_biases")
-"""What transformers' routers call the bias that is to keep their experts equally busy."""
 _EXPERTS = ("num_experts", "num_local_experts", "num_memories")
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "topk")
 
 
-def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
+def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torch.Tensor | None:
     """Return what `model` adds to the mean cross entropy of its batch: its routers' balance, weighted; a scalar or None.
 
     With context parallelism, this rank's part of it: all of them together make the whole.
 
     A model returns it as `aux_loss`, and its config holds the weight. One that returns its routers' logits, and computes
     their balance only together with its own loss, gets it by the function of its file that does so.
+
+    Args:
+        model: split or not.
+        output: of its forward.
+        data: the ranks of data parallelism, whose batches have as many tokens: the balance by such a function is that of
+            all their tokens. What a model returns itself is that of this rank's.
 
     Raises:
         ModelError: it returns another loss, or an `aux_loss` without a weight: training would leave it out.
@@ -40,39 +46,33 @@ def added_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     weight = _first(config, _WEIGHTS)
-    if balance is not None:
-        if weight is None:
-            raise ModelError(
-                f"{kind} returns aux_loss, but its config has no weight of it: {either(_WEIGHTS)}"
-            )
-        return weight * balance / _parts(model)
     # This rank's, where the model is split.
-    function = getattr(type(model).forward, "__globals__", {}).get("load_balancing_loss_func")
-    if weight and function is not None and (logits := fields.get("router_logits")):
-        return (
-            weight
-            / _parts(model)
-            * function(logits, _first(config, _EXPERTS), _first(config, _EXPERTS_A_TOKEN))
-        )
-    return None
+    function = getattr(inspect.unwrap(type(model).forward), "__globals__", {}).get("load_balancing_loss_func")
+    logits = fields.get("router_logits")
+    if weight and function is not None and logits and (balance is None or data is not None):
+        logits = tuple(_of_all(model, one, data) for one in logits)
+        balance = function(logits, _first(config, _EXPERTS), _first(config, _EXPERTS_A_TOKEN))
+    if balance is None:
+        return None
+    if weight is None:
+        raise ModelError(f"{kind} returns aux_loss, but its config has no weight of it: {either(_WEIGHTS)}")
+    return weight * balance / _parts(model)
+
+
+def _of_all(model: nn.Module, logits: torch.Tensor, data: Group | None) -> torch.Tensor:
+    """Return the logits [tokens, experts] of all ranks of `data`, and of context parallelism; gradients are summed."""
+    if data is None or data[1] == 1:
+        return logits
+    border = border_of_model(model)
+    if border is not None and border.tokens is not None:
+        logits = border.all_rows(logits)
+    return gather(logits, 0, len(logits) * data[1], data)
 
 
 def _parts(model: nn.Module) -> int:
     """Return how many ranks compute the balance of all tokens, whose losses are summed."""
     border = border_of_model(model)
     return 1 if border is None or border.tokens is None else border.tokens.ranks
-
-
-def still_biases(model: nn.Module) -> str | None:
-    """Return in words which biases of `model`'s routers no gradient moves, and so nothing in a job; None if it has none."""
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    tensors = [*frozen, *(name for name, _ in model.named_buffers())]
-    if not (found := [name for name in tensors if name.endswith(_BALANCING)]):
-        return None
-    return (
-        f"nothing moves the routers' balance biases ({some(found, most=1)}): they stay as they are initialised or loaded, "
-        "so nothing keeps the experts equally busy"
-    )
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:

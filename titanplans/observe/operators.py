@@ -139,8 +139,10 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | Non
     if fused:
         elements, size = _fused_size(operation, given, len(group))
     else:
-        # Inputs and outputs of whatever operator: the whole tensor is the largest of them.
-        sizes = [_size(argument) for argument in (*given.values(), result)]
+        # Inputs and outputs of whatever operator: the whole tensor is the largest of them. Of an all-to-all, of which each
+        # rank may get another number of rows, it is what came here.
+        tensors = (result,) if operation == "all_to_all" else (*given.values(), result)
+        sizes = [_size(argument) for argument in tensors]
         known = all(isinstance(number, int) for pair in sizes for number in pair)
         elements, size = max(sizes) if known else (None, None)
     reduction = given.get("reduce_op")

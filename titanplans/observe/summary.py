@@ -37,6 +37,8 @@ def _done(report: Report) -> Iterator[str]:
         yield " with ".join([tp["plan"], *([" and ".join(on)] if on else [])])
     if (context := report["context_parallel"]) is not None:
         yield f"{context['plan']} over tokens, exchanged for heads in {counted(len(context['regions']), 'mixer')}"
+    if (experts := report["expert_parallel"]) is not None:
+        yield f"{experts['plan']} with experts shared out in {counted(len(experts['experts']), 'mixture')}"
     if (data := report["data_parallel"]) is not None:
         yield _data_parallel(data)
     if (recomputed := report["recomputation"]) is not None:

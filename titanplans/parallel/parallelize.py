@@ -32,6 +32,8 @@ from titanplans.parallel.ddp import apply_ddp, refuse_model
 from titanplans.parallel.fsdp import check_shard, shard
 from titanplans.parallel.mesh.context import meshes_of_heads
 from titanplans.parallel.mesh.degrees import refuse_degrees
+from titanplans.parallel.mesh.experts import meshes_of_experts
+from titanplans.parallel.mesh.mesh import mesh_of_one
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
 from titanplans.plan.custom import PlanSource, resolve_plan
@@ -110,10 +112,10 @@ def apply_steps(
     """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
     record, over = record_of(model), fsdp_mesh(mesh)
     tp = mesh.get_mesh("tp") if mesh.tp > 1 else None
-    heads = meshes_of_heads(mesh)
+    heads, experts = meshes_of_heads(mesh), meshes_of_experts(mesh)
     shared = tp if heads is None else heads.heads
     backend = None if shared is None else dist.get_backend(shared.get_group())
-    checked = _prepare(model, config, mesh.tp, mesh.cp, over.device_type, backend)
+    checked = _prepare(model, config, (mesh.tp, mesh.cp, mesh.ep), over.device_type, backend)
     if (converted := record.float8) is not None:
         _log.info(_words(converted))
     if (adapters := record.adapters) is not None:
@@ -125,9 +127,16 @@ def apply_steps(
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.
     if checked is not None:
         # Data parallelism is over all ranks that see other tokens, and sums their gradients.
-        record.plan = split(checked, cut_of(checked, tp, heads, sum_over_cp=False))
+        sharing = None if experts is None else experts.sharing
+        if tp is None and heads is None:  # experts alone
+            tp = mesh_of_one(over.device_type)
+        record.plan = split(checked, cut_of(checked, tp, heads, sharing, sum_over_cp=False))
         counts = Counter(type(style).__name__ for style in record.plan.styles.values())
-        degrees = {name: degree for name, degree in (("tensor", mesh.tp), ("context", mesh.cp)) if degree > 1}
+        degrees = {
+            name: degree
+            for name, degree in (("tensor", mesh.tp), ("context", mesh.cp), ("expert", mesh.ep))
+            if degree > 1
+        }
         said = ", ".join(f"{name} parallel {degree}" for name, degree in degrees.items()).capitalize()
         _log.info(f"{said}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
         record.steps += [f"{name} parallelism" for name in degrees]
@@ -149,23 +158,24 @@ def apply_steps(
         apply_data_parallelism(model, mesh, config)
 
 
-def dry_run(model: nn.Module, config: Config, tp_degree: int, device_type: str, cp_degree: int = 1) -> None:
+def dry_run(model: nn.Module, config: Config, degrees: tuple[int, int, int], device_type: str) -> None:
     """Take the steps of `parallelize` that need no mesh, on a model on meta, which is of no use afterwards.
+
+    `degrees`: of tensor, context and expert parallelism.
 
     What depends on the meshes is refused in `parallelize`.
 
     Raises:
         PlanError, OptionError, ParallelError: as `parallelize`.
     """
-    _prepare(model, config, tp_degree, cp_degree, device_type)
+    _prepare(model, config, degrees, device_type)
     check_activation_checkpointing(model, config.activation_checkpoint)
 
 
 def _prepare(
     model: nn.Module,
     config: Config,
-    tp_degree: int,
-    cp_degree: int,
+    degrees: tuple[int, int, int],
     device_type: str,
     backend: str | None = None,
 ) -> Checked | None:
@@ -183,8 +193,9 @@ def _prepare(
     done = {"float8": record.float8, "LoRA": record.adapters, "freezing": frozen}
     record.steps += [step for step, change in done.items() if change is not None]
     checked = None
-    if tp_degree > 1 or cp_degree > 1:
-        options, weights = TPOptions(tp_degree, context=cp_degree), None
+    if max(degrees) > 1:
+        tp, cp, ep = degrees
+        options, weights = TPOptions(tp, context=cp, experts=ep), None
         if isinstance(config, FSDP2Config):
             weights = dtype(config.mixed_precision_param)
             options = replace(
@@ -212,7 +223,8 @@ def apply_data_parallelism(model: nn.Module, mesh: Any, config: Config) -> None:
     if (autocast := dtype(config.autocast_dtype)) is not None:
         apply_autocast(model, over.device_type, autocast)
         record_of(model).steps.append("autocast")
-    shard(model, over, config)
+    experts = meshes_of_experts(mesh)
+    shard(model, over, config, over if experts is None else experts.fsdp)
     gathers = config.float8.enable_fsdp_float8_all_gather
     if gathers:
         gather_in_float8(model)
@@ -238,11 +250,12 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config) -> None:
             config=config,
             tp=mesh.tp,
             cp=mesh.cp,
+            ep=mesh.ep,
             dp_replicate=mesh.dp_replicate,
             dp_shard=over.size(over.ndim - 1),
             device_type=over.device_type,
             nccl=mesh.tp_enabled and has_nccl(mesh),
-            one_graph=not config.compile.blocks or (mesh.cp == 1 and one_graph_a_block(model)),
+            one_graph=not config.compile.blocks or (mesh.cp == mesh.ep == 1 and one_graph_a_block(model)),
         )
     )
     if isinstance(config, FSDP2Config):

@@ -18,11 +18,12 @@ from titanplans.observe.report import ParallelismReport
 from titanplans.parallel.activation_checkpoint import Kept, memory_budget
 from titanplans.parallel.record import ParallelRecord, record_of
 from titanplans.plan.decoder import find_decoder
+from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.token_regions import token_regions
 from titanplans.precision.float8.conversion import float8_report
 from titanplans.torch_private.modules import ActivationWrapper
 
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> ParallelismReport:
@@ -50,6 +51,7 @@ def parallelism_report(model: nn.Module, mesh: Any, config: Strategy) -> Paralle
             "steps_taken": lambda: list(record.steps),
             "tensor_parallel": lambda: _tensor_parallel(record),
             "context_parallel": lambda: _context_parallel(record),
+            "expert_parallel": lambda: _expert_parallel(record),
             "float8": lambda: float8_report(
                 model, record.float8, record.plan.crossings if record.plan else {}
             ),
@@ -77,6 +79,13 @@ def _context_parallel(record: ParallelRecord) -> dict[str, Any] | None:
     if record.plan is None or record.plan.plan.options.context == 1:
         return None
     return {**_plan(record.plan), "regions": sorted(token_regions(record.plan.resolved))}
+
+
+def _expert_parallel(record: ParallelRecord) -> dict[str, Any] | None:
+    if record.plan is None or record.plan.plan.options.experts == 1:
+        return None
+    experts = [entry.key for entry in record.plan.resolved.entries if isinstance(entry.style, ByExpert)]
+    return {**_plan(record.plan), "experts": experts}
 
 
 def _plan(applied: AppliedPlan) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.converted import Recipe
 from titanplans.plan.layout import Section, Shared, StreamLayout, rows_of
+from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm, Statistic
 from titanplans.plan.styles.projections import Colwise, Packed, Rowwise, RowwiseInRegion
 from titanplans.plan.styles.region import Region
@@ -47,6 +48,9 @@ class TPOptions:
     context: int = 1
     """Number of ranks that share a sequence: each of them has a part of the heads that a rank of `degree` has."""
 
+    experts: int = 1
+    """Number of ranks that share the experts, each holding some of them whole; 1: all ranks share each one's width."""
+
     shares_heads: bool = False
     """`degree` counts all ranks that share the heads of a mixer, those of `context` too."""
 
@@ -60,8 +64,8 @@ class TPOptions:
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is cut by weights, but by tokens alone."""
-        return self.degree == 1 and self.context > 1
+        """Nothing is cut by weights, but by tokens or experts alone."""
+        return self.degree == 1 and (self.context > 1 or self.experts > 1)
 
     @property
     def cuts_stream(self) -> bool:
@@ -77,6 +81,11 @@ class TPOptions:
     def of_heads(self) -> "TPOptions":
         """The same for a mixer, whose heads are shared by the ranks of `context`, too."""
         return replace(self, degree=self.degree * self.context, shares_heads=True)
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """The degrees of tensor, context and expert parallelism."""
+        return self.degree, self.context, self.experts
 
     @property
     def words(self) -> str:
@@ -152,6 +161,10 @@ class PlanStyles:
     def shared(self, rows: int, heads: int = 1) -> Section:
         """Return a section of `packed` whose heads ranks share where there are too few; one head is read by all."""
         return Shared(rows, heads)
+
+    def by_expert(self) -> ParallelStyle:
+        """Give each rank of expert parallelism some of a module's experts, whole. See `ByExpert`."""
+        return ByExpert()
 
     def rowwise(self, *, reduce_output: bool = True, dim: int = 1) -> ParallelStyle:
         """Shard a Linear's inputs, dimension `dim` of its weight, and sum its output over the ranks."""

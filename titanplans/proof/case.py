@@ -102,7 +102,9 @@ def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) 
         VerifyError: it changes code that the whole model runs, too.
     """
     with unpatched(model):
-        return apply_plan(model, world.mesh_of(options.context), plan=plan, **keywords(options))
+        mesh = world.mesh_of(options.context)
+        experts = None if options.experts == 1 else world.mesh_of.of_experts(options.experts)
+        return apply_plan(model, mesh, plan=plan, experts=experts, **keywords(options))
 
 
 def _change(model: nn.Module, rank: int) -> None:

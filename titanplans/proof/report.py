@@ -63,10 +63,13 @@ def _table(report: Report) -> str:
     """Return `report` as text, its numbers in epsilons."""
     found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
     checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
-    context = ("cp",) if any(case.options.context > 1 for case in report.cases) else ()
-    head = ("tp", *context, "loss", "sequence", "training", *checks, "verdict", "worst")
-    rows = [head, *(_row(case, checks, training(case, report), bool(context)) for case in report.cases)]
-    first = len(context) + 4
+    cuts = {"tp": "degree"}  # the degrees that some case has, and the name of each in its options
+    for name, field in (("cp", "context"), ("ep", "experts")):
+        if any(getattr(case.options, field) > 1 for case in report.cases):
+            cuts[name] = field
+    head = (*cuts, "loss", "sequence", "training", *checks, "verdict", "worst")
+    rows = [head, *(_row(case, checks, training(case, report), [*cuts.values()]) for case in report.cases)]
+    first = len(cuts) + 3
     lines = [
         f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
         "",
@@ -87,13 +90,12 @@ def training(case: CaseResult, report: Report) -> str:
     return ", ".join([letters.get(plain, "own"), *words, *dtype])
 
 
-def _row(case: CaseResult, checks: Sequence[str], trained: str, context: bool) -> tuple[str, ...]:
+def _row(case: CaseResult, checks: Sequence[str], trained: str, cuts: Sequence[str]) -> tuple[str, ...]:
     errors = {check.what: epsilons(check.error) for check in case.checks}
     if case.missing:
         errors["gradients"] = "missing"
     return (
-        str(case.options.degree),
-        *([str(case.options.context)] if context else []),
+        *(str(getattr(case.options, name)) for name in cuts),
         "sharded" if case.options.loss_parallel else "whole",
         "sharded" if case.options.sequence_parallel else "whole",
         trained,

@@ -137,6 +137,7 @@ def case_name(*cases: TPOptions) -> str:
     """Return the common options of cases of one degree, in words: "tp 2, loss sharded, sequence whole"."""
     first = cases[0]
     words = [f"tp {first.degree}" if first.context == 1 else f"tp {first.degree} x cp {first.context}"]
+    words += [f"ep {first.experts}"] if first.experts > 1 else []
     losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
     for what, sharded in (("loss", losses), ("sequence", sequences)):
         if len(sharded) == 1:
@@ -153,7 +154,8 @@ def keywords(options: TPOptions) -> dict[str, Any]:
 def options_as_json(options: TPOptions) -> dict[str, Any]:
     """Return the options that tell a case from the others of a report."""
     return {
-        name: getattr(options, name) for name in ("degree", "context", "loss_parallel", "sequence_parallel")
+        name: getattr(options, name)
+        for name in ("degree", "context", "experts", "loss_parallel", "sequence_parallel")
     }
 
 

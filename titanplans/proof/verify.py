@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +30,8 @@ DEGREES = (2, 4, 8)
 BY_TOKENS = ((1, 2), (2, 2))
 """Degrees of tensor and of context parallelism that are proved besides `DEGREES`."""
 BOTH = (True, False)
+Cut = tuple[int, int, int]
+"""Degrees of tensor, context and expert parallelism."""
 
 
 def verify(
@@ -39,6 +40,7 @@ def verify(
     *,
     degrees: Sequence[int] | None = None,
     contexts: Sequence[int] | None = None,
+    experts: Sequence[int] | None = None,
     loss_parallel: bool | None = None,
     sequence_parallel: bool | None = None,
     sequence_dim: int = 1,
@@ -74,6 +76,8 @@ def verify(
             group of 1 runs the split model's code and kernels, and splits nothing.
         contexts: degrees of context parallelism to prove, each with each of `degrees`, or alone if these are None. None for
             1, and if `degrees` are None for `BY_TOKENS`, too, where the model allows it.
+        experts: degrees of expert parallelism to prove, each with each of `degrees` and `contexts`; if both are None, over
+            as many ranks of tensor parallelism and over as many of context parallelism. None: 1.
         loss_parallel: True or False; None for both.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
@@ -109,13 +113,21 @@ def verify(
             f"processes = {processes}: 1 or more; 1 over a process group, whose ranks are processes"
         )
     progress = progress or (lambda words: None)
-    named = degrees is not None or contexts is not None or ranks == "process_group"
+    named = any(given is not None for given in (degrees, contexts, experts)) or ranks == "process_group"
     if ranks == "process_group" and contexts is None:
         degrees = [group_degree(degrees)]
-    cuts = cuts_of(degrees, contexts)
+    cuts = cuts_of(degrees, contexts, experts)
+    products = tuple(degree * context for degree, context, _ in cuts)
+    for (degree, context, shared), together in zip(cuts, products, strict=True):
+        if together % shared:
+            works = [n for n in range(1, together + 1) if together % n == 0]
+            raise PlanError(
+                f"experts = {shared}: it does not divide degrees x contexts = {degree} x {context}, the proof's ranks: "
+                f"{either(works)} would work"
+            )
     if ranks == "process_group":
-        group_degree(tuple(map(math.prod, cuts)))
-    if not cuts or min(map(math.prod, cuts)) < (1 if ranks == "process_group" else 2):
+        group_degree(products)
+    if not cuts or min(products) < (1 if ranks == "process_group" else 2):
         raise PlanError(
             f"degrees = {list(degrees or ())}, contexts = {list(contexts or ())}: nothing is split, so nothing can be "
             "proved: name degrees of 2 or more"
@@ -162,7 +174,7 @@ def _name(dtype: torch.dtype) -> str:
 def accepted_cases(
     model: nn.Module,
     plan: PlanSource,
-    cuts: Sequence[tuple[int, int]],
+    cuts: Sequence[Cut],
     loss_parallel: bool | None,
     sequence_parallel: bool | None,
     sequence_dim: int = 1,
@@ -179,8 +191,8 @@ def accepted_cases(
         VerifyError: the plan changes code that the whole model runs, too.
     """
     grid = [
-        TPOptions(degree, loss, sequence, sequence_dim, context)
-        for degree, context in cuts
+        TPOptions(degree, loss, sequence, sequence_dim, context, shared)
+        for degree, context, shared in cuts
         for loss, sequence in itertools.product(
             _choices(loss_parallel, context), _choices(sequence_parallel, context)
         )
@@ -188,17 +200,17 @@ def accepted_cases(
     accepted: dict[TPOptions, Plan] = {}
     refused, errors = [], []
     with unpatched(model):
-        for cut, group in itertools.groupby(grid, key=lambda options: (options.degree, options.context)):
+        for cut, group in itertools.groupby(grid, key=lambda options: options.cut):
             reasons: dict[str, list[TPOptions]] = {}
             for options in group:
                 try:
-                    accepted[options] = check_plan(
-                        model, cut[0], context_degree=cut[1], plan=plan, **keywords(options)
-                    )
+                    degree, context, shared = cut
+                    given = dict(context_degree=context, expert_degree=shared, plan=plan)
+                    accepted[options] = check_plan(model, degree, **given, **keywords(options))
                 except PlanError as error:
                     errors.append(error)
                     reasons.setdefault(str(error), []).append(options)
-            if named and not any((options.degree, options.context) == cut for options in accepted):
+            if named and not any(options.cut == cut for options in accepted):
                 raise errors[-1]
             refused += [Refusal(tuple(those), reason) for reason, those in reasons.items()]
     if not accepted:
@@ -206,13 +218,15 @@ def accepted_cases(
     return accepted, refused
 
 
-def cuts_of(degrees: Sequence[int] | None, contexts: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
-    """Return the degrees of tensor and of context parallelism to prove; arguments as in `verify`."""
+def cuts_of(
+    degrees: Sequence[int] | None, contexts: Sequence[int] | None, experts: Sequence[int] | None = None
+) -> tuple[Cut, ...]:
+    """Return the degrees of tensor, context and expert parallelism to prove; arguments as in `verify`."""
     if degrees is None and contexts is None:
-        return (*((degree, 1) for degree in DEGREES), *BY_TOKENS)
-    return tuple(
-        itertools.product((1,) if degrees is None else degrees, (1,) if contexts is None else contexts)
-    )
+        if experts is not None:
+            return tuple(cut for ep in experts for cut in ((ep, 1, ep), (1, ep, ep)))
+        return tuple((degree, context, 1) for degree, context in (*((d, 1) for d in DEGREES), *BY_TOKENS))
+    return tuple(itertools.product(degrees or (1,), contexts or (1,), experts or (1,)))
 
 
 def _choices(asked: bool | None, context: int) -> tuple[bool, ...]:

@@ -8,6 +8,7 @@
     sum_ranks        all-reduce      identity
     sum_gradients    identity        all-reduce
     exchange         all-to-all      all-to-all
+    exchange_rows    all-to-all      all-to-all       of other numbers of rows for each rank
 
 Pairs: each is the other's backward (an exchange's is an exchange); so a backward may be differentiated
 again. A sequence that the number of ranks does not divide is filled up with zeros.
@@ -22,6 +23,7 @@ from titanplans.split.raw_collectives import (
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_rows,
     group_of,
     own_shard,
     reduce_scatter,
@@ -34,6 +36,7 @@ __all__ = [
     "all_to_all",
     "collect",
     "exchange",
+    "exchange_rows",
     "gather",
     "group_of",
     "own_shard",
@@ -86,6 +89,13 @@ def sum_in_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Send `x[i]` to rank i; return the same shape; its `[i]` has come from rank i."""
     return _Exchange.apply(x, group) if _has_gradient(x) else all_to_all(x, group)
+
+
+def exchange_rows(x: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
+    """Send `sent[i]` rows of `x` to rank i; return the rows that came, `received[i]` from rank i, in order."""
+    if not _has_gradient(x):
+        return all_to_all_rows(x, received, sent, group)
+    return _ExchangeRows.apply(x, received, sent, group)
 
 
 def _has_gradient(x: torch.Tensor) -> bool:
@@ -168,3 +178,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         return exchange(grad, ctx.group), None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, received, sent, group):
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return all_to_all_rows(x, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        return exchange_rows(grad, ctx.sent, ctx.received, ctx.group), None, None, None

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from titanplans.plan.layout import shard_size
 from titanplans.plan.local_code import Functions, calls, looks_up, methods
 from titanplans.split.collectives import Group, sum_in_region
 from titanplans.split.root_mean_square import root_ratio
@@ -43,15 +42,7 @@ class PlaceInGroup(NamedTuple):
         border: Border | None = self.border
         if border is None or border.tokens is None:
             return value
-        tokens, (batch, length) = border.tokens, border.within[:2]
-        own = shard_size(length, tokens.ranks)
-
-        def whole(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or len(x) != batch * own or not x.is_floating_point():
-                return x
-            return tokens.gather(x.unflatten(0, (batch, own)), length).flatten(0, 1)
-
-        return tree_map(whole, value)
+        return tree_map(lambda x: border.all_rows(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' parts; the region goes on with the sum on every rank."""

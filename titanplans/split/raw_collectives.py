@@ -113,11 +113,16 @@ def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.T
 
 def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Send `x[i]` to rank i of `group`, whose ranks' shapes are equal; no gradient."""
-    name, ranks = group
+    return all_to_all_rows(x, [1] * group[1], [1] * group[1], group)
+
+
+def all_to_all_rows(x: torch.Tensor, received: list[int], sent: list[int], group: Group) -> torch.Tensor:
+    """Send `sent[i]` rows of `x` to rank i of `group` and receive `received[i]` from it, in order; no gradient."""
+    name, _ = group
     if _by_operators(x):
-        return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), [1] * ranks, [1] * ranks, name))
-    came = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _finish(backend_of(name, x.device).alltoall_base(came, x.contiguous(), [], [], _ALL_TO_ALL))
+        return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), received, sent, name))
+    came = x.new_empty(sum(received), *x.shape[1:])
+    _finish(backend_of(name, x.device).alltoall_base(came, x.contiguous(), received, sent, _ALL_TO_ALL))
     return came
 
 

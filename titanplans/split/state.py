@@ -41,6 +41,8 @@ class SplitState:
     """How its output or its input is exchanged between ranks that share a sequence (`titanplans.split.tokens`)."""
     readers: Any = None
     """Of a region in which tokens are exchanged for heads: the projections that read its input."""
+    experts: Any = None
+    """The ranks to which its rows are sent (`titanplans.split.experts`)."""
     product: Any = None
     """How a float8 product lies on the ranks."""
     weight_scale: torch.Tensor | None = None

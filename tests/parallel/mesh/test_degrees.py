@@ -86,8 +86,7 @@ def test_the_outermost_axis_comes_first():
     ("degrees", "words"),
     [
         (Degrees(pp=4), "pipeline_parallel_degree = 4"),
-        (SimpleNamespace(cp=1, pp=1, ep=8), "expert_parallel_degree = 8"),
-        (Degrees(ep=2).resolve(4), "expert_parallel_degree = 2"),
+        (SimpleNamespace(cp=1, pp=2, ep=8), "pipeline_parallel_degree = 2"),
     ],
 )
 def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):
@@ -99,6 +98,28 @@ def test_what_is_laid_out_but_not_built_is_refused_by_name(degrees, words):
 @pytest.mark.parametrize(
     ("degrees", "words"),
     [
+        (
+            dict(dp_shard=4, tp=2, ep=3),
+            "ep = 3: .* = 4 x 1 x 2 ranks, all 2 of a layer among them: 1, 2, 4 or 8 would work",
+        ),
+        (dict(dp_shard=4, ep=8), "ep = 8: .* 1, 2 or 4 would work"),
+        (dict(dp_shard=2, tp=4, ep=2), "ep = 2: .* 1, 4 or 8 would work"),
+    ],
+)
+def test_ranks_that_can_not_share_experts_are_refused(degrees, words):
+    with pytest.raises(ParallelError, match=words):
+        Degrees(**degrees).refuse_experts()
+
+
+@pytest.mark.parametrize("degrees", [dict(dp_shard=4, tp=2, ep=ep) for ep in (1, 2, 4, 8)])
+def test_ranks_that_share_experts(degrees):
+    Degrees(**degrees).refuse_experts()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (Degrees(dp_replicate=2, dp_shard=1, ep=2), "ddp with ep = 2"),
         (Degrees(dp_replicate=2, dp_shard=1, tp=2), "ddp with tp = 2"),
         (Degrees(dp_shard=4), "set dp_shard to 1 and dp_replicate to 4"),
     ],

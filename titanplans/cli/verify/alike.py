@@ -54,7 +54,7 @@ def plans(model: nn.Module, subject: Subject) -> list[Any]:
         cases, _ = accepted_cases(
             model,
             subject.plan,
-            cuts_of(subject.degrees, subject.contexts),
+            cuts_of(subject.degrees, subject.contexts, subject.experts),
             subject.loss_parallel,
             subject.sequence_parallel,
             named=False,

@@ -70,7 +70,9 @@ def add_commands(commands: Any) -> None:
         **shared,
     )
     _add_subject(async_tp, tokens="128, or more for an image", degrees="the job's, or 2")
-    async_tp.set_defaults(contexts=None, loss_parallel=None, sequence_parallel=None, ranks="threads")
+    async_tp.set_defaults(
+        contexts=None, experts=None, loss_parallel=None, sequence_parallel=None, ranks="threads"
+    )
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -91,6 +93,7 @@ def parse(argv: list[str]) -> Namespace:
     if (
         1 in (request.degrees or ())
         and request.contexts is None
+        and request.experts is None
         and not (request.degrees == (1,) and request.ranks == "process_group")
     ):
         raise VerifyError(
@@ -156,6 +159,8 @@ def _add_subject(
     if contexts:
         words = "degrees of context parallelism, each with each --tp, or alone; default: 1, and without --tp 2, too"
         add("--cp", dest="contexts", type=_degrees, metavar="2,4", help=words)
+        words = "degrees of expert parallelism, each with each --tp and --cp, or alone: as many ranks of each; default: 1"
+        add("--ep", dest="experts", type=_degrees, metavar="2,4", help=words)
     add(
         "--float8",
         choices=recipes,

@@ -40,6 +40,8 @@ class Subject:
     degrees: tuple[int, ...] | None = None
     contexts: tuple[int, ...] | None = None
     """Degrees of context parallelism."""
+    experts: tuple[int, ...] | None = None
+    """Degrees of expert parallelism."""
     loss_parallel: bool | None = None
     sequence_parallel: bool | None = None
     seq_len: int | None = None
@@ -80,7 +82,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
         subject = replace(subject, plan=request.plan)
     chosen = {
         key: value
-        for key in ("degrees", "contexts", "loss_parallel", "sequence_parallel")
+        for key in ("degrees", "contexts", "experts", "loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
     return _with_lora(_with_float8(replace(subject, **chosen), request), request)
@@ -157,7 +159,11 @@ def _job(path: str, request: Namespace) -> Subject:
     if custom := job.experimental.custom_import:
         import_module(custom, f"{path}: experimental.custom_import = {custom}", VerifyError)
     degree, context = job.parallelism.tensor_parallel_degree, job.parallelism.context_parallel_degree
-    if degree * context == 1 and request.degrees is None and request.contexts is None:
+    experts = job.parallelism.expert_parallel_degree
+    if experts > degree * context:
+        context = experts // degree  # ranks that share a sequence stand for those with other batches
+    named = any(given is not None for given in (request.degrees, request.contexts, request.experts))
+    if degree * context == 1 and not named:
         raise VerifyError(
             f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
         )
@@ -169,6 +175,7 @@ def _job(path: str, request: Namespace) -> Subject:
         plan=job.model.plan,
         degrees=(degree,),
         contexts=(context,),
+        experts=(experts,),
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,

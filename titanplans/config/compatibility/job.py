@@ -49,8 +49,20 @@ def _parallelism(job: Any) -> Refusals:
             "remove this key",
         )
     degree, context, length = p.tensor_parallel_degree, p.context_parallel_degree, job.training.seq_len
-    if job.model.plan is not None and degree == context == 1:
+    experts = p.expert_parallel_degree
+    if job.model.plan is not None and degree == context == experts == 1:
         yield "model.plan", f"parallelism.{NOTHING_IS_SPLIT}"
+    if experts > 1 and experts % degree:
+        yield (
+            "parallelism.expert_parallel_degree",
+            f"the processes of tensor_parallel_degree = {degree} have the same tokens, and share experts all or none; "
+            f"{near_multiples(experts, degree)} would work",
+        )
+    if experts > 1 and p.data_parallel_strategy == "ddp":
+        yield (
+            "parallelism.expert_parallel_degree",
+            f'DDP copies whole models; use {STRATEGY} = "fsdp2", or remove this key',
+        )
     if context > 1 and length % (2 * context):
         yield (
             "training.seq_len",

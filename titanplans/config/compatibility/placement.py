@@ -17,6 +17,7 @@ class Placement:
     """An FSDP2Config or a DDPConfig."""
     tp: int
     cp: int
+    ep: int
     dp_replicate: int
     dp_shard: int
     device_type: str
@@ -41,7 +42,7 @@ def check_placement(placement: Placement) -> None:
 
 
 def _plan(p: Placement) -> Refusals:
-    if p.config.plan is not None and p.tp == p.cp == 1:
+    if p.config.plan is not None and p.tp == p.cp == p.ep == 1:
         yield "plan", NOTHING_IS_SPLIT
 
 
@@ -105,12 +106,16 @@ def _compile(p: Placement) -> Refusals:
         why = "blocks contain modules of flash-linear-attention, whose kernels break every graph"
         if p.cp > 1:
             why = f"with context_parallel_degree = {p.cp} the mixers of blocks are outside of graphs"
+        if p.ep > 1:
+            why = f"with expert_parallel_degree = {p.ep} experts are outside of graphs"
         yield "compile.fullgraph", f"{why}; remove this key"
     keeps_operators = ac.mode == "selective" and ac.selective_ac_option == "op"
     if compiled.blocks and not p.one_graph and keeps_operators:
         which = "with modules of flash-linear-attention"
         if p.cp > 1:
             which = f"with context_parallel_degree = {p.cp}"
+        if p.ep > 1:
+            which = f"with expert_parallel_degree = {p.ep}"
         yield (
             "activation_checkpoint.mode",
             f"compiled blocks {which} are several graphs, in which no operator can be "

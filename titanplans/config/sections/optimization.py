@@ -105,6 +105,9 @@ class Optimizer(Options, section="optimizer", refuses=groups.optimizer):
     """Of Muon: how the update of a matrix [A, B] is scaled: by 0.2 sqrt(max(A, B)), which suits AdamW's learning rates
     (Moonlight), or by sqrt(max(1, A / B)) (Keller Jordan)."""
 
+    load_balance_coeff: NaturalFloat | None = None
+    """By how much a step moves the biases of routers that keep experts equally busy (DeepSeek-V3, GLM-4.5); unset: 0.001."""
+
     implementation: Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"] = "fused"
     """Of Adam and AdamW: one kernel, a few, or one a parameter; fused_opt_states_bf16: with moments in bfloat16 (CUDA)."""
 

@@ -50,6 +50,10 @@ class ParallelDegrees(Options):
     context_parallel_degree: PositiveInt = 1
     """Processes that share each sequence: each has a part of its tokens, in a mixer all tokens of a part of its heads."""
 
+    expert_parallel_degree: PositiveInt = 1
+    """Processes, among those of the other degrees, that share the experts, each holding some of them whole; 1: those of a
+    layer share each expert's width."""
+
     @property
     def shard_degree(self) -> int:
         """Processes over which each copy of the weights is sharded; -1: all that the other degrees leave."""

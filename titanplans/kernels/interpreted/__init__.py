@@ -32,9 +32,9 @@ def start() -> None:
 
 
 def widen(on: bool = True) -> None:
-    """From here on let kernels compute in float32 what they round to 16 bits on the way; or no longer.
+    """From here on let kernels compute in float32 what they round to 16 bits on the way, and MesaNet's solve to the end.
 
-    So it shows whether a difference is a kernel's own rounding, and a plan's error is not lost in it.
+    `on` False: no longer. So it shows whether a difference is a kernel's own rounding, and a plan's error is not lost in it.
     """
     from titanplans.kernels.interpreted import fla, language
 

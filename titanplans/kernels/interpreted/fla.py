@@ -45,14 +45,15 @@ def accept_a_cpu() -> None:
 
 
 def widen(on: bool) -> None:
-    """Let MesaNet's kernels have float32 queries and keys in place of float16; or as they are."""
-    importlib.import_module("fla.ops.mesa_net.chunk").__dict__["torch"] = _Wide() if on else torch
+    """Let MesaNet's kernels have float32 queries, keys and states in place of 16 bits; or as they are."""
+    for name in ("chunk", "chunk_h_fwd"):
+        importlib.import_module(f"fla.ops.mesa_net.{name}").__dict__["torch"] = _Wide() if on else torch
 
 
 class _Wide:
-    """The module torch, in which float16 is float32."""
+    """The module torch, in which 16 bits are float32."""
 
-    float16 = torch.float32
+    float16 = bfloat16 = torch.float32
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -41,12 +41,19 @@ def by_sequence(
         of_tokens: the second value of `run` is no state, but [B, T, ...] like the outputs.
 
     Raises:
-        KernelError: bounds that don't fit the tokens, or a batch of more than one.
+        KernelError: bounds that don't fit the tokens, a batch of more than one, or states of another number of sequences,
+            which FLA's kernels refuse, too.
     """
     if cu_seqlens is None:
         return run(dict(inputs), dict(states))
     batch, tokens = next(iter(inputs.values())).shape[:2]
     bounds = _bounds(cu_seqlens, batch, tokens)
+    for name, state in states.items():
+        for x in state if isinstance(state, tuple) else () if state is None else (state,):
+            if len(x) != len(bounds) - 1:
+                raise KernelError(
+                    f"{name} holds {len(x)} states, and cu_seqlens bounds {len(bounds) - 1} sequences"
+                )
     if len(bounds) == 2:
         return run(dict(inputs), dict(states))
     alike: dict[int, list[int]] = {}  # at most twice as long as each other

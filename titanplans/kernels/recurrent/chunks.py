@@ -3,19 +3,24 @@
     S_t = diag(exp(g_t)) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T,     o_t = q_t^T S_t        S [K, V], for each head
 
 Within a chunk, u_t = a_t^T S_(t-1) is the solution of a triangular system: it reads what earlier tokens of the chunk wrote,
-which is k_s v_s^T + b_s u_s^T, and the state that entered. Decays are exponentials of differences of sums of g, all in
-[0, 1]: there is no exponential of a positive number. Gated linear attention, with which people train on a CPU, has its own
-operator in `gla_chunks.py`, without [C, C, K] tensors.
+which is k_s v_s^T + b_s u_s^T, and the state that entered. All chunks are computed at once, but for their states, one after
+the other. All decays are products of numbers in [0, 1]: nothing is divided, and no exponential overflows.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
+from titanplans.errors import KernelError
+
 CHUNK_SIZE = 64
-"""Of one decay a head, or of none."""
-CHUNK_SIZE_OF_VECTORS = 16
-"""Of a decay for each element of a key: decays between tokens are [C, C, K] then."""
+"""At most; a power of two. Measured: benchmarks/cpu_kernels.py."""
+BLOCK_OF_VECTORS = 2
+"""Where each element of a key has its decay: so many tokens have decays between each two, [h, h, K]. Measured, too."""
+
+CHUNK_SIZE_OF_SLOTS = 16
+"""Of slots, decays between tokens are [C, C, M]."""
 
 
 def linear_attention(
@@ -37,48 +42,121 @@ def linear_attention(
         state: the first one; None: zeros.
         a: what reads the state for the correction, [B, T, H, K]; None: no correction.
         b: where it is written, [B, T, H, K].
+
+    Raises:
+        KernelError: shapes that don't agree.
     """
-    heads = v.shape[2]
+    length, heads, values, keys = *v.shape[1:], k.shape[-1]
+    of_heads = {"g": g, "a": a, "b": b}
+    apart = [name for name, x in of_heads.items() if x is not None and x.shape[:3] != v.shape[:3]]
+    apart += [name for name, x in (("q", q), ("k", k)) if heads % x.shape[2] or x.shape[:2] != v.shape[:2]]
+    if apart:
+        given = {"q": q, "k": k, "v": v} | of_heads
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items() if x is not None)
+        raise KernelError(
+            f"linear attention of {shapes}: batch, tokens or heads of {apart[0]} are not those of v"
+        )
     q, k = (x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
-    if g is None:
-        g = v.new_zeros(v.shape[:3])
-    size = CHUNK_SIZE if g.dim() == 3 else CHUNK_SIZE_OF_VECTORS
-    g = g[..., None] if g.dim() == 3 else g
+    g = v.new_zeros(v.shape[:3]) if g is None else g
     if state is None:
-        state = v.new_zeros(v.shape[0], heads, k.shape[-1], v.shape[-1])
-    given = [q, k, v, _finite(g)] + ([] if a is None or b is None else [a, b])
-    outputs = []
-    for chunk in zip(*(x.transpose(1, 2).split(size, 2) for x in given), strict=True):
-        o, state = _chunk(state, *chunk)
-        outputs.append(o)
-    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-    return o.transpose(1, 2).contiguous(), state
+        state = v.new_zeros(v.shape[0], heads, keys, values)
+    size = 1
+    while size < min(length, CHUNK_SIZE):
+        size *= 2
+    q, k, v = (_chunked(x, size) for x in (q, k, v))
+    decays = _decays(_chunked(g if g.dim() == 4 else g[..., None], size))
+    outputs = _products(q, k, decays) @ v
+    reading, kept, new = q * decays.from_start, decays.from_start[..., -1:, :].mT, _written(k, decays) @ v
+    corrections = [()] * v.shape[2]
+    if a is not None and b is not None:
+        a, b = _chunked(a, size), _chunked(b, size)
+        before = decays.before_own()
+        known = torch.cat([_products(a, k, before) @ v, a * before.from_start], -1)
+        system = -_products(a, b, before)
+        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        u, of_state = solved.split([values, keys], -1)  # without the state that enters a chunk, and by it
+        read, written = _products(q, b, decays), _written(b, decays)
+        outputs, reading, new = outputs + read @ u, reading + read @ of_state, new + written @ u
+        corrections = [*zip(of_state.unbind(2), written.unbind(2), strict=True)]
+    entering = []
+    for kept_m, new_m, correction in zip(kept.unbind(2), new.unbind(2), corrections, strict=True):
+        entering.append(state)
+        after = state * kept_m + new_m
+        state = after + correction[1] @ (correction[0] @ state) if correction else after
+    outputs = outputs + reading @ torch.stack(entering, 2)
+    return outputs.flatten(2, 3)[:, :, :length].transpose(1, 2).contiguous(), state
 
 
-def _chunk(
-    state: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    a: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o [B, H, C, V] and the state after the chunk; g is [B, H, C, 1 or K]."""
-    past = g.cumsum(2)
-    last = past[:, :, -1:]
-    kept, to_end = state * last.exp().mT, (last - past).exp()
-    if a is None or b is None:
-        scores = _scores(q, k, decays(past))
-        return scores @ v + (q * past.exp()) @ state, kept + (k * to_end).mT @ v
-    # What reads for the correction, of the state before the token's own decay, and then what reads for the output.
-    at, reading = torch.cat([past - g, past], 2), torch.cat([a, q], 2)
-    between = torch.cat([decays(past, past - g, -1), decays(past)], 2)
-    of_values, of_corrections = _scores(reading, k, between), _scores(reading, b, between)
-    known_a, known_q = (of_values @ v + (reading * at.exp()) @ state).chunk(2, 2)
-    of_a, of_q = of_corrections.chunk(2, 2)
-    u = torch.linalg.solve_triangular(-of_a, known_a, upper=False, unitriangular=True)
-    return known_q + of_q @ u, kept + (k * to_end).mT @ v + (b * to_end).mT @ u
+def _chunked(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[B, T, H, D] -> [B, H, M, C, D]; missing tokens are zeros: no key, no decay, so no effect."""
+    if missing := -x.shape[1] % size:
+        x = torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], 1)
+    return x.transpose(1, 2).unflatten(2, (-1, size)).contiguous()
+
+
+class _Decays(NamedTuple):
+    """Between the tokens of chunks: within blocks of h, and over the boundary between two blocks of h, 2h, 4h, .., C / 2."""
+
+    within: torch.Tensor
+    """From each token of a block to each later one, its own included, [.., C / h, h, h, D]."""
+    across: list[tuple[torch.Tensor, torch.Tensor]]
+    """From the boundary to each token of the second block, its own included, and from those of the first to the boundary."""
+    from_start: torch.Tensor
+    """Up to each token, its own included, [.., C, D]."""
+    to_end: torch.Tensor
+    """After each token, [.., C, D]."""
+
+    def before_own(self) -> "_Decays":
+        """Return the decays up to each token without its own: those of the token before."""
+        across = [(_shifted(second), first) for second, first in self.across]
+        within = torch.cat([torch.zeros_like(self.within[..., :1, :, :]), self.within[..., :-1, :, :]], -3)
+        return _Decays(within, across, _shifted(self.from_start), self.to_end)
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.ones_like(x[..., :1, :]), x[..., :-1, :]], -2)
+
+
+def _decays(g: torch.Tensor) -> _Decays:
+    """Return the decays of their logarithms [.., C, D]."""
+    size = g.shape[-2] if g.shape[-1] == 1 else BLOCK_OF_VECTORS
+    from_start = g.exp()[..., None, :]
+    to_end, within, across = torch.ones_like(from_start), torch.ones_like(from_start[..., None, :]), []
+    while from_start.shape[-3] > 1:
+        (start, second), (first, end) = (x.unflatten(-3, (-1, 2)).unbind(-3) for x in (from_start, to_end))
+        if first.shape[-2] < size:
+            within = _joined(within, second[..., None, :] * first[..., None, :, :])
+        else:
+            across.append((second, first))
+        from_start = torch.cat([start, start[..., -1:, :] * second], -2)
+        to_end = torch.cat([first * second[..., -1:, :], end], -2)
+    return _Decays(within, across, from_start.squeeze(-3), to_end.squeeze(-3))
+
+
+def _joined(blocks: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
+    """Return blocks of 2h, of two neighbours of `blocks` [.., 2n, h, h, D] and what lies between them [.., n, h, h, D]."""
+    first, second = blocks.unflatten(-4, (-1, 2)).unbind(-4)
+    rows = torch.cat([first, torch.zeros_like(first)], -2), torch.cat([across, second], -2)
+    return torch.cat(rows, -3)
+
+
+def _written(x: torch.Tensor, decays: _Decays) -> torch.Tensor:
+    """Return what x [.., C, K] writes into the state after its chunk, [.., K, C]."""
+    return (x * decays.to_end).mT
+
+
+def _products(x: torch.Tensor, y: torch.Tensor, decays: _Decays) -> torch.Tensor:
+    """Return the products of x_t and y_s, [.., C, K] both, with the decays from s to t: [.., C, C]."""
+    x_b, y_b = (z.unflatten(-2, (-1, decays.within.shape[-2])) for z in (x, y))
+    if decays.within.shape[-1] == 1:
+        found = (x_b @ y_b.mT)[..., None] * decays.within
+    else:
+        found = (x_b[..., None, :] * decays.within * y_b[..., None, :, :]).sum(-1, keepdim=True)
+    for second, first in decays.across:
+        halves = (-1, 2, first.shape[-2])
+        x_2, y_1 = x.unflatten(-2, halves)[..., 1, :, :], y.unflatten(-2, halves)[..., 0, :, :]
+        found = _joined(found, ((x_2 * second) @ (y_1 * first).mT)[..., None])
+    return found[..., 0, :, :, 0]
 
 
 def slot_attention(
@@ -91,11 +169,11 @@ def slot_attention(
     if state is None:
         state = s.new_zeros(*s.shape[:1], *k.shape[2:], s.shape[-1])
     outputs = []
-    parts = (x.transpose(1, 2).split(CHUNK_SIZE_OF_VECTORS, 2) for x in (q, k, s, _finite(g)))
+    parts = (x.transpose(1, 2).split(CHUNK_SIZE_OF_SLOTS, 2) for x in (q, k, s, _finite(g)))
     for q_n, k_n, s_n, g_n in zip(*parts, strict=True):
         past = g_n.cumsum(2)
         last = past[:, :, -1:]
-        written = decays(past) * s_n[:, :, None]
+        written = between(past) * s_n[:, :, None]
         outputs.append(((q_n @ k_n.mT)[..., None] * written).sum(3) + (q_n @ state) * past.exp())
         state = state * last.exp() + k_n.mT @ (s_n * (last - past).exp())
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), state
@@ -128,24 +206,11 @@ def scan(
     return torch.cat(outputs, 1), state
 
 
-def decays(past: torch.Tensor, at: torch.Tensor | None = None, until: int = 0) -> torch.Tensor:
-    """Return the decay [B, H, C, C, D] from each token to each row; 0 from tokens after the row's own.
-
-    Args:
-        past: sums of the logarithms of decays up to each token, [B, H, C, D].
-        at: those up to each row; None: the same.
-        until: -1: 0 from the row's own token, too.
-    """
-    at = past if at is None else at
-    seen = torch.ones(2 * at.shape[2:3], dtype=torch.bool, device=at.device).tril(until)
-    return (at[:, :, :, None] - past[:, :, None]).masked_fill(~seen[..., None], -torch.inf).exp()
-
-
-def _scores(x: torch.Tensor, y: torch.Tensor, between: torch.Tensor) -> torch.Tensor:
-    """Return the products [B, H, R, C] of rows [B, H, R, K] and tokens [B, H, C, K] with the decays between them."""
-    if between.shape[-1] == 1:
-        return (x @ y.mT) * between[..., 0]
-    return (x[:, :, :, None] * between * y[:, :, None]).sum(-1)
+def between(past: torch.Tensor) -> torch.Tensor:
+    """Return the decay [.., C, C, D] from each token to each row, 0 from later tokens, of sums of logarithms [.., C, D]."""
+    seen = torch.ones(2 * past.shape[-2:-1], dtype=torch.bool, device=past.device).tril()
+    differences = past[..., None, :] - past[..., None, :, :]
+    return differences.masked_fill(~seen[..., None], -torch.inf).exp()
 
 
 def _finite(g: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,24 @@ from titanplans.kernels.widen import Widen
 Tensor = torch.Tensor
 
 
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> Result:
+    """S = diag(e^g) S + k v^T, o = scale S^T q (Yang et al. 2023, arXiv:2312.06635, eq. 3); g is [B, T, H, K], or gk."""
+    return linear_attention(q * scale, k, v, gk if g is None else g, initial_state)
+
+
+def hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None) -> Result:
+    """h = e^g h + x; inputs are [B, T, D]."""
+    return scan(x, g, initial_state)
+
+
 def simple_gla(
     q: Tensor,
     k: Tensor,

@@ -7,7 +7,7 @@ from torch import nn
 
 from titanplans.errors import KernelError
 from titanplans.kernels.precision import accumulation_dtype
-from titanplans.kernels.recurrent.chunks import decays
+from titanplans.kernels.recurrent.chunks import between
 
 
 class Past(NamedTuple):
@@ -52,7 +52,7 @@ def _attention(
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     time = torch.arange(v.shape[2], device=v.device)
     levels = torch.frexp((time[:, None] ^ time).double()).exponent.long()
-    decayed = (q @ k.mT) * decays(g.cumsum(2)[..., None])[..., 0]
+    decayed = (q @ k.mT) * between(g.cumsum(2)[..., None])[..., 0]
     return (decayed * scales.gather(3, levels.expand(*v.shape[:2], -1, -1)) @ v).transpose(1, 2)
 
 

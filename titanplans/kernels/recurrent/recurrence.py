@@ -15,17 +15,35 @@ import torch.nn.functional as F
 from titanplans.errors import KernelError
 from titanplans.kernels.layers.norms import l2norm
 from titanplans.kernels.layers.packing import Result, State, by_sequence, of_state
-from titanplans.kernels.precision import accumulation_dtype
+from titanplans.kernels.precision import accumulation_dtype, out_of_graphs
 from titanplans.kernels.recurrent.gates import fused_additive_gate
 
-_OVER_TIME = ("q", "k", "v", "p", "w", "s", "g", "gk", "beta", "g_atk", "beta_atk", "delta")
-"""Inputs [B, T, ...]; queries first: every token has one."""
+_OVER_TIME = (
+    "q",
+    "r",
+    "x",
+    "k",
+    "v",
+    "a",
+    "b",
+    "kk",
+    "p",
+    "w",
+    "s",
+    "g",
+    "gk",
+    "beta",
+    "g_atk",
+    "beta_atk",
+    "delta",
+)
+"""Inputs [B, T, ...]; first what every token has one of."""
 _STATES = ("initial_state", "initial_A_state", "h_kk_init", "h_kv_init")
 _NORMED = ("q", "k", "p")
 """Of which a kernel takes the norm on request."""
 _WITHOUT_EFFECT = (
     *("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level", "safe_gate", "lower_bound"),
-    "max_CG_iteration",
+    *("max_CG_iteration", "disable_recompute"),
 )
 """How a kernel splits its work, which inputs it assumes, and how near it comes to a solution that is exact here."""
 
@@ -49,7 +67,7 @@ def by_formula(kernel: Callable[..., Any], reference: Recurrence) -> Callable[..
     has = inspect.signature(formula).parameters
     one_output = signature.return_annotation in (torch.Tensor, "torch.Tensor")
 
-    @torch.compiler.disable  # as FLA's kernels are; and a compiler would unroll the loop over chunks
+    @out_of_graphs(kernel)  # and a compiler would unroll the loop over chunks
     @functools.wraps(kernel)
     def compute(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -72,9 +90,10 @@ def _compute(
     `of_tokens`: the second return value is no final state, but keys of each token, as for softmax attention.
     """
     dtype = accumulation_dtype(*(value for value in given.values() if isinstance(value, torch.Tensor)))
-    out_dtype = given["v"].dtype
-    with torch.autocast(given["v"].device.type, enabled=False):
-        inputs = {name: given.pop(name).to(dtype) for name in _OVER_TIME if name in given}
+    like = given["v" if "v" in given else "x"]
+    with torch.autocast(like.device.type, enabled=False):
+        over_time = [name for name in _OVER_TIME if isinstance(given.get(name), torch.Tensor)]
+        inputs = {name: given.pop(name).to(dtype) for name in over_time}
         _before_the_recurrence(inputs, given)
         bounds, v_first = given.pop("cu_seqlens", None), given.pop("state_v_first", False)
         turn = (lambda x: x.transpose(-1, -2).contiguous()) if v_first else (lambda x: x)
@@ -82,12 +101,12 @@ def _compute(
             name: of_state(lambda x: turn(x).to(dtype), given.pop(name)) for name in _STATES if name in given
         }
         if "scale" in has:
-            given.setdefault("scale", inputs["q"].shape[-1] ** -0.5)
+            given.setdefault("scale", inputs["k"].shape[-1] ** -0.5)
         reverse, wants_states = given.pop("reverse", False), given.pop("output_final_state", of_tokens)
         options = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
         if unknown := [name for name in (*inputs, *options, *states) if name not in has]:
             raise KernelError(
-                f"{kernel}: {unknown[0]} is not computed on a CPU: titanplans.kernels.recurrent.formulas.{formula.__name__} "
+                f"{kernel}: {unknown[0]} is not computed on a CPU: {formula.__module__}.{formula.__name__} "
                 "has no such argument; leave it out or run on a GPU"
             )
 
@@ -99,7 +118,7 @@ def _compute(
             return flip(o), *(finals if wants_states else [None] * len(finals))
 
         o, *finals = by_sequence(run, inputs, states, bounds, of_tokens)
-    return o.to(out_dtype), *(of_state(turn, state) for state in finals)
+    return o.to(like.dtype), *(of_state(turn, state) for state in finals)
 
 
 def _before_the_recurrence(inputs: dict[str, torch.Tensor], given: dict[str, Any]) -> None:

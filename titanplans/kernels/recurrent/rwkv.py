@@ -3,16 +3,15 @@
     RWKV-6   S_t = exp(w_t) S_(t-1) + k_t v_t^T                              o_t = r_t^T (S_(t-1) + u k_t v_t^T)
     RWKV-7   S_t = exp(w_t) S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T        o_t = r_t^T S_t
 
-with S [K, V] for each head, by chunks. FLA's references, `recurrent_naive.py` of RWKV-6 and `dplr/naive.py`, loop over time.
+with S [K, V] for each head; inputs are [B, T, H, ...].
+FLA's references, `recurrent_naive.py` of RWKV-6 and `dplr/naive.py`, loop over time.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from titanplans.kernels.layers.packing import Result, by_sequence, sequences
-from titanplans.kernels.precision import accumulation_dtype
+from titanplans.kernels.layers.packing import Result, sequences
 from titanplans.kernels.recurrent.chunks import linear_attention
 
 
@@ -22,15 +21,17 @@ def rwkv6(
     v: torch.Tensor,
     w: torch.Tensor,
     u: torch.Tensor,
-    scale: float | None = None,
+    scale: float,
     initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    **split_of_work: Any,
 ) -> Result:
-    """RWKV-6 of r, k, w [B, T, H, K], v [B, T, H, V] and the bonus u [H, K]; states are [N, H, K, V]."""
-    given = dict(r=r, k=k, v=v, w=w, bonus=u.expand(*r.shape[:2], *u.shape))
-    return _recurrence(_rwkv6, given, scale, initial_state, output_final_state, cu_seqlens)
+    """RWKV-6 with the bonus u [H, K]. A token reads what the one before it left: so that one is given its query."""
+    r = r * scale
+    o, final = linear_attention(torch.cat([r[:, 1:], r[:, :1]], 1), k, v, w, initial_state)
+    first = torch.zeros_like(v[:, :1])
+    if initial_state is not None:
+        first = torch.einsum("bthk,bhkv->bthv", r[:, :1], initial_state)
+    own = (r * u * k).sum(-1, keepdim=True) * v
+    return torch.cat([first, o[:, :-1]], 1) + own, final
 
 
 def rwkv7(
@@ -40,15 +41,11 @@ def rwkv7(
     v: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    scale: float | None = 1.0,
+    scale: float,
     initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    **split_of_work: Any,
 ) -> Result:
-    """RWKV-7 of r, w, k, a, b [B, T, H, K] and v [B, T, H, V]; states are [N, H, K, V]."""
-    given = dict(r=r, w=w, k=k, v=v, a=a, b=b)
-    return _recurrence(_rwkv7, given, scale, initial_state, output_final_state, cu_seqlens)
+    """RWKV-7."""
+    return linear_attention(r * scale, k, v, w, initial_state, a=a, b=b)
 
 
 def rwkv7_mul(
@@ -58,54 +55,11 @@ def rwkv7_mul(
     v: torch.Tensor,
     kk: torch.Tensor,
     a: torch.Tensor,
-    *options: Any,
-    **more: Any,
+    scale: float,
+    initial_state: torch.Tensor | None = None,
 ) -> Result:
-    """`rwkv7` with a = -kk and b = kk * a."""
-    return rwkv7(r, w, k, v, -kk, kk * a, *options, **more)
-
-
-def _recurrence(
-    run: Callable[..., Result],
-    given: dict[str, torch.Tensor],
-    scale: float | None,
-    state: torch.Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: torch.Tensor | None,
-) -> Result:
-    dtype, out_dtype = accumulation_dtype(*given.values(), state), given["v"].dtype
-    inputs = {name: x.to(dtype) for name, x in given.items()}
-    inputs["r"] = inputs["r"] * (inputs["r"].shape[-1] ** -0.5 if scale is None else scale)
-    states = {"state": None if state is None else state.to(dtype)}
-    o, final = by_sequence(lambda part, states: run(**part, **states), inputs, states, cu_seqlens)
-    return o.to(out_dtype), final if output_final_state else None
-
-
-def _rwkv6(
-    r: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    w: torch.Tensor,
-    bonus: torch.Tensor,
-    state: torch.Tensor | None,
-) -> Result:
-    """A token reads what the one before it left: so that one is given its query."""
-    first = torch.zeros_like(v[:, :1]) if state is None else torch.einsum("bthk,bhkv->bthv", r[:, :1], state)
-    o, final = linear_attention(torch.cat([r[:, 1:], r[:, :1]], 1), k, v, w, state)
-    own = (r * bonus * k).sum(-1, keepdim=True) * v
-    return torch.cat([first, o[:, :-1]], 1) + own, final
-
-
-def _rwkv7(
-    r: torch.Tensor,
-    w: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    state: torch.Tensor | None,
-) -> Result:
-    return linear_attention(r, k, v, w, state, a=a, b=b)
+    """`rwkv7` with a = -kk and b = kk a."""
+    return rwkv7(r, w, k, v, -kk, kk * a, scale, initial_state)
 
 
 def token_shift(

@@ -24,7 +24,7 @@ from titanplans.parallel.compile.limits import (
     count_kinds,
     limited,
 )
-from titanplans.parallel.compile.token_graphs import end_graphs_at_mixers, mixes_tokens
+from titanplans.parallel.compile.token_graphs import end_graphs_where_tokens_leave, sends_tokens
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.plan.decoder import find_decoder
 from titanplans.split.state import border_of_model
@@ -54,11 +54,10 @@ def apply_compile(
     """Compile each block in place; names and parameters stay as they are.
 
     A block must become one graph, and it is an error if it does not, unless its routers' logits are recorded
-    (`output_router_logits`), which a graph can't, or it holds modules of
-    flash-linear-attention, whose kernels take themselves out of every graph (`fla_graphs`), or is cut by tokens
-    (`token_graphs`). Such a block is compiled
-    inside of the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep operators.
-    A kind of block that is compiled more often than `RECOMPILATIONS` is an error, too.
+    (`output_router_logits`), which a graph can't, or it holds modules of flash-linear-attention, whose kernels take
+    themselves out of every graph (`fla_graphs`), or it sends tokens to other ranks (`token_graphs`). Such a block is
+    compiled inside of the checkpoint around it, so that a recomputation runs the compiled graphs again, and can't keep
+    operators. A kind of block that is compiled more often than `RECOMPILATIONS` is an error, too.
 
     Args:
         model: the model, its policy of activation checkpointing applied.
@@ -78,9 +77,9 @@ def apply_compile(
                 "a mixer that is kept from recomputation can't be in a compiled block: switch compile off, or recompute the "
                 "MLP only"
             )
-        if fullgraph and mixes_tokens(block):
+        if fullgraph and sends_tokens(block):
             raise ParallelError(
-                f"compile.fullgraph = true, but {name} is cut by tokens, and its mixer is outside of graphs: leave "
+                f"compile.fullgraph = true, but {name} sends tokens to other ranks, in modules outside of graphs: leave "
                 "fullgraph out"
             )
         if fullgraph and calls_kernels(block):
@@ -105,7 +104,7 @@ def apply_compile(
     limit = RECOMPILATIONS * count_kinds(block for _, block in blocks)
     border = border_of_model(model)
     for name, block in blocks:
-        several = recorded or calls_kernels(block) or mixes_tokens(block)
+        several = recorded or calls_kernels(block) or sends_tokens(block)
         one_graph = not several if fullgraph is None else fullgraph
         if (
             one_graph
@@ -121,11 +120,13 @@ def apply_compile(
         inside = block if one_graph or not isinstance(block, ActivationWrapper) else checkpointed(block)
         if not one_graph and calls_kernels(block):
             end_graphs_at_kernels(block)
-        if mixes_tokens(block):
-            end_graphs_at_mixers(block)
+        if sends_tokens(block):
+            end_graphs_where_tokens_leave(block)
         chosen = backend if memory_budget(block) is None else within_budget
         _compile_module(inside, name, limit, backend=chosen, fullgraph=one_graph, **options)
-        if border is not None and (call := compiled_call(inside)) is not None:
+        if border is None or not border.stream.is_cut:
+            continue
+        if (call := compiled_call(inside)) is not None:
             set_compiled_call(inside, border.stream.for_graphs(call))
 
 

@@ -26,6 +26,7 @@ from titanplans.config import FSDP2Config
 from titanplans.errors import ParallelError, either
 from titanplans.parallel.fsdp.construction import independent_of_world
 from titanplans.parallel.fsdp.dtypes import split_dtypes
+from titanplans.parallel.fsdp.experts import split_experts
 from titanplans.parallel.fsdp.images import check_images
 from titanplans.parallel.fsdp.prefetch import chain_units, check_depth
 from titanplans.parallel.fsdp.units import FSDPUnit, find_units, fsdp_module
@@ -36,7 +37,9 @@ from titanplans.text import class_name
 from titanplans.torch_private.fsdp import fsdp_group
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[FSDPUnit]:
+def shard(
+    model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, of_experts: DeviceMesh | None = None
+) -> list[FSDPUnit]:
     """Shard `model` over the data-parallel `mesh`, in place, and return its units.
 
     Parameters may be DTensors on a TP mesh that comes from the same root mesh as `mesh`. Gradients
@@ -46,6 +49,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[FSDPU
         model: a decoder (`titanplans.plan.decoder`), before its first forward, on meta or not.
         mesh: 1-D; or 2-D, replicated over the first dimension and sharded over the second (HSDP).
         config: the options of FSDP2, mixed precision and offload.
+        of_experts: the mesh of the ranks that hold the same experts, where experts are shared out; as `mesh`.
 
     Raises:
         PlanError: `model` has no list of blocks.
@@ -53,7 +57,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config) -> list[FSDPU
         ParallelError: the parameters can't be grouped. All before anything is sharded.
     """
     units = check_shard(model, mesh, config)
-    apply_units(model, units, mesh, config)
+    units = split_experts(model, units)
+    apply_units(model, units, mesh, config, of_experts)
     chain_units(model, units, config.fsdp_forward_prefetch, config.fsdp_backward_prefetch)
     if config.fsdp_towers == "root":
         # A rank without images has no gradient for the tower, and must still join the others' sum.
@@ -130,8 +135,14 @@ def shard_size(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
-def apply_units(model: nn.Module, units: Sequence[FSDPUnit], mesh: DeviceMesh, config: FSDP2Config) -> None:
-    """Shard the given units, the root among them, innermost first."""
+def apply_units(
+    model: nn.Module,
+    units: Sequence[FSDPUnit],
+    mesh: DeviceMesh,
+    config: FSDP2Config,
+    of_experts: DeviceMesh | None = None,
+) -> None:
+    """Shard the given units, the root among them, innermost first; those of experts over the mesh `of_experts`."""
     param = param_dtype(config)
     reduce, output = (
         None if name is None else getattr(torch, name)
@@ -157,7 +168,7 @@ def apply_units(model: nn.Module, units: Sequence[FSDPUnit], mesh: DeviceMesh, c
                 with replacing(*modules):
                     fully_shard(
                         modules if len(modules) > 1 else modules[0],
-                        mesh=mesh,
+                        mesh=of_experts if part.role == "experts" else mesh,
                         mp_policy=policy,
                         offload_policy=offload,
                         reshard_after_forward=True if to_some and shared else reshard,

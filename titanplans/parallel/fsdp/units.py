@@ -17,7 +17,7 @@ from titanplans.errors import ParallelError
 from titanplans.plan.decoder import find_decoder, join
 from titanplans.text import class_name
 
-Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "root"]
+Role = Literal["tower", "embedding", "block", "ends", "condition", "dtype", "experts", "root"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FSDPUnit:
     last: bool = False
     """The last block of the decoder: its backward comes first, while it is still gathered."""
     inner: tuple["FSDPUnit", ...] = field(default=())
-    """Units inside this one, of parameters with another dtype or another compute dtype, innermost first."""
+    """Units inside this one, of parameters with another dtype, compute dtype or mesh, innermost first."""
     kept: bool = False
     """Its parameters compute in float32, since the model keeps them so, whatever the others' dtype."""
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from titanplans.errors import ParallelError, near_multiples
+from titanplans.errors import ParallelError, either, near_multiples
 
 NOT_FOR_DDP = (
     "DDP can't copy split layers; take FSDP2Config with dp_replicate at the number of copies and dp_shard at 1, which sums "
@@ -33,7 +33,7 @@ class Degrees:
     pp: int = 1
     """Stages of consecutive layers (pipeline parallelism)."""
     ep: int = 1
-    """Ranks, among those of the other axes, that share the experts; only 1 yet, as `refuse_degrees` says."""
+    """Ranks that share the experts, among those of dp_shard, cp and tp: neighbours, those of tp first."""
 
     def __post_init__(self) -> None:
         for name, degree in (*self._items(), ("ep", self.ep)):
@@ -77,6 +77,21 @@ class Degrees:
             )
         return self
 
+    def refuse_experts(self) -> None:
+        """Refuse a number of ranks that share experts which does not go with the other degrees, all known.
+
+        Raises:
+            ParallelError: they are not all of tp, or their number does not divide dp_shard x cp x tp.
+        """
+        ranks = self.dp_shard * self.cp * self.tp
+        if self.ep == 1 or (ranks % self.ep == 0 and self.ep % self.tp == 0):
+            return
+        works = [n for n in range(1, ranks + 1) if ranks % n == 0 and n % self.tp == 0]
+        raise ParallelError(
+            f"ep = {self.ep}: experts are shared by neighbours among dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
+            f"{self.tp} ranks, all {self.tp} of a layer among them: {either([1, *works])} would work"
+        )
+
     def _remedy(self, world_size: int) -> str:
         product = math.prod(degree for _, degree in self._items())
         ways = [
@@ -98,13 +113,15 @@ def refuse_degrees(degrees: Any, *, ddp: bool = False) -> None:
         ddp: whether the strategy is DDP.
 
     Raises:
-        ParallelError: a pipeline or expert degree above 1; under DDP also a tensor or shard degree.
+        ParallelError: a pipeline degree above 1; under DDP also a tensor, shard or expert degree.
     """
-    for name, degree in (("pipeline", degrees.pp), ("expert", degrees.ep)):
-        if degree > 1:
-            raise ParallelError(
-                f"{name}_parallel_degree = {degree}: this entry parallelises by tensor, tokens and data; set it to 1"
-            )
+    if degrees.pp > 1:
+        raise ParallelError(
+            f"pipeline_parallel_degree = {degrees.pp}: this entry parallelises by tensor, tokens, experts and data; set it "
+            "to 1"
+        )
+    if ddp and degrees.ep > 1:
+        raise ParallelError(f"ddp with ep = {degrees.ep}: DDP copies whole models; take FSDP2Config")
     if ddp and degrees.tp > 1:
         raise ParallelError(f"ddp with tp = {degrees.tp}: {NOT_FOR_DDP}")
     if ddp and degrees.dp_shard > 1:

@@ -7,6 +7,11 @@
     cp             parts of a sequence          heads       cp x tp: the ranks that share a mixer's heads
     tp             parts of a layer
 
+and, with expert parallelism, the same processes in another order of axes: pp, dp_replicate,
+
+    efsdp          ranks that hold the same experts, over which FSDP shards them
+    ep             ranks that share the experts: neighbours, so that efsdp x ep = dp_shard x cp x tp
+
 All are slices of one root mesh, so that FSDP and tensor parallelism can combine theirs. Communicators cost memory,
 so none is made twice: all axes of size 1 share one; a combination in which only one axis is longer than 1 is that
 axis itself, under its own name; and dp_cp is dp or fsdp where it holds the same ranks.
@@ -57,7 +62,7 @@ class Mesh:
     cp: int
     tp: int
     ep: int
-    """1: experts are not split."""
+    """1: all ranks of a layer share the width of each expert."""
 
     dp_enabled: bool
     """Whether the size of this combination is above 1; so for every axis and combination."""
@@ -76,12 +81,14 @@ class Mesh:
             raise ParallelError("no process group is initialized: build the mesh inside process_group()")
         self.world_size = dist.get_world_size()
         self.degrees = degrees.resolve(self.world_size)
+        self.degrees.refuse_experts()
         sizes = self.degrees.as_sizes()
         vars(self).update(sizes, ep=degrees.ep, ep_enabled=degrees.ep > 1)
         for name, axes in ({name: (name,) for name in sizes} | _COMBINED).items():
             setattr(self, f"{name}_enabled", math.prod(sizes[axis] for axis in axes) > 1)
         self.world_mesh = _root(sizes, device_type)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._of_experts = self._sparse(device_type) if degrees.ep > 1 else None
         self._combined = self._combine()  # now, not when first asked for: making a group is collective
 
     def get_mesh(self, names: str | Sequence[str]) -> DeviceMesh:
@@ -97,6 +104,8 @@ class Mesh:
             ParallelError: an unknown name, names that overlap, or not in the order of the axes.
         """
         key = tuple(_ALIASES.get(name, name) for name in ([names] if isinstance(names, str) else names))
+        if self._of_experts is not None and key[-1:] in (("ep",), ("efsdp",)):
+            return self._of_experts[key]
         if key not in self._meshes:
             self._check(key)
             single = [self._combined.get(name) or self.world_mesh[name] for name in key]
@@ -113,6 +122,12 @@ class Mesh:
         names = [names] if isinstance(names, str) else list(names)
         there = [name == "fsdp" or self.get_mesh(name).size() > 1 for name in names]
         return self.get_mesh(names) if all(there) else None
+
+    def _sparse(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of the axes of experts."""
+        d = self.degrees
+        sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate}
+        return _root(sizes | {"efsdp": d.dp_shard * d.cp * d.tp // d.ep, "ep": d.ep}, device_type)
 
     def _combine(self) -> dict[str, DeviceMesh]:
         made: dict[tuple[str, ...], DeviceMesh] = {}
@@ -163,6 +178,11 @@ def _root(sizes: dict[str, int], device_type: str) -> DeviceMesh:
         mesh=torch.arange(dist.get_world_size(), dtype=torch.int, device="cpu").view(*sizes.values()),
         mesh_dim_names=tuple(sizes),
     )
+
+
+def mesh_of_one(device_type: str) -> DeviceMesh:
+    """Return a mesh of this rank alone."""
+    return DeviceMesh.from_group(_group_of_one(), device_type, mesh=torch.tensor([dist.get_rank()]))
 
 
 def _group_of_one() -> dist.ProcessGroup:

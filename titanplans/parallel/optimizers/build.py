@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titanplans.config.compatibility.groups import OF_ADAM, OF_MUON
 from titanplans.config.sections.optimization import Optimizer, OptimizerGroup
@@ -143,7 +144,7 @@ def _split(
         own = None if group is None else getattr(group, key)
         return getattr(options, key) if own is None else own
 
-    found: dict[tuple[str, bool], ParameterGroup] = {}
+    found: dict[tuple[str, bool, Any], ParameterGroup] = {}
     for name, parameter, role in members:
         kind = value("name")
         if group is None or group.name is None:
@@ -155,7 +156,10 @@ def _split(
             )
         own_decay = group is not None and group.weight_decay is not None
         decays = own_decay or options.decay_all or role.decays
-        if (kind, decays) not in found:
+        mesh = (
+            parameter.device_mesh if isinstance(parameter, DTensor) else None
+        )  # one for each fused operator
+        if (kind, decays, mesh) not in found:
             decay = value("weight_decay") if decays else 0.0
             settings: dict[str, Any] = {"lr": value("lr"), "weight_decay": decay}
             if kind == "Muon":
@@ -165,10 +169,10 @@ def _split(
             where = ("all others" if options.groups else "all") if group is None else f'"{group.pattern}"'
             if not decays:
                 where += ": what does not decay (vectors, biases, norms, marked _no_weight_decay)"
-            found[kind, decays] = ParameterGroup(kind, settings, where)
-        found[kind, decays].parameters[name] = parameter
+            found[kind, decays, mesh] = ParameterGroup(kind, settings, where)
+        found[kind, decays, mesh].parameters[name] = parameter
     if group is not None:
-        kinds = {kind for kind, _ in found}
+        kinds = {kind for kind, *_ in found}
         for keys, read in ((OF_ADAM, kinds - {"Muon"}), (OF_MUON, kinds & {"Muon"})):
             given = [key for key in keys if getattr(group, key) is not None]
             if given and not read:

@@ -10,6 +10,7 @@ from titanplans.plan.adapted import dropout_refusal
 from titanplans.plan.decoder import HEADS, within
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.styles.projections import Rowwise
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import ReplicatedOnStream
@@ -64,7 +65,11 @@ def _region_faults(plan: ResolvedPlan) -> Iterator[Fault]:
         # Foreign styles may do the splitting and the summing; they don't say.
         all_ours = not any(within(key, region) for key in plan.styles.keys() - ours.keys())
         shared = isinstance(opener, Region) and opener.shared
-        if all_ours and not shared and not any(isinstance(style, Rowwise) for style in inside.values()):
+        if (
+            all_ours
+            and not shared
+            and not any(isinstance(style, Rowwise | ByExpert) for style in inside.values())
+        ):
             yield (
                 region,
                 "it opens a region without a rowwise() projection: every rank would compute the same output, and their "

@@ -12,6 +12,7 @@ from titanplans.errors import PlanError, either, near_multiples
 from titanplans.plan.layout import shard_size
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.resolve import ResolvedPlan
+from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.styles.projections import Rowwise
 from titanplans.plan.token_regions import region_of, token_regions
 
@@ -62,6 +63,8 @@ def _sizes(plan: ResolvedPlan) -> Iterator[Size]:
             yield from _heads(plan.source.plan_of(mixer), mixer, f"{name}, {type(mixer).__name__}", shared)
     for entry in plan.entries:
         key, style, _, module, _, layouts = entry
+        if isinstance(style, ByExpert):  # `check_experts`
+            continue
         in_mixer = decoder.mixer_around(key) is not None
         if regions is not None:
             in_mixer = region_of(entry, regions, plan) is not None

@@ -128,21 +128,17 @@ def cover(
 
 def _apart(options: TPOptions, grid: Sequence[TPOptions]) -> int:
     """Return how far `options` are from the first of `grid`: an even number away lie each degree and each choice."""
-    first, degrees = grid[0], list(dict.fromkeys((one.degree, one.context) for one in grid))
+    first, degrees = grid[0], list(dict.fromkeys(one.cut for one in grid))
     others = (
         options.loss_parallel != first.loss_parallel,
         options.sequence_parallel != first.sequence_parallel,
     )
-    return degrees.index((options.degree, options.context)) + sum(others)
+    return degrees.index(options.cut) + sum(others)
 
 
 def _single(row: tuple) -> set[Any]:
     options, *rest = row
-    return set(
-        enumerate(
-            ((options.degree, options.context), options.loss_parallel, options.sequence_parallel, *rest)
-        )
-    )
+    return set(enumerate((options.cut, options.loss_parallel, options.sequence_parallel, *rest)))
 
 
 def _pairs(row: tuple) -> set[Any]:

@@ -171,15 +171,22 @@ class Meshes:
 
     def __init__(self, device_type: str, ranks: Sequence[int]):
         self.device_type, self.ranks = device_type, ranks
-        self._made: dict[int, DeviceMesh] = {}
+        self._made: dict[tuple[str, int], DeviceMesh] = {}
 
     def __call__(self, context: int) -> DeviceMesh:
         """Return the mesh "tp", or "cp" and "tp", with so many ranks in "cp"."""
-        if context not in self._made:
-            shape = mesh_sizes(len(self.ranks), context)
+        return self._mesh("", context, mesh_sizes(len(self.ranks), context))
+
+    def of_experts(self, ranks: int) -> DeviceMesh:
+        """Return the mesh "ep" of neighbours that share experts, behind a dimension of copies where there are more ranks."""
+        copies = len(self.ranks) // ranks
+        return self._mesh("ep", ranks, {"efsdp": copies, "ep": ranks} if copies > 1 else {"ep": ranks})
+
+    def _mesh(self, kind: str, number: int, shape: dict[str, int]) -> DeviceMesh:
+        if (kind, number) not in self._made:
             grid = torch.tensor(self.ranks).view(*shape.values())
-            self._made[context] = DeviceMesh(self.device_type, grid, mesh_dim_names=tuple(shape))
-        return self._made[context]
+            self._made[kind, number] = DeviceMesh(self.device_type, grid, mesh_dim_names=tuple(shape))
+        return self._made[kind, number]
 
 
 def run(degree: int, device: torch.device, work: Callable[[ThreadWorld], T]) -> T:

@@ -37,8 +37,8 @@ class World(Protocol):
     """Python modules, other than torch's and ours, that asked for a rank's number in a world larger than the mesh."""
 
     @property
-    def mesh_of(self) -> Callable[[int], DeviceMesh]:
-        """The mesh of the same ranks with so many of them sharing a sequence: "tp", or "cp" and "tp"."""
+    def mesh_of(self) -> "threads.Meshes":
+        """The meshes of the same ranks with so many of them sharing a sequence: "tp", or "cp" and "tp"; or experts."""
         ...
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

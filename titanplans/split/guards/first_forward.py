@@ -116,7 +116,7 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names  # after FSDP, those of its mesh before
-            ours = {"cp", "tp", *(mesh.mesh_dim_names or ())}
+            ours = {"cp", "tp", "ep", *(mesh.mesh_dim_names or ())}
             if names is None or mesh.mesh_dim_names is None or ours & set(names):
                 continue
         raise PlanError(

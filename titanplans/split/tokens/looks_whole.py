@@ -90,7 +90,8 @@ class LooksWhole(torch.Tensor):
         if name in _ASKS or (name == "__get__" and func.__self__.__name__ in _FIELDS):  # type: ignore[attr-defined]
             with without_torch_function():
                 return func(*args, **kwargs)
-        if name in _TOKENWISE or _drops_nothing(name, args, kwargs) or _keeps_shape(name, args):
+        tokenwise = name in _TOKENWISE or _drops_nothing(name, args, kwargs) or _keeps_shape(name, args)
+        if tokenwise and not _in_function(args):
             found = _of_tokens(func, name, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -143,6 +144,11 @@ def _gather(shard: torch.Tensor, tokens: OwnTokens, length: int) -> torch.Tensor
 
 def _numbers(x: Any) -> Any:
     return x.numbers() if isinstance(x, LooksWhole) else x
+
+
+def _in_function(args: Any) -> bool:
+    """Whether an autograd function computes: it saves numbers, whose gradient it may write in their place."""
+    return not torch.is_grad_enabled() and any(isinstance(x, LooksWhole) and x.requires_grad for x in args)
 
 
 def _drops_nothing(name: str, args: Any, kwargs: Any) -> bool:

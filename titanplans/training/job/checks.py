@@ -20,12 +20,14 @@ from titanplans import kernels, modeling
 from titanplans.config import ConfigError, JobConfig, rename_option_errors, strategy_of
 from titanplans.config.sections.data import DataSource
 from titanplans.errors import DataError
-from titanplans.loss import FusedLoss, still_biases
+from titanplans.loss import FusedLoss
 from titanplans.modeling.own import is_own
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.build import group_parameters
+from titanplans.parallel.optimizers.experts import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.decoder import holds_fla
+from titanplans.split.experts.loads import mixtures
 from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.match import (
@@ -90,8 +92,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
     check_parallelism(job, model)
     if job.loss.fused:
         FusedLoss(model)
-    if (said := still_biases(model)) is not None:
-        _log.info(said)
+    check_experts(job, model)
     group_parameters(model, job.optimizer)  # with its adapters
     check_memory(job, model, world_size, device_type)
     if job.checkpoint.create_seed_checkpoint and world_size != 1:
@@ -167,7 +168,8 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     spread = strategy_of(job)
     with rename_option_errors():
         p = job.parallelism
-        dry_run(model, spread, p.tensor_parallel_degree, default_device_type(), p.context_parallel_degree)
+        degrees = p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree
+        dry_run(model, spread, degrees, default_device_type())
     if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"
         raise ConfigError(
@@ -175,6 +177,25 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
             "accelerators only: on this CPU "
             + ('set it to "float32"' if key == "mixed_precision_param" else "leave it out")
         )
+
+
+def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
+    """Say what moves the biases of the model's routers; refuse a coefficient where there are none."""
+    biases = [mixture for mixture in mixtures(model) if mixture.bias is not None]
+    coefficient = job.optimizer.load_balance_coeff
+    if coefficient is not None and not biases:
+        raise ConfigError(
+            f"optimizer.load_balance_coeff = {show(coefficient)}: no router of {' '.join(resolve.model_name(job))} has a "
+            "bias that keeps its experts equally busy; leave it out"
+        )
+    if biases:
+        by = PUBLISHED if coefficient is None else coefficient
+        how = (
+            f"moves by {by:g} a step (optimizer.load_balance_coeff)"
+            if by
+            else "stays (optimizer.load_balance_coeff = 0)"
+        )
+        _log.info(f"the bias by which {len(biases)} routers keep their experts equally busy {how}")
 
 
 def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:

@@ -109,7 +109,7 @@ def _source(
 def fewest_processes(job: JobConfig) -> int:
     """Return the number of processes that the degrees of `job` need at least."""
     p = job.parallelism
-    degrees = [value for name, value in vars(p).items() if name.endswith("_parallel_degree")]
+    degrees = [p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree]
     return math.prod(degrees) * p.data_parallel_replicate_degree * max(p.shard_degree, 1)
 
 
@@ -120,7 +120,8 @@ def data_parallel_degree(job: JobConfig, world_size: int) -> int:
         ConfigError: the degrees don't multiply to `world_size`; the message does the arithmetic.
     """
     p = job.parallelism
-    degrees = {name: value for name, value in vars(p).items() if name.endswith("_parallel_degree")}
+    names = (f"{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
+    degrees = {name: getattr(p, name) for name in names}
     degrees |= {"data_parallel_replicate_degree": p.data_parallel_replicate_degree}
     degrees |= {"data_parallel_shard_degree": p.shard_degree}
     product = math.prod(degree for degree in degrees.values() if degree != -1)

@@ -58,6 +58,7 @@ def trainer_config(job: JobConfig, world_size: int | None = None) -> Trainer.Con
         strategy=spread,
         skip_nan_inf=job.training.skip_nan_inf,
         skip_nan_inf_limit=job.training.skip_nan_inf_limit,
+        load_balance_coeff=job.optimizer.load_balance_coeff,
         model_spec=model_spec(config, name=name, flavor=flavor, strategy=spread, documents=apart),
         hf_assets_path=resolve.tokenizer_path(job),
         dump_folder=job.job.dump_folder,
@@ -136,6 +137,7 @@ def _parallelism(job: JobConfig) -> ParallelismConfig:
         enable_sequence_parallel=p.enable_sequence_parallel and divisible,
         pipeline_parallel_degree=p.pipeline_parallel_degree,
         context_parallel_degree=p.context_parallel_degree,
+        expert_parallel_degree=p.expert_parallel_degree,
         # The other backends want modules that declare their sharding in torchtitan's own way.
         spmd_backend="partial_dtensor",
     )

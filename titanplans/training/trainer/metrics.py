@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 
 from titanplans.disk import naming
 from titanplans.errors import UserError
+from titanplans.parallel.optimizers.experts import Experts
 from titanplans.training.trainer.jsonl import FILE_NAME, JsonlWriter
 
 _A100_PEAK_FLOPS = 312e12
@@ -50,6 +51,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.total_steps: int | None = None
         self.of_data: Callable[[], dict[str, float]] = dict
         """What the data loader tells about a logged interval; all ranks call it."""
+        self.experts: Experts | None = None
         self._first_step: int | None = None
         self._time_first_log = 0.0
         self._last_step = 0  # that was logged
@@ -117,6 +119,9 @@ class MetricsProcessor(titan.MetricsProcessor):
             fields.append((self.color.white, f"left {format_seconds(left)}"))
 
         extra = {**(extra_metrics or {}), **self.of_data()}
+        if self.experts is not None:
+            extra |= self.experts.figures()
+            self._show(self.experts.picture(), step)
         if "n_tokens_seen" in extra:  # summed over the ranks that share a sequence, too
             extra["n_tokens_seen"] //= self.parallel_dims.cp
         self._write(scalars | extra, step)
@@ -151,6 +156,13 @@ class MetricsProcessor(titan.MetricsProcessor):
     def _write(self, scalars: dict[str, Any], step: int) -> None:
         with naming(self._folder):
             self.logger.log(scalars, step)
+
+    def _show(self, picture: torch.Tensor | None, step: int) -> None:  # private: torchtitan LoggerContainer
+        """Give TensorBoard the picture of the experts' loads, if it is on."""
+        writers = getattr(self.logger, "_loggers", [self.logger])
+        for writer in writers if picture is not None else ():
+            if isinstance(writer, titan.TensorBoardLogger):
+                writer.writer.add_image("experts/load", picture, step)
 
     def _build_metric_logger(
         self, *, config: titan.MetricsProcessor.Config, **kwargs: Any

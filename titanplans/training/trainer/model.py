@@ -25,6 +25,7 @@ from titanplans.loss import DeferredLogits, FusedLoss, NotFused, Objective, adde
 from titanplans.parallel import parallelize
 from titanplans.parallel.parallelize import apply_data_parallelism
 from titanplans.parallel.record import record_of
+from titanplans.split.collectives import Group
 from titanplans.training.trainer import documents
 
 
@@ -77,6 +78,8 @@ class LanguageModel(BaseModel):
     """Of the next forward, for the fused loss: the trainer's and the validator's say them. Of others there are none."""
     on_fusion_failed: Callable[[NotFused], None] | None = None
     """Told why the loss can't be fused after all; it may raise."""
+    data: Group | None = None
+    """The ranks of data parallelism; None: there is one."""
     finish: Callable[[], None] | None = None
     """Called once the weights have values: applies DDP."""
 
@@ -106,7 +109,7 @@ class LanguageModel(BaseModel):
         output = self._fused(inputs, labels) if self.fused is not None and labels is not None else None
         if output is None:
             output = self.lm(**inputs, use_cache=False)
-        self.added = added_loss(self.lm, output)
+        self.added = added_loss(self.lm, output, self.data if self.training else None)
         if self.added is None and getattr(self.lm.config, "output_router_logits", False):
             raise ModelError(
                 f"output_router_logits = True, but {type(self.lm).__name__} computes no router balance loss; "

@@ -26,6 +26,8 @@ from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
 from titanplans.parallel.mesh.rendezvous import own_rendezvous
+from titanplans.parallel.optimizers.experts import Experts
+from titanplans.split.collectives import group_of
 from titanplans.training.launch.ending import Ending
 from titanplans.training.trainer.metrics import MetricsProcessor
 from titanplans.training.trainer.model import LanguageModel
@@ -59,6 +61,9 @@ class Trainer(torchtitan.trainer.Trainer):
         skip_nan_inf: bool = False
         """Skip steps whose gradient is not finite."""
 
+        load_balance_coeff: float | None = None
+        """By how much a step moves the biases of routers; None: as published."""
+
         skip_nan_inf_limit: int = 20
         """Steps in a row that may be skipped."""
 
@@ -85,18 +90,22 @@ class Trainer(torchtitan.trainer.Trainer):
             loss.on_fusion_failed,
         )
         asks = config.checkpoint.save_on_signal  # pyrefly: ignore[missing-attribute]
+        batch = self.parallel_dims.get_optional_mesh("batch")
+        lm: Any = part.lm
+        part.data = None if batch is None else group_of(batch)  # pyrefly: ignore[bad-argument-type]
+        self.experts = Experts(lm, self.parallel_dims, config.load_balance_coeff)
         self._ending = Ending(lambda: self.asked_to_end()) if asks else None
         self._finite = torch.ones((), dtype=torch.int32, device=self.device)
         self.checkpointer.finite = self._all_finite  # pyrefly: ignore[missing-attribute]
         self.metrics_processor.total_steps = config.training.steps
         self.metrics_processor.of_data = self.dataloader.take_figures  # pyrefly: ignore[missing-attribute]
+        self.metrics_processor.experts = self.experts
         if config.strategy.float8.recipe_name is not None:
             # The peak that is known is bfloat16's, and only some products run at another.
             self.metrics_processor.peak_flops = None
         with rename_option_errors():
             for optimizer in self.optimizers:
                 prepare_optimizer(optimizer, config.strategy.compile)
-        lm: Any = self.model_parts[0].lm
         self.report = JobReport(
             lm,
             self.parallel_dims,
@@ -203,6 +212,7 @@ class Trainer(torchtitan.trainer.Trainer):
             norms.append(
                 self.skipped.clip(parameters, most, self.step) if skips else clip_gradients(parameters, most)
             )
+            self.experts.after_backward(skipped=bool(self.skipped.in_a_row))  # before the step is logged
             if self.skipped.in_a_row >= self.config.skip_nan_inf_limit:
                 raise Diverged(
                     f"step {self.step}: the gradient was not finite in {self.skipped.in_a_row} steps in a row "

@@ -1,0 +1,279 @@
+"""Experts over ranks: every quantity is the whole model's, however tokens are routed; bugs that were shipped are found.
+
+    what was shipped, and by whom                                                 mutant, or test
+    the router's gradient wrong (transformers #48687), or only that of the        the router's gradient
+        balance loss (NeMo Automodel #2995)
+    the gradient of what experts read stays on its rank, a missing                the rows' gradient, the rows' sum
+        reduce-scatter: 14 % off in the loss after 100 steps (Automodel #1260)
+    each rank of tensor parallelism sends all tokens (DeepSpeed #2074)            tokens of each rank
+    gradients of experts not summed over their copies (Megatron-LM #5916)         a sum over copies
+    a gradient norm of one's own experts (Automodel #3817; Megatron-LM #5916)     others' norms
+    a rank to which no row came leaves the backward's exchanges to the others,    test_a_rank_that_leaves_out_…
+        which wait (Automodel #935, Megatron-LM #4851), or has no gradient
+        (Automodel #2995)
+    fewer tokens than ranks of tensor parallelism (torchtitan #3622)              one token, of the first test
+
+Each is proved over threads, in float64, by one plain step unless said otherwise.
+"""
+
+import re
+
+import pytest
+import torch
+import zoo
+from mutants import bugs, faults
+from plainly import verify
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from titanplans import PlanError, apply_plan, check_plan, proof, registered_plans
+from titanplans.plan.layout import Layout
+from titanplans.plan.styles.experts import ByExpert
+from titanplans.proof.ranks import threads
+from titanplans.split import gradients
+from titanplans.split.experts import cut, dispatch
+from titanplans.split.parameters.local_parameters import Placing
+
+HELD = 2
+"""Experts on each rank; a token goes to as many."""
+ROUTINGS = {
+    "the first rank's": lambda sender, ranks: (0, 1),
+    "the second rank's": lambda sender, ranks: (2, 3),
+    "another rank's": lambda sender, ranks: tuple(HELD * ((sender + 1) % ranks) + at for at in range(HELD)),
+    "one of the first's, one of the second's": lambda sender, ranks: (0, 3),
+}
+"""The experts of each token, by the rank that sends it among those that share experts, and the number of these."""
+CUTS = [(2, 1, 2), (1, 2, 2), (2, 2, 4), (2, 2, 2), (1, 4, 2)]
+"""Degrees of tensor, context and expert parallelism. The last two have two copies of each expert."""
+SHARDED = dict(loss_parallel=True, sequence_parallel=True)
+MODELS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "glm4_moe")
+MODELS += ("deepseek_v2", "deepseek_v3", "gpt_oss")
+
+
+class Routed:
+    """A Mixtral whose tokens go to the experts that a routing says."""
+
+    def __init__(self, routing, size, length, tp, cp, ep):
+        self.model = zoo.build("mixtral", num_local_experts=HELD * ep)
+        own = -(-length // cp)  # tokens of each sequence that a rank has; the last ones' are filled up
+
+        def owner(sequence, token):
+            return token // own * tp + (sequence * own + token % own) * tp // (size * own)
+
+        def chosen(sequence, token):
+            return ROUTINGS[routing](owner(sequence, token) % ep, ep)
+
+        self.came = torch.zeros(tp * cp, ep, HELD, dtype=torch.long)
+        """Rows in a layer, by the rank to which they come, by sender, and by that rank's expert."""
+        for sequence in range(size):
+            for token in range(own * cp):
+                sender = owner(sequence, token)
+                for expert in chosen(sequence, min(token, length - 1)):
+                    self.came[sender // ep * ep + expert // HELD, sender % ep, expert % HELD] += 1
+        wanted = torch.tensor(
+            [chosen(sequence, token) for sequence in range(size) for token in range(length)]
+        )
+        for name, module in self.model.named_modules():
+            if name.endswith(".gate"):
+                module.register_forward_hook(choosing(wanted))
+
+
+def choosing(wanted):
+    """A router's hook that chooses the experts `wanted` of each token, with weights by the router's own logits."""
+    whole = []
+
+    def choose(router, args, output):
+        logits, rows = output[0], args[0].detach()
+        if not whole:  # the whole model runs first: by its values a token is found again on a rank
+            whole.append(rows)
+        chosen = wanted[torch.cdist(rows, whole[0]).argmin(1)]
+        weights = logits.softmax(-1).gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    return choose
+
+
+@pytest.fixture
+def came(monkeypatch):
+    """The numbers of rows that ranks compute, by sender and expert: of each layer and rank, in turns."""
+    calls, computed = [], dispatch._computed
+
+    def noting(module, run, rows, came):
+        assert len(rows) == came.sum()
+        calls.append(came.clone())
+        return computed(module, run, rows, came)
+
+    monkeypatch.setattr(dispatch, "_computed", noting)
+    return calls
+
+
+def cuts_of(tp, cp, ep):
+    return dict(degrees=[tp], contexts=[cp], experts=[ep])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("size", "length"), [(2, 16), (1, 1)], ids=["32 tokens", "one token"])
+@pytest.mark.parametrize(("tp", "cp", "ep"), CUTS)
+def test_a_step_is_right_however_tokens_are_routed(routing, size, length, tp, cp, ep, came):
+    routed = Routed(routing, size, length, tp, cp, ep)
+    report = verify(lambda: routed.model, **cuts_of(tp, cp, ep), batch_size=size, seq_len=length)
+    assert report.passed, report.table()
+    layers = torch.stack(came).split(tp * cp)
+    assert len(layers) == len(routed.model.model.layers) * len(report.cases)
+    for layer in layers:
+        assert layer.tolist() == routed.came.tolist()
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)])
+def test_a_rank_without_rows_is_right_in_every_condition(tp, cp, came):
+    """Among them frozen experts, recomputed blocks, several batches before one backward, evaluation and a cache."""
+    routed = Routed("the second rank's", 2, 16, tp, cp, 2)
+    report = proof.verify(lambda: routed.model, **cuts_of(tp, cp, 2), conditions="each")
+    assert report.passed, report.table()
+    assert came
+    for first, second in torch.stack(came).split(2):
+        assert not first.any()
+        assert second.any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_with_experts_is_right(name, cpu_kernels):
+    report = verify(lambda: zoo.build(name), experts=(2,))
+    assert report.passed, report.table()
+    assert {case.options.cut for case in report.cases} == {(2, 1, 2), (1, 2, 2)}
+
+
+def exchanged(change):
+    """A mutant: what comes to the exchange, rows, numbers of their experts and weights, is changed."""
+
+    def put(patch):
+        right = dispatch._through_experts
+        patch.setattr(
+            dispatch, "_through_experts", lambda module, run, *rows: right(module, run, *change(*rows))
+        )
+
+    return put
+
+
+def in_order_of_experts(x, experts, weights):
+    order = experts[:, 0].argsort(stable=True)
+    return x[order], experts[order], weights
+
+
+def without_shares(patch):
+    patch.setattr(cut, "ExpertRanks", lambda group, alike, rank: dispatch.ExpertRanks(group, 1, 0))
+
+
+class OfExperts(Layout):
+    """A layout that tells experts' parameters from others."""
+
+
+def copies_unsummed(patch):
+    def gradient(placing, layout):
+        found = right(placing, layout)
+        copies = placing.copies if isinstance(layout, OfExperts) else 0
+        return (Replicate(),) * copies + found[copies:]
+
+    right = Placing.gradient
+    patch.setattr(Placing, "gradient", gradient)
+    patch.setattr(ByExpert, "layout", lambda style, name, param: OfExperts(Shard(0), Shard(0)))
+
+
+def norm_of_own_experts(patch):
+    def groups(tensor):
+        names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else ()
+        return () if "ep" in names else right(tensor)
+
+    right = gradients._sharding_groups
+    patch.setattr(gradients, "_sharding_groups", groups)
+
+
+def entry_unsummed(patch):
+    plan = registered_plans()["mixtral"]
+    return bugs.changed(plan, mlp=lambda plan, style: faults.entry_unsummed(style))
+
+
+GRADIENTS = {"gradients", "norm", "AdamW"}
+"""The loss and the logits are right: nobody would see it in the first step's."""
+ALL = {"loss", "logits", *GRADIENTS}
+MUTANTS = {
+    "the router's gradient": (exchanged(lambda x, at, by: (x, at, by.detach())), CUTS[:3], GRADIENTS),
+    "the rows' gradient": (exchanged(lambda x, at, by: (x.detach(), at, by)), CUTS[:3], GRADIENTS),
+    "the rows' sum": (entry_unsummed, CUTS[:1], GRADIENTS),
+    "tokens of each rank": (without_shares, [(2, 1, 2), (2, 2, 4)], ALL),
+    "the neighbouring expert": (exchanged(lambda x, at, by: (x, at ^ 1, by)), CUTS[:3], ALL),
+    "results in the order of experts": (exchanged(in_order_of_experts), CUTS[:3], ALL),
+    "a sum over copies": (copies_unsummed, CUTS[3:], {"replicas", *GRADIENTS}),
+    "others' norms": (norm_of_own_experts, [(1, 2, 2), (2, 2, 4), (1, 4, 2)], {"norm", "replicas"}),
+}
+"""By what they lack or do: the mutant, where it is one, and the quantities that are wrong."""
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"), [(name, degrees) for name, (_, where, _) in MUTANTS.items() for degrees in where]
+)
+def test_a_mutant_is_found(name, degrees, monkeypatch):
+    put, _, wrong = MUTANTS[name]
+    plan = put(monkeypatch)
+    (case,) = verify(lambda: zoo.build("mixtral"), plan, **cuts_of(*degrees), **SHARDED).cases
+    assert {check.what for check in case.checks if not check.passed} == wrong
+
+
+@pytest.mark.parametrize("routing", ["the first rank's", "the second rank's"])
+@pytest.mark.parametrize(("tp", "cp", "ep"), CUTS[:2])
+@pytest.mark.parametrize(
+    ("instead", "words"),
+    [(lambda rows: rows, "after its backward: .* gather"), (torch.zeros_like, "the backward.* AllToAllBase")],
+    ids=["gradients of zeros", "the backward's exchanges"],
+)
+def test_a_rank_that_leaves_out_what_no_row_needs_is_found(instead, words, tp, cp, ep, routing, monkeypatch):
+    computed = dispatch._computed
+    monkeypatch.setattr(
+        dispatch, "_computed", lambda *given: computed(*given) if len(given[2]) else instead(given[2])
+    )
+    routed = Routed(routing, 2, 16, tp, cp, ep)
+    (case,) = verify(lambda: routed.model, **cuts_of(tp, cp, ep), **SHARDED).cases
+    assert not case.passed
+    assert re.search(rf"does not run, .*{words}", case.notes[0]), case.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "tp", "ep", "words"),
+    [
+        ("mixtral", 4, 1, 3, "= 3 does not divide .*experts = 4 .*: 1, 2 or 4 would work"),
+        ("mixtral", 4, 2, 8, "= 8 does not divide .*experts = 4 .*: 2 or 4 would work"),
+        ("mixtral", 4, 4, 2, "= 2 is no multiple of .* = 4, .*: set it to 4, or tensor_.* to 1 or 2"),
+        ("mixtral", 3, 2, 2, "= 2 .* = 3 .*: set both it and tensor_parallel_degree to 1 or 3"),
+        ("gla", 0, 1, 2, "= 2: GLAPlan gives no experts of GLAForCausalLM to ranks; set it to 1"),
+        ("llama", 0, 2, 2, "= 2: LlamaPlan gives no experts of LlamaForCausalLM to ranks; set it to 1"),
+        ("llama4_text", 0, 1, 2, "takes hidden_states, and not .*: leave expert_parallel_degree at 1"),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_refused_in_a_line(name, number, tp, ep, words):
+    model = zoo.build(name, **({"num_local_experts": number} if number else {}))
+    with pytest.raises(PlanError, match=words) as refused:
+        check_plan(model, tp, expert_degree=ep)
+    assert "expert_parallel_degree" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_in_a_line():
+    def work(rank):
+        def refusal(experts):
+            with pytest.raises(PlanError) as refused:
+                apply_plan(zoo.build("mixtral"), rank.mesh_of(2)["tp"], experts=experts)
+            return str(refused.value)
+
+        ranks = torch.tensor(rank.mesh_of.ranks).view(2, 2)
+        swapped = DeviceMesh("cpu", ranks, mesh_dim_names=("ep", "efsdp"))
+        apart = DeviceMesh("cpu", ranks.t(), mesh_dim_names=("efsdp", "ep"))
+        return refusal(rank.mesh), refusal(swapped), refusal(apart)
+
+    unnamed, swapped, apart = threads.run(4, torch.device("cpu"), work)
+    needed = "experts needs a mesh of 'ep', or of copies and 'ep', got"
+    assert unnamed == f"{needed} 1 dimensions ('tp',): slice it, as mesh['efsdp', 'ep']"
+    assert swapped == f"{needed} 2 dimensions ('ep', 'efsdp'): slice it, as mesh['efsdp', 'ep']"
+    assert apart.startswith(
+        "ranks [4, 6] share experts, and ranks [4, 5] a layer: the latter have to be among"
+    )
+    assert "\n" not in apart

@@ -1,0 +1,169 @@
+"""Jobs whose experts are shared out over ranks, against one process: losses, norms, loads, biases, resumes.
+
+One spawn of each size, shared by all cases.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+import zoo
+from safetensors.torch import load_file
+from test_context_jobs import CP, HALF, STEPS, TP
+from test_trainer import train, write_inputs
+
+from titanplans.config import load_job
+from titanplans.errors import ConfigError, OptionError
+
+EP, ALL = "--parallelism.expert_parallel_degree=2", "--parallelism.expert_parallel_degree=4"
+QUARTER = (*STEPS[:2], "--training.local_batch_size=2")
+HSDP = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2")
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager", "--activation_checkpoint.mode=full")
+LOSS = "loss_metrics/global_avg_loss"
+FIGURES = (
+    LOSS,
+    "grad_norm",
+    "n_tokens_seen",
+    "experts/busiest_to_mean",
+    "experts/idle",
+    "experts/largest_bias",
+)
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+MODELS = {
+    "qwen3_moe": dict(vocab_size=4096, **BALANCED),
+    "mixtral": dict(vocab_size=4096, **BALANCED),
+    "glm4_moe": dict(vocab_size=4096, num_hidden_layers=3),
+    "gpt_oss": dict(vocab_size=4096, **BALANCED),
+}
+JOBS = {
+    "qwen3_moe, tp 2 x fsdp 2, ep 2": ("qwen3_moe", (*HALF, TP, EP)),
+    "qwen3_moe, tp 2 x cp 2, ep 4": ("qwen3_moe", (*STEPS, TP, CP, ALL)),
+    "mixtral, tp 2 x fsdp 2, ep 4": ("mixtral", (*HALF, TP, ALL)),
+    "glm4_moe, hsdp 2 x 2, ep 2, accumulated": (  # the balance of Mixtral's loss is each batch's
+        "glm4_moe", (*STEPS[:2], "--training.local_batch_size=1", "--training.gradient_accumulation_steps=2", *HSDP, EP),
+    ),
+    "glm4_moe, fsdp 4, ep 2, compiled and recomputed": ("glm4_moe", (*QUARTER, EP, *COMPILED)),
+    "glm4_moe, cp 2 x fsdp 2, ep 4": ("glm4_moe", (*HALF, CP, ALL)),
+    "glm4_moe, tp 2 x fsdp 2, by width": ("glm4_moe", (*HALF, TP)),
+    "gpt_oss, fsdp 4, ep 4": ("gpt_oss", (*QUARTER, ALL)),
+}  # fmt: skip
+TUNED = {
+    "lora": ("qwen3_moe", ("--lora.rank=3", "--optimizer.lr=3e-2"), (*HALF, TP, EP)),
+    "muon": ("glm4_moe", ("--optimizer.name=Muon",), (*HALF, TP, ALL)),
+    "float8": (
+        "glm4_moe",
+        ("--quantize.linear.float8.recipe_name=tensorwise", "--quantize.linear.float8.emulate"),
+        (*QUARTER, ALL),
+    ),
+}
+PUBLISHED = ("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.last_save_in_hf")
+
+
+def inputs(folder: Path) -> Path:
+    write_inputs(folder)
+    for name, fields in MODELS.items():
+        config = zoo.config(name, options=False, **fields)
+        (folder / f"{name}.json").write_text(config.to_json_string(use_diff=False))
+    return folder
+
+
+def figures(folder: Path, model: str, dump: str, *options: str) -> dict[str, dict[int, float]]:
+    recorder, _ = train(folder, model, dump, *options)
+    return {name: found for name in FIGURES if (found := recorder.losses(name))}
+
+
+def on_one_rank(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+    found = {name: figures(folder, name, f"{name} alone", *STEPS) for name in MODELS}
+    for name, (model, options, _) in TUNED.items():
+        found[name] = figures(folder, model, f"{name} alone", *STEPS, *options)
+    found["whole"] = figures(folder, "glm4_moe", "whole", STEPS[2], *PUBLISHED)
+    return found
+
+
+def on_four_ranks(rank: int) -> dict:
+    folder = Path(os.environ["TEST_FOLDER"])
+    found = {name: figures(folder, model, name, *options) for name, (model, options) in JOBS.items()}
+    for name, (model, options, degrees) in TUNED.items():
+        found[name] = figures(folder, model, name, *degrees, *options)
+    saves = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only")
+    found["moved"] = [
+        figures(folder, "glm4_moe", "moved", "--training.steps=2", *QUARTER[1:], *saves, EP),
+        figures(folder, "glm4_moe", "moved", "--training.steps=4", *HALF[1:], *saves, TP, ALL),
+        figures(folder, "glm4_moe", "moved", "--training.steps=6", *HALF[1:], *saves, TP),
+        figures(folder, "glm4_moe", "moved", HALF[2], *PUBLISHED, CP, EP),
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return inputs(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return worlds.run(on_one_rank, 1)
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return worlds.run(on_four_ranks, 4)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_has_the_figures_of_one_process(one, four, name):
+    expected, found = one[JOBS[name][0]], four[name]
+    assert expected[LOSS][3] < expected[LOSS][1] - 0.1, "a model that does not learn proves nothing"
+    assert ("experts/largest_bias" in expected) == ("glm4_moe" in name)
+    for key in expected:
+        # float32, summed in another order, as in test_trainer; loads are numbers of rows.
+        assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_adapters_muon_and_float8_train_alike(one, four, name):
+    # bfloat16 rounds what Muon orthogonalises; each rank scales its own tokens to float8, whose rounding is 2^-4.
+    rel = {"muon": 1e-4, "float8": 2e-3}.get(name, 1e-5)
+    assert four[name][LOSS] == pytest.approx(one[name][LOSS], rel=rel)
+    assert one[name][LOSS][3] < one[name][LOSS][1] - 0.03
+
+
+def test_a_job_goes_on_with_other_degrees_and_its_weights_are_published(folder, one, four):
+    losses = {step: loss for part in four["moved"] for step, loss in part[LOSS].items()}
+    assert list(losses) == list(range(1, 9))
+    # Of eight steps; a token whose experts' scores nearly tie may go to another one.
+    assert losses == pytest.approx(one["whole"][LOSS], rel=5e-5)
+    moved, whole = (
+        load_file(folder / name / "checkpoint" / "step-8" / "model.safetensors")
+        for name in ("moved", "whole")
+    )
+    assert list(moved) == list(whole)
+    assert any(name.endswith("e_score_correction_bias") and weight.any() for name, weight in whole.items())
+    for name, weight in whole.items():
+        # A load next to the mean may be on its other side: a step of 0.001 up and not down.
+        atol = 4e-3 if name.endswith("e_score_correction_bias") else 1e-3
+        torch.testing.assert_close(moved[name], weight, rtol=0, atol=atol, msg=name)
+
+
+def test_the_report_names_the_degree_and_the_mixtures(folder, four):
+    report = json.loads((folder / "qwen3_moe, tp 2 x fsdp 2, ep 2" / "parallelism.json").read_text())
+    assert report["degrees"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 2}
+    assert report["expert_parallel"]["experts"] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
+    assert report["step"]["by_operation"]["all_to_all"]["collectives"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([TP, "--parallelism.expert_parallel_degree=3"], "tensor_parallel_degree = 2 .* 2 or 4 would work"),
+        (["--parallelism.data_parallel_strategy=ddp", EP], "DDP copies whole models"),
+        ([EP, "--parallelism.expert_tensor_parallel_degree=2"], "experts that processes share out"),
+    ],
+)
+def test_what_a_job_can_not_have_with_it(folder, words, said):
+    with pytest.raises((ConfigError, OptionError), match=said):
+        load_job([f"{folder}/job.toml", *words])

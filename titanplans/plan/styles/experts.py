@@ -1,0 +1,47 @@
+"""The style of experts that ranks share by number: each holds some of them whole."""
+
+import inspect
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from titanplans.plan.layout import Layout
+from titanplans.plan.styles.base import Style, held
+
+INTERFACE = 3
+"""transformers' experts are called with hidden states [N, H], the numbers of their experts [N, k] and weights [N, k]."""
+
+
+def takes_rows(module: nn.Module) -> bool:
+    """Whether `module` holds experts and is called as transformers' are."""
+    cls = getattr(type(module), "whole_class", type(module))  # of a split module that before the split
+    return hasattr(module, "num_experts") and len(inspect.signature(cls.forward).parameters) == 1 + INTERFACE
+
+
+class ByExpert(Style):
+    """Give each rank of expert parallelism some of the experts, whole; rows are sent to their experts' ranks and back.
+
+    For a module that holds experts in parameters [experts, ...], with transformers' interface: its forward takes hidden
+    states [N, H], the experts of each [N, k] and their weights [N, k], and returns [N, H]. It reads the number of experts
+    as `num_experts`, which becomes the rank's.
+    """
+
+    inside = splits = True
+
+    def layout(self, name: str, param: nn.Parameter) -> Layout | None:
+        return Layout(Shard(0), Shard(0))
+
+    def refusal(self, module: nn.Module) -> str | None:
+        if not takes_rows(module):
+            taken = list(inspect.signature(module.forward).parameters)
+            return (
+                f"its forward takes {', '.join(taken) or 'nothing'}, and not hidden states, the numbers of their experts "
+                "and weights: leave expert_parallel_degree at 1, which splits each expert's width"
+            )
+        numbers = {param.shape[0] for param in held(module).values()}
+        if numbers != {getattr(module, "num_experts", None)}:
+            return (
+                f"its parameters count {', '.join(map(str, sorted(numbers)))} in their first dimension and num_experts is "
+                f"{getattr(module, 'num_experts', 'missing')}: expert parallelism needs parameters [num_experts, ...]"
+            )
+        return None

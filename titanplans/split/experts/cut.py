@@ -1,0 +1,59 @@
+"""The cut by experts, and another one of everything else: experts over ranks that include those of tensor parallelism."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.errors import PlanError
+from titanplans.plan.resolve import Entry
+from titanplans.plan.styles.experts import ByExpert
+from titanplans.split.cut import Cut
+from titanplans.split.experts.dispatch import ExpertRanks, install_dispatch
+from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
+from titanplans.split.stream import Border
+
+
+class CutByExperts:
+    """Gives experts to the ranks of a mesh, and leaves all else to another cut.
+
+    Args:
+        others: the cut of everything else.
+        mesh: its last dimension is of the ranks that share experts, neighbours, those of tensor parallelism among them; one
+            before it, if there is, has copies of the experts, whose gradients are parts.
+
+    Raises:
+        PlanError: the ranks of tensor parallelism are not among those that share experts.
+    """
+
+    def __init__(self, others: Cut, mesh: DeviceMesh):
+        self._others, self._mesh = others, mesh
+        self.mesh, self.distributes = others.mesh, others.distributes
+        self.place, self.border = others.place, others.border
+        last = mesh.get_group(mesh.ndim - 1)
+        self._group = (last.group_name, mesh.size(mesh.ndim - 1))
+        self._rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._memo = ParameterMemo()
+        alike = (
+            [dist.get_rank()] if others.border.mesh is None else others.border.mesh.mesh.flatten().tolist()
+        )
+        sharing = dist.get_process_group_ranks(last)
+        if not set(alike) <= set(sharing):
+            raise PlanError(
+                f"ranks {sharing} share experts, and ranks {alike} a layer: the latter have to be among the former"
+            )
+        self._ranks = ExpertRanks(self._group, len(alike), others.border.rank)
+        self._with_layers = len(alike) == len(sharing)
+
+    def lay_out(self, entry: Entry) -> None:
+        """Distribute the parameters of `entry`; experts over the mesh of experts."""
+        if not isinstance(entry.style, ByExpert) or self._with_layers:
+            self._others.lay_out(entry)
+            return
+        placing = Placing(self._mesh, copies=self._mesh.ndim - 1)
+        localize(entry.module, placing, entry.layouts, self._memo, self._group, self._rank)
+
+    def install(self, entry: Entry, border: Border) -> None:
+        """Put the hooks of the style of `entry` on its module, at `border`."""
+        if isinstance(entry.style, ByExpert):
+            install_dispatch(entry.module, self._ranks)
+        else:
+            self._others.install(entry, border)

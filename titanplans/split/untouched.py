@@ -1,0 +1,26 @@
+"""The cut that cuts nothing: what data parallelism alone does to the rest of a model whose experts are shared out."""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanplans.plan.layout import StreamLayout
+from titanplans.plan.resolve import Entry
+from titanplans.split.collectives import Group
+from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.stream import Border, Stream
+
+
+class Untouched:
+    """Leaves modules and parameters as they are. `alone`: a mesh of this rank, which alone works on its batch."""
+
+    distributes = False
+
+    def __init__(self, alone: DeviceMesh):
+        group: Group = (alone.get_group().group_name, 1)
+        self.mesh, self.place = alone, PlaceInGroup(0, 1, group)
+        self.border = Border(None, Stream(StreamLayout(None)), everyone=alone)
+
+    def lay_out(self, entry: Entry) -> None:
+        """Leave the parameters of `entry` plain."""
+
+    def install(self, entry: Entry, border: Border) -> None:
+        """Put no hooks on its module."""
