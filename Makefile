@@ -4,7 +4,10 @@
 # make test-exhaustive  those, too: more cases of what the others prove; hours
 # make test-kernels  FLA's own Triton kernels, interpreted on a CPU, against what stands in for them
 # make survive N=1000   kill a training job as often, and compare its losses: docs/checkpoints.md
-# make check   lint, formatting, types
+# make check   lint, formatting, types, and whether constraints.txt is what pyproject.toml asks for
+# make lock    renew constraints.txt: the versions that all of these install, the newest that pyproject.toml allows
+# make test-newest   all tests in an environment of its own (.venv-newest) with what make lock would take today, and what
+#                    differs; make test-oldest: with the oldest that pyproject.toml allows
 # make bench   every benchmark, each printing a table
 # make gpu     on a machine with CUDA: tests, proofs and benchmarks, written to docs/gpu; PARTS="verify float8", MODELS="gla"
 #
@@ -16,10 +19,16 @@ VENV   ?= .venv
 CONFIG ?= configs/gla_debug.toml
 N      ?= 1000
 BIN    := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+# pip reads them; the second for what builds a package, which pip 25.3 and newer take from there alone.
+export PIP_CONSTRAINT := $(CONSTRAINTS)
+export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
+COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --all-extras --python-version 3.11 \
+	--fork-strategy fewest --no-annotate --custom-compile-command "make lock"
 # A file's tests share worlds of ranks, so a worker takes whole files, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all test-exhaustive test-kernels survive check bench gpu clean
+.PHONY: train test test-all test-exhaustive test-kernels test-newest test-oldest survive check lock bench gpu clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -41,6 +50,13 @@ test-kernels: $(VENV)/installed-dev
 survive: $(VENV)/installed-dev
 	$(BIN)/python tests/survival.py --faults $(N)
 
+test-newest test-oldest: test-%: $(BIN)/uv
+	$(COMPILE) --resolution $(if $(filter newest,$*),highest,lowest-direct) --output-file .venv-$*.txt
+	$(MAKE) test-all VENV=.venv-$* CONSTRAINTS=.venv-$*.txt; status=$$?; diff constraints.txt .venv-$*.txt; exit $$status
+
+lock: $(BIN)/uv
+	$(COMPILE) --output-file constraints.txt
+
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,8 +68,16 @@ bench: $(VENV)/installed
 gpu: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.gpu_day $(if $(PARTS),--parts $(PARTS)) $(if $(MODELS),--models $(MODELS)) $(ARGS)
 
-$(VENV)/installed: pyproject.toml
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
+
+$(BIN)/uv: $(BIN)/pip
+	$(BIN)/pip install --quiet uv
+	touch $@
+
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
+	$(BIN)/pip install --quiet packaging
+	$(BIN)/python tests/constraints.py $(CONSTRAINTS)
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
@@ -62,4 +86,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) .venv-newest* .venv-oldest* outputs

@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanplans.errors import ParallelError
-from titanplans.loss.cross_entropy import refuse_torchs
 from titanplans.parallel import process_group
 from titanplans.parallel.fsdp import construction, gradient_sync, sharding
 from titanplans.torch_private import (
@@ -58,7 +56,6 @@ PUBLIC_TABLES = {"_parameters", "_modules", "_buffers", "_asdict", "_replace", "
 LIBRARIES = ("torch", "torchtitan", "torchao")
 MARK = "# private: "
 MARKED = {
-    "titanplans/loss/cross_entropy.py": 1,
     "titanplans/parallel/fsdp/construction.py": 2,
     "titanplans/parallel/fsdp/gradient_sync.py": 4,
     "titanplans/parallel/fsdp/sharding.py": 2,
@@ -154,19 +151,6 @@ def test_shared_shardings():
             assert (tensor + tensor).device_mesh is one
             assert torch.equal((tensor + tensor).to_local(), torch.full((3, 5), 2.0))
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
-
-
-def test_refusal_of_torchs_cross_entropy():
-    """Else torch's cross entropy of sharded logits says nothing of ours."""
-    refuse_torchs()
-    mesh, labels = init_device_mesh("cpu", (1,)), torch.zeros(3, dtype=torch.long)
-    for _ in range(2):
-        logits = DTensor.from_local(torch.zeros(3, 5), mesh, [Replicate()])
-        with pytest.raises(ParallelError, match=r"manager\.cross_entropy"):
-            torch.nn.functional.cross_entropy(logits, labels)
-        whole = DTensor.from_local(labels, mesh, [Replicate()])
-        loss = torch.nn.functional.cross_entropy(logits, whole)
-        torch.testing.assert_close(loss.to_local(), torch.tensor(5.0).log())
 
 
 def test_compiled_call():

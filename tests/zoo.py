@@ -345,3 +345,11 @@ def inputs(name: str, *, batch_size: int = 2, seq_len: int = 16, seed: int = 0) 
 def plan(name: str) -> type[TPPlan]:
     """Return the plan of a tiny model."""
     return TinyPlan if name == "tiny" else registered_plans()[name]
+
+
+def kept_of_routers() -> set[str]:
+    """What DeepSeek-V3's and GLM-4.5's routers keep in float32: since transformers 5.24 their weight, too."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel as Model
+
+    weight = {"gate.weight"} if "gate.weight" in Model._keep_in_fp32_modules_strict else set()
+    return {"gate.e_score_correction_bias"} | weight

@@ -14,8 +14,9 @@ _NOISE: dict[str, tuple[str, ...]] = {
     "torch.utils._pytree": ("%s is an Enum subclass and is now natively supported by torch.compile",),
     # Grain; its packing needs none.
     "absl": ("Failed to load jax profiler",),
-    # FLA wrote the class.
+    # FLA wrote the class, and makes its outputs by the names before transformers 5.24.
     "transformers.modeling_utils": ("LogLinearMamba2Model has generative capabilities",),
+    "transformers.utils.generic": ("`past_key_values`/`cache_params` are deprecated",),
 }
 """Loggers, and how messages begin, before values are put in."""
 

@@ -1,5 +1,6 @@
 """Which conditions a proof covers: every pair of a batch's, every pair of a case's; and simpler ones one by one."""
 
+import inspect
 import itertools
 import re
 from dataclasses import fields
@@ -144,9 +145,7 @@ def test_batches_are_what_they_say():
             return super().forward(input_ids)
 
     sampler = Sampler(Masked(), None, 1, seed=0)
-    assert list(sampler.unreached) == [
-        "a forward with a cache: its forward takes no use_cache and past_key_values"
-    ]
+    assert list(sampler.unreached) == ["a forward with a cache: its forward takes no use_cache"]
     for padding, side in (("left", 0), ("right", -1)):
         sample = sampler.sample(MicroBatch(3, 15, padding=padding, ignored=True), 1, None)
         mask = sample.inputs["attention_mask"]
@@ -214,6 +213,33 @@ def test_what_a_model_asserts_is_left_out_and_said():
         "(test_proof_conditions)",
         "a forward with a cache: its forward refuses use_cache: AssertionError: no cache (test_proof_conditions)",
     } <= lines_aside(report.unreached)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "memory"])
+@pytest.mark.parametrize("make", [lambda **held: SimpleNamespace(**held), dict])
+def test_a_cache_has_one_of_three_names(name, make):
+    """Since transformers 5.24, before it, and Mamba's before it; of another name the report says which are known."""
+
+    class Cached(Tiny):
+        def forward(self, input_ids, use_cache=False, **given):
+            seen.append(given.get(name))
+            return make(
+                **{"logits": super().forward(input_ids).logits, name: ["state"] if use_cache else None}
+            )
+
+    parameters = [
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("input_ids", "use_cache", name)
+    ]
+    Cached.forward.__signature__ = inspect.Signature(
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *parameters]
+    )
+    seen = []
+    report = verify(
+        Cached, TinyPlan, conditions="each", degrees=[2], loss_parallel=True, sequence_parallel=True
+    )
+    assert report.passed, report.table()
+    unknown = "a forward with a cache: its forward takes none called cache, past_key_values or cache_params"
+    assert (["state"] in seen) is (unknown not in report.unreached) is (name != "memory")
 
 
 def test_a_cache_that_needs_a_mask_is_filled_with_one():

@@ -16,6 +16,7 @@ from tiny import TinyPlan
 
 from titanplans import registered_plans
 from titanplans.errors import VerifyError
+from titanplans.plan.cache import CACHES
 from titanplans.proof import verify
 
 
@@ -104,6 +105,11 @@ def padded(call: Call, key: int) -> bool:
     return mask(call) is not None and bool((~mask(call)[:, 0, -1, key]).any())
 
 
+def cached(call: Call) -> bool:
+    """Whether the mixer has a cache, by either of transformers' names."""
+    return any(call.kwargs.get(name) is not None for name in CACHES)
+
+
 def positions_repeat(call: Call) -> bool:
     cosines = call.kwargs["position_embeddings"][0][0]
     return len(cosines.unique(dim=0)) < len(cosines)
@@ -172,7 +178,7 @@ FAULTS = {
     ),
     "without a gradient": Fault(lambda c: not torch.is_grad_enabled(), "an evaluation"),
     "a training after an evaluation": Fault(lambda c: c.module.training and c.evaluated, "an evaluation"),
-    "a cache": Fault(lambda c: c.kwargs.get("past_key_values") is not None, "a cache", "qwen3", key=""),
+    "a cache": Fault(lambda c: cached(c), "a cache", "qwen3", key=""),
     "one token beside a cache": Fault(lambda c: c.shape[1] == 1, "a cache", "qwen3"),
     "a frozen weight": Fault(lambda c: not c.weight.requires_grad, "frozen"),
     "a trained weight beside frozen ones": Fault(
@@ -199,7 +205,7 @@ FAULTS = {
         lambda c: mask(c) is not None and kept(c, mask(c), mask(c).shape), "padding", "qwen3", key=""
     ),
     "padding beside a cache": Fault(
-        lambda c: c.kwargs.get("past_key_values") is not None and padded(c, 0), "left padding", "qwen3", key=""
+        lambda c: cached(c) and padded(c, 0), "left padding", "qwen3", key=""
     ),
     "a weight that was kept for evaluations": Fault(
         lambda c: not c.module.training and kept(c, c.module.weight), "2 steps", part="mlp_plan", key="up_proj",

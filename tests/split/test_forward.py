@@ -196,25 +196,6 @@ def test_embeddings_that_the_model_itself_hands_on_from_its_shard_are_refused():
         on_ranks(lambda split, whole: split(ids()), model=model)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda logits, labels: nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten()),
-        lambda logits, labels: nn.CrossEntropyLoss()(logits[:, :-1].transpose(1, 2), labels[:, 1:]),
-    ],
-)
-def test_torch_s_cross_entropy_of_sharded_logits_names_ours(loss):
-    def work(split, whole):
-        with pytest.raises(ParallelError, match=r"torch's cross_entropy was given"):
-            loss(split(ids()).logits, ids())
-        labels = torch.distributed.tensor.distribute_tensor(
-            ids(), split(ids()).logits.device_mesh, [torch.distributed.tensor.Replicate()]
-        )
-        same(loss(split(ids()).logits, labels), loss(whole(ids()).logits, ids()).detach())  # torch's own way
-
-    on_ranks(work, loss_parallel=True)
-
-
 def test_a_base_without_a_head_gives_whole_hidden_states():
     def work(split, whole):
         for model in (split, whole):

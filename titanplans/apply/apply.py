@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from titanplans.adapters.low_rank import place_dropout
 from titanplans.apply.check import Checked, check
 from titanplans.errors import PlanError
-from titanplans.loss.cross_entropy import refuse_torchs
 from titanplans.plan.converted import Crossing, is_float8
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import Decoder, join
@@ -225,8 +224,6 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
         set_attributes(model.get_submodule(name), attributes)
     decoder = plan.decoder
     read_together(model.get_submodule(name) for names in decoder.block_lists for name in names)
-    if any(isinstance(e.style, VocabHead) and e.style.loss_parallel for e in plan.entries):
-        refuse_torchs()
     make_state(model).border = cut.border
     _guard(plan, cut.border)
     let_generate(model)

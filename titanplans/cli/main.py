@@ -22,21 +22,30 @@ import select
 import signal
 import sys
 import threading
-from importlib import metadata
+from importlib import import_module
+from types import TracebackType
 from typing import NoReturn
 
 from titanplans.disk import is_refusal, reason
 from titanplans.errors import as_line, nearest
 from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout
+from titanplans.versions import blamed, versions
 
-COMMANDS = (
-    *("train", "verify", "data", "list", "async-tp", "sweep", "plot", "check", "export", "import"),
-    "completion",
-)
-
-_BELOW = ("torch", "torchtitan", "torchao", "transformers", "flash-linear-attention")
-"""Whose versions decide what a run does."""
+COMMANDS = {
+    "train": "training.launch.main",
+    "verify": "cli.verify.main",
+    "data": "cli.data",
+    "list": "cli.verify.main",
+    "async-tp": "cli.verify.main",
+    "sweep": "cli.sweep.main",
+    "plot": "cli.plot.main",
+    "check": "cli.check",
+    "export": "cli.export",
+    "import": "cli.export",
+    "completion": "cli.completion",
+}
+"""The module of each, which has a `main`."""
 
 
 def run(argv: list[str] | None = None) -> NoReturn:
@@ -55,6 +64,7 @@ def run(argv: list[str] | None = None) -> NoReturn:
     elif proves and argv[0] != "async-tp":  # which captures what the compiler makes
         # A proof runs eagerly. What a library compiles at import time would only import the compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    sys.excepthook = _report
     try:
         status = main(argv)
         sys.stdout.flush()
@@ -79,6 +89,12 @@ def run(argv: list[str] | None = None) -> NoReturn:
     sys.exit(status)  # which waits for the threads that write a checkpoint
 
 
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if words := blamed(error):
+        error.add_note(words.strip(" ()"))
+    sys.__excepthook__(kind, error, trace)
+
+
 def _stdout_is_closed() -> bool:
     """Whether who read the output has closed it, as `| head` does."""
     poll = select.poll()
@@ -96,41 +112,14 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if command == "--version":
-        print(", ".join(f"{name} {metadata.version(name)}" for name in ("titanplans", *_BELOW)))
+        print(versions())
         return 0
-    if command == "train":
-        from titanplans.training.launch.main import main as train
-
-        return train(rest)
-    if command == "sweep":
-        from titanplans.cli.sweep.main import main as sweep
-
-        return sweep(rest)
-    if command == "completion":
-        from titanplans.cli.completion import main as completion
-
-        return completion(rest)
-    if command == "data":
-        from titanplans.cli.data import main as data
-
-        return data(rest)
-    if command == "plot":
-        from titanplans.cli.plot.main import main as plot
-
-        return plot(rest)
-    if command == "check":
-        from titanplans.cli.check import main as check
-
-        return check(rest)
-    if command in ("export", "import"):
-        from titanplans.cli.export import main as export
-
-        return export(argv)
     if command in COMMANDS:
-        from titanplans.cli.verify.main import main as verify
-
-        return verify(argv, alone=True)
-    meant = nearest(command, COMMANDS)
+        module = import_module(f"titanplans.{COMMANDS[command]}")
+        if module.__name__ == "titanplans.cli.verify.main":
+            return module.main(argv, alone=True)
+        return module.main(argv if command in ("export", "import") else rest)
+    meant = nearest(command, [*COMMANDS])
     remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
     print(as_line(f"error: {command}: no such command; {remedy}"), file=sys.stderr)
     return 2

@@ -2,7 +2,6 @@
 tokens, divided by the tokens of the whole batch, so that gradients are summed over ranks and micro batches.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,6 @@ from titanplans.loss.shares import (
     share_of,
 )
 from titanplans.split.parameters.shards import local_shard
-from titanplans.torch_private.dispatch import OpOverload
 
 
 def cross_entropy(
@@ -88,20 +86,6 @@ def cross_entropy(
     return total / tokens
 
 
-def refuse_torchs() -> None:
-    """Let torch's own cross entropy of logits that are a DTensor and of plain labels name this one in its error."""
-    for op in (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default):
-        _refuse_plain(op, _refusal_of_torchs)
-
-
-def _refusal_of_torchs() -> ParallelError:
-    return ParallelError(
-        "torch's cross_entropy was given logits that are a DTensor, as a plan leaves them sharded over the vocabulary, and "
-        "labels that are a plain tensor: call titanplans.parallel.cross_entropy(logits, labels, tokens) or "
-        "manager.cross_entropy(logits, labels), or split the model with loss_parallel = False"
-    )
-
-
 def count_tokens(labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """Return how many labels count, on all ranks of `mesh` together; a scalar on the labels' device, int64.
 
@@ -142,25 +126,3 @@ class _Sharded(torch.autograd.Function):
             )
         (gradient,) = ctx.saved_tensors
         return (gradient * grad).to(gradient.dtype), None, None, None, None
-
-
-def _refuse_plain(
-    op: OpOverload, refusal: Callable[[], Exception]
-) -> None:  # private: torch DTensor's table of operators
-    """Let `op` of a DTensor and a plain tensor raise `refusal()`, where torch raises an error of its own.
-
-    torch's `loss_parallel` uses the same table; its entries come first.
-    """
-
-    def handle(op_call: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        if any(x.ndim and not isinstance(x, DTensor) for x in given):
-            raise refusal()
-        handlers = DTensor._op_dispatcher._custom_op_handlers
-        handlers.pop(op_call, None)
-        try:
-            return op_call(*args, **kwargs)
-        finally:
-            handlers[op_call] = handle
-
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(op, handle)

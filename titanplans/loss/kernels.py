@@ -64,7 +64,7 @@ def read(
     _run(_statistics, (rows,), logits, at, log_sum, own, sums, width, logits.stride(0), SUM=summed)
 
     def gradient(log_sum: torch.Tensor, scale: torch.Tensor, own: torch.Tensor, shift: torch.Tensor):
-        grid = (rows, triton.cdiv(width, COLUMNS))
+        grid = (rows, -(-width // COLUMNS))
         _run(_gradient, grid, logits, at, log_sum, scale, own, shift, width, logits.stride(0))
         return logits
 

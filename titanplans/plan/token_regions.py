@@ -8,10 +8,11 @@ import inspect
 
 from torch import nn
 
+from titanplans.plan.cache import CACHES
 from titanplans.plan.decoder import within
 from titanplans.plan.resolve import Entry, ResolvedPlan
 
-_TELLS_TOKENS = ("attention_mask", "cu_seqlens", "state", "cache_params", "past_key_values")
+_TELLS_TOKENS = ("attention_mask", "cu_seqlens", "state", *CACHES)
 """Arguments of an MLP that mixes a token with others, as RWKV's does with the one before."""
 
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks to run the kernels of flash-linear-attention with numpy, on a CPU; of triton 3.9.
+"""What Triton's interpreter lacks to run the kernels of flash-linear-attention with numpy, on a CPU; of triton 3.7 to 3.9.
 
 `complete` changes the interpreter in this process, and nothing that is installed. Each change says what fails without it.
 """
@@ -26,6 +26,7 @@ _rewritten: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
 def complete() -> None:
     """Change the interpreter; once in a process."""
     autotuner.Autotuner.prune_configs = _first_config
+    setattr(autotuner.Autotuner, "do_bench", lambda *_, **__: [0.0])  # noqa: B010  # which asks for a driver
     interpreter.FunctionRewriter.ast_transformer = _Transformer()
     interpreter.__dict__["_cast_of_a_number"] = _cast_of_a_number
     _speak_once()
@@ -64,6 +65,12 @@ class _Transformer(interpreter.ASTTransformer):
             return node
         called = ast.Name(id="_cast_of_a_number", ctx=ast.Load())
         return ast.copy_location(ast.Call(called, [node.func.value, *node.args], node.keywords), node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        # Before triton 3.9, which knows chains of comparisons, it does not look there.
+        if not hasattr(interpreter.ASTTransformer, "visit_Compare"):
+            node.value = self.visit(node.value)
+        return super().visit_Assign(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -176,6 +183,7 @@ def _compute_in_bfloat16() -> None:
 
     Builder.cast_impl, Builder.create_fp_to_fp = cast_impl, create_fp_to_fp
     Builder.create_dot = create_dot
+    Builder.get_bf16 = lambda self, value: _narrowed(self.get_fp32(value))
     for over in (interpreter.ReduceOps, interpreter.ScanOps):
         over.apply_impl = _over_wide(over.apply_impl)
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.errors import PlanError
+from titanplans.errors import PlanError, either
 from titanplans.loss import IGNORED
+from titanplans.plan.cache import CACHES, cache_argument
 from titanplans.plan.decoder import find_decoder, within
 from titanplans.proof.batches.conditions import FROZEN, MicroBatch
 
@@ -54,9 +55,10 @@ class Sampler:
         self.padding_id = _padding(model, self.vocabulary)
         parameters = inspect.signature(model.forward).parameters
         self.ids_name = "input_ids" if "input_ids" in parameters else next(iter(parameters))
-        cached = "use_cache" in parameters and "past_key_values" in parameters and not self.fixed
+        self._returns_cache = "use_cache" in parameters
         batch_first = sequence_dim == 1 and not self.fixed
         self.padded = batch_first and "attention_mask" in parameters
+        cached = self._returns_cache and cache_argument(model) is not None and not self.fixed
         self.caches = ("", "left")[: 1 + self.padded] if cached else ()
         documents = (name for name in ("cu_seqlens", "position_ids") if batch_first and _takes(model, name))
         self.documents = next(documents, None)
@@ -73,7 +75,8 @@ class Sampler:
         if self.documents is None:
             yield f"documents in a sequence: {name} cu_seqlens or position_ids, or the sequence comes first"
         if not self.caches:
-            yield f"a forward with a cache: {name} use_cache and past_key_values"
+            lacks = f"ne called {either(CACHES)}" if self._returns_cache else " use_cache"
+            yield f"a forward with a cache: {name}{lacks}"
 
     def text_alone(self, batches: Collection[MicroBatch]) -> Iterator[str]:
         """Yield in words the inputs besides text that the model takes and none of `batches` has."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from titanplans.kernels.widen import Widen
 from titanplans.loss import cross_entropy
+from titanplans.plan.cache import cache_argument, cache_of
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """Errors of a model that does not run here, or is split wrongly: no driver, shapes that don't match, a missing
@@ -58,6 +59,12 @@ def logits_of(output: Any) -> torch.Tensor:
     if hasattr(output, "logits"):
         return output.logits
     return output["logits"] if isinstance(output, Mapping) else output[0]
+
+
+def continued(model: nn.Module, inputs: Mapping[str, Any], output: Any) -> dict[str, Any] | None:
+    """Return `inputs` that go on from the cache in `output`, what `model` returned before; None if it holds no cache."""
+    cache, name = cache_of(output), cache_argument(model)
+    return None if cache is None or name is None else {**inputs, name: cache, "use_cache": True}
 
 
 def loss_of(

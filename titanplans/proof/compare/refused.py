@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanplans.errors import UserError
+from titanplans.errors import UserError, either
 from titanplans.loss import FusedLoss, NotFused, cross_entropy
+from titanplans.plan.cache import CACHES
 from titanplans.proof.batches.conditions import MicroBatch
 from titanplans.proof.batches.sample import Sampler, moved
 from titanplans.proof.batches.script import one_more
-from titanplans.proof.compare.forward import FAILURES, call, evaluate, logits_of
+from titanplans.proof.compare.forward import FAILURES, call, continued, evaluate, logits_of
 from titanplans.proof.compare.raised import does_not_run, first_line, is_ours, raised_at
 
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
@@ -88,9 +89,9 @@ def _refusal(
     try:
         if cached:
             output = evaluate(model, inputs | {"use_cache": True})
-            if output.past_key_values is None:
-                return "its forward returns no past_key_values"
-            evaluate(model, token | {"past_key_values": output.past_key_values, "use_cache": True})
+            if (continuation := continued(model, token, output)) is None:
+                return f"its forward returns none called {either(CACHES)}"
+            evaluate(model, continuation)
         else:
             call(model.train(), inputs)
     except FAILURES as error:

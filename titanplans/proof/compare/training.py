@@ -22,7 +22,16 @@ from titanplans.loss import IGNORED, DeferredLogits, FusedLoss, added_loss
 from titanplans.plan.decoder import Decoder
 from titanplans.proof.batches.sample import Sample
 from titanplans.proof.batches.script import Script
-from titanplans.proof.compare.forward import Loss, at_logits, call, evaluate, logits_of, loss_of, widened
+from titanplans.proof.compare.forward import (
+    Loss,
+    at_logits,
+    call,
+    continued,
+    evaluate,
+    logits_of,
+    loss_of,
+    widened,
+)
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
 from titanplans.split.collectives import all_reduce
@@ -185,8 +194,9 @@ class TrainingRun:
             output = self._evaluate(name, filled | {"use_cache": True})
             yield name, {("logits", ""): logits_of(output)}
             name = "the forward with a cache"
-            cache = {"past_key_values": output.past_key_values, "use_cache": True}
-            yield name, {("logits", ""): logits_of(self._evaluate(name, token | cache))}
+            continuation = continued(self.model, token, output)
+            assert continuation is not None, "a forward returned a cache, and returns none any more"
+            yield name, {("logits", ""): logits_of(self._evaluate(name, continuation))}
 
     def _evaluate(self, name: str, inputs: Mapping[str, Any]) -> Any:
         with self._recorded(name):

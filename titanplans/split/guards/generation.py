@@ -2,6 +2,9 @@
 
 transformers reads logits as one plain tensor, and samples with torch's default generator. So while it generates the head
 gathers its logits, also under loss parallelism, and all ranks draw from the state of the first one's generator.
+
+Since 5.24 it calls the cache `cache`. A forward that takes it by an older name, as FLA 0.6's do, drops it among its further
+keywords, and each token is generated from the one before alone: it gets it by its own name.
 """
 
 import functools
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanplans.plan.cache import cache_argument
 from titanplans.split.state import border_of_model, specialise, subclass
 
 
@@ -26,6 +30,7 @@ def let_generate(model: nn.Module) -> None:
 @functools.cache
 def _generating(cls: type[nn.Module]) -> type[nn.Module]:
     theirs: Callable[..., Any] = cls.generate  # pyrefly: ignore[missing-attribute]
+    prepare = getattr(cls, "prepare_inputs_for_generation", None)
 
     @functools.wraps(theirs)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +44,16 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
         finally:
             border.stream.whole_logits = before
 
-    return subclass(cls, {"generate": generate})
+    if prepare is None:
+        return subclass(cls, {"generate": generate})  # a user's own
+
+    def by_its_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(self, *args, **kwargs)
+        if "cache" in inputs and (name := cache_argument(self)) is not None:
+            inputs[name] = inputs.pop("cache")
+        return inputs
+
+    return subclass(cls, {"generate": generate, "prepare_inputs_for_generation": by_its_name})
 
 
 @contextmanager

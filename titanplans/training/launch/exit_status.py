@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from titanplans.errors import RunError, UserError, as_line
 from titanplans.training.launch.failures import REPORTS, leave_report
+from titanplans.versions import blamed
 
 
 def refuse(error: UserError | RunError, rank: int) -> int:
@@ -20,7 +21,7 @@ def refuse(error: UserError | RunError, rank: int) -> int:
 
     Under torchrun, ranks other than 0 print it only if rank 0 has not ended the job.
     """
-    line = as_line(str(error))
+    line = as_line(f"{error}{blamed(error)}")
     if REPORTS in os.environ:
         leave_report(rank, line=line)
         return 2
@@ -36,9 +37,10 @@ def fail(error: Exception, rank: int) -> int:
 
     Of a rank that our launcher or torchrun has started, these print it.
     """
-    what, lines = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    what, lines = first_line(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error))
+    what += blamed(error)
     if REPORTS in os.environ:
-        leave_report(rank, how=f"failed: {first_line(what)}", traceback=lines)
+        leave_report(rank, how=f"failed: {what}", traceback=lines)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
         # Not at the top: a mistake in a TOML file is reported without importing torch.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -48,7 +50,7 @@ def fail(error: Exception, rank: int) -> int:
         get_error_handler().record_exception(error)
     else:
         print(f"rank {rank}: {lines}", file=sys.stderr, end="")
-        print(f"error: rank {rank} failed: {first_line(what)}", file=sys.stderr)
+        print(f"error: rank {rank} failed: {what}", file=sys.stderr)
     return 1
 
 

@@ -1,0 +1,113 @@
+"""What is installed beside what was tested: constraints.txt, --version, and the last line of an error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from constraints import stale
+
+from titanplans.errors import ModelError
+from titanplans.versions import blamed, versions
+
+ROOT = Path(__file__).parents[1]
+PROJECT = """
+[build-system]
+requires = ["setuptools>=77"]
+[project]
+dependencies = ["torch==2.13.0", "flash-linear-attention>=0.6,<0.7"]
+[project.optional-dependencies]
+dev = ["uv>=0.13"]
+"""
+PINS = "# by make lock\nflash_linear_attention==0.6.0\nsetuptools==84.0\ntorch==2.13.0\nuv==0.13.9 ; python_version < '4'\n"
+
+
+def test_the_constraints_have_what_the_project_asks_for():
+    assert stale((ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()) is None
+
+
+def test_constraints_name_versions_and_no_place():
+    """Each line is one package's version: no hash, which differs between builds of torch, no file and no index."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] != "#"]
+    assert all(line.partition(" ")[0].count("==") == 1 for line in lines)
+    assert not any(word in (ROOT / "constraints.txt").read_text() for word in ("--", "://", "@", "+cpu"))
+
+
+@pytest.mark.parametrize(
+    ("pins", "why"),
+    [
+        (PINS, None),
+        (PINS.replace("uv==0.13.9", "uw==0.13.9"), "it has no uv"),
+        (PINS.replace("setuptools", "setup"), "it has no setuptools"),
+        (
+            PINS.replace("0.6.0", "0.7.1"),
+            "it has flash-linear-attention 0.7.1, and pyproject.toml asks for <0.7,>=0.6",
+        ),
+        (
+            PINS + "uv==0.12.0 ; python_version >= '4'\n",
+            "it has uv 0.12.0, and pyproject.toml asks for >=0.13",
+        ),
+    ],
+)
+def test_stale_constraints_are_told(pins, why):
+    assert stale(PROJECT, pins) == why
+
+
+@pytest.fixture
+def newer(tmp_path, monkeypatch):
+    """A folder in which pip would see transformers 99."""
+    written = tmp_path / "transformers-99.0.0.dist-info" / "METADATA"
+    written.parent.mkdir()
+    written.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def raised(cause: Exception | None = None):
+    """An error from inside transformers, or from inside this file, if that raises `cause`."""
+    from transformers import AutoConfig
+
+    try:
+        if cause is not None:
+            raise cause
+        AutoConfig.for_model("none")
+    except (ValueError, ImportError) as error:
+        return error
+
+
+def test_a_version_that_was_not_tested_is_marked_and_blamed(newer):
+    assert "transformers 99.0.0 (tested: " in versions()
+    told = blamed(raised())
+    assert told.startswith(" (transformers 99.0.0 was not tested, <")
+    assert blamed(raised(ImportError("no Cache", name="transformers.cache_utils"))) == told
+    assert blamed(raised(ModelError("a refusal"))) == ""
+    refusal = ModelError("it does not run")
+    refusal.__cause__ = raised()
+    assert blamed(refusal) == told
+    refusal.__cause__.__context__ = refusal
+    assert blamed(refusal) == told
+
+
+def test_tested_versions_are_not_blamed():
+    assert "tested" not in versions()
+    assert blamed(raised()) == ""
+
+
+def test_an_error_ends_with_the_version(newer, tmp_path):
+    """The library's traceback is as it was, and its last line names the version."""
+    (tmp_path / "broken.py").write_text(
+        "from transformers import AutoConfig\nimport titanplans.cli.main as commands\n"
+        "commands.main = lambda argv: AutoConfig.for_model('none')\ncommands.run(['list'])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "broken.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{newer}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert "ValueError: Unrecognized model identifier" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("transformers 99.0.0 was not tested, <")
