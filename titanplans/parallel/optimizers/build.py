@@ -156,9 +156,8 @@ def _split(
             )
         own_decay = group is not None and group.weight_decay is not None
         decays = own_decay or options.decay_all or role.decays
-        mesh = (
-            parameter.device_mesh if isinstance(parameter, DTensor) else None
-        )  # one for each fused operator
+        # A fused operator takes DTensors of one mesh.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         if (kind, decays, mesh) not in found:
             decay = value("weight_decay") if decays else 0.0
             settings: dict[str, Any] = {"lr": value("lr"), "weight_decay": decay}

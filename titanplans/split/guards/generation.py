@@ -3,8 +3,8 @@
 transformers reads logits as one plain tensor, and samples with torch's default generator. So while it generates the head
 gathers its logits, also under loss parallelism, and all ranks draw from the state of the first one's generator.
 
-Since 5.24 it calls the cache `cache`. A forward that takes it by an older name, as FLA 0.6's do, drops it among its further
-keywords, and each token is generated from the one before alone: it gets it by its own name.
+Since 5.24 it passes the cache as `cache`. FLA 0.6's forwards take `past_key_values` and ignore other keywords, so they would
+generate each token from the one before alone: a split model renames the argument.
 """
 
 import functools
