@@ -9,7 +9,7 @@ from .mixer import MixerPlan
 
 @register_plan("rwkv7", mixer="fla.layers.rwkv7.RWKV7Attention")
 class RWKV7Plan(MixerPlan):
-    """Each token is mixed with the one before it inside the regions, where every rank has the whole sequence.
+    """Each token is mixed with the one before it inside both regions, where every rank has the whole sequence.
 
     The values of the first layer, which all others read, stay where they are: each rank has those of its heads.
     """
@@ -33,7 +33,7 @@ class RWKV7Plan(MixerPlan):
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.mlp_region(float8_input=False),
+            **self.attn_region("x", float8_input=False),
             "x_k": self.replicated_in_region(),
             "key": self.colwise(),
             "value": self.rowwise(reduce_output=False),
@@ -54,7 +54,7 @@ class RWKV6Plan(MixerPlan):
 
     def mlp_plan(self, mlp: nn.Module) -> Plan:
         return {
-            **self.mlp_region(float8_input=False),
+            **self.attn_region("x", float8_input=False),
             "key": self.replicated_in_region(),
             "key.linear": self.colwise(),
             "value": self.rowwise(reduce_output=False),

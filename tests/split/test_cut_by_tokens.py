@@ -34,7 +34,7 @@ def difference(rank, name, cp, tp, length):
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     apply_plan(model, mesh)
     worst = {}
-    for _ in range(2):  # the second exchanges the projections together
+    for _ in range(2):
         model.zero_grad()
         logits = model(**inputs).logits
         assert isinstance(logits, DTensor)

@@ -179,7 +179,7 @@ def bound(model: nn.Module, applied: AppliedPlan, options: TPOptions, calls: Cal
                     path,
                 )
 
-    for mixer, elements in exchanges(model, applied, calls):
+    for mixer, elements in exchanges(applied, calls):
         add(part_of(mixer, decoder), ExpectedCollective(("all_to_all",), ("all_to_all",), elements), mixer)
 
     stream = applied.border.stream

@@ -5,7 +5,6 @@ other code may count over all tokens, as a balance loss does: that is gathered, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -120,26 +119,10 @@ def exchanged_rows(module: nn.Module, border: Border) -> int:
     return border.tokens.ranks * state.heads.share.rows
 
 
-def exchanges(model: nn.Module, applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
-    """Yield each exchange of tokens for heads that is needed, or back: the mixer, and the elements.
-
-    Projections that read the mixer's input need one together; what reads something else, as a mix of tokens, one of its own.
-    """
-    inside, entering = within_mixers(applied), dict[str, list[Sequence[Call]]]()
-    for path, mixer in inside.items():
-        found = [call for call in calls.get(path, ()) if call.exchanged]
-        state = state_of(model.get_submodule(mixer)) if mixer else None
-        readers = (
-            () if state is None or state.readers is None else [module for module, _ in state.readers.found]
-        )
-        if model.get_submodule(path) in readers:
-            entering.setdefault(mixer, []).append(found)
-        else:
-            yield from ((mixer, exchanged(call)) for call in found)
-    for mixer, products in entering.items():
-        for together in zip_longest(*products):
-            if elements := sum(exchanged(call) for call in together if call is not None):
-                yield mixer, elements
+def exchanges(applied: AppliedPlan, calls: Calls) -> Iterator[tuple[str, int]]:
+    """Yield each exchange of tokens for heads that is needed, or back: the mixer, and the elements."""
+    for path, mixer in within_mixers(applied).items():
+        yield from ((mixer, exchanged(call)) for call in calls.get(path, ()) if call.exchanged)
 
 
 def _holder(collective: Collective, names: Sequence[str]) -> str | None:

@@ -120,12 +120,16 @@ class PlanStyles:
         return self._region(input_name, True, float8_input, arguments)
 
     def mlp_input(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather the sequence once, before gate and up."""
-        return self._region(input_name, False, float8_input)
+        """Gather the sequence once, before gate and up; the module works token by token."""
+        return self._region(input_name, False, float8_input, mixes_tokens=False)
 
     def mlp_region(self, input_name: str = "x", *, float8_input: bool = True) -> Plan:
-        """Gather at an MLP's entry and reduce at its exit, for fused kernels that read `down_proj.weight`."""
-        return self._region(input_name, True, float8_input)
+        """Gather at the entry of an MLP, or of a mixture of experts under any name, and reduce at its exit.
+
+        For code that goes on behind its products, or reads their weights. The module works token by token; one that mixes
+        tokens, as RWKV's shift does, takes `attn_region`.
+        """
+        return self._region(input_name, True, float8_input, mixes_tokens=False)
 
     def shared_region(self, input_name: str = "hidden_states", *, float8_input: bool = True) -> Plan:
         """Gather at the entry of a module whose output other regions read: keys and values for several blocks."""
@@ -138,11 +142,13 @@ class PlanStyles:
         reduce_output: bool,
         float8_input: bool,
         arguments: Mapping[str, Any] | None = None,
+        mixes_tokens: bool = True,
     ) -> Plan:
         region = Region(
             reduce_output=reduce_output,
             input_name=input_name,
             float8_input=float8_input,
+            mixes_tokens=mixes_tokens,
             arguments=arguments,
         )
         return {"": region}

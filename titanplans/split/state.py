@@ -39,8 +39,8 @@ class SplitState:
     """Its own tokens are multiplied with all that this rank holds of its parameters, not with its part in a mixer."""
     heads: Any = None
     """How its output or its input is exchanged between ranks that share a sequence (`titanplans.split.tokens`)."""
-    readers: Any = None
-    """Of a region in which tokens are exchanged for heads: the projections that read its input."""
+    exchanges: bool = False
+    """It is a region in which tokens are exchanged for heads."""
     experts: Any = None
     """The ranks to which its rows are sent (`titanplans.split.experts`)."""
     product: Any = None

@@ -107,11 +107,6 @@ class Stream:
             self._forwards.append(Forward(self._first, last, self.length))
         self.ended = True
 
-    def forward(self) -> int:
-        """Return the number of the forward that runs, or that a backward computes again."""
-        then = self._forward_then() if self.ended and in_backward() else None
-        return self._first if then is None else then.first
-
     def length_of(self, shard: int, ranks: int) -> int:
         """Return the length of a sequence of whose part `ranks` ranks each hold a shard of `shard` tokens.
 

@@ -1,5 +1,6 @@
 """How torch dispatches an operator: modes, fake tensors, schemas, trees of arguments."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "without_torch_function",
+    "wrapper",
 ]
 
 
@@ -49,3 +51,8 @@ def dispatch_is_watched() -> bool:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Return the context in which `__torch_function__` and its modes are off."""
     return torch._C.DisableTorchFunction()
+
+
+def wrapper(cls: type[torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass without memory of its own, of the dtype and device of `like`."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Where the graphs of a compiled block end that sends tokens to other ranks: at its mixers, and at its experts.
 
-A mixer's code is given a sequence that looks whole (`titanplans.split.tokens.looks_whole`), a subclass of tensor whose class
-is set at run time, and learns in its first call which projections read it. Neither is for a graph. What lies between mixers
-works on own tokens, and is compiled. How many rows come to experts that ranks share is known on the host alone.
+A mixer's code is given a sequence that looks whole (`titanplans.split.tokens.looks_whole`), a subclass of tensor that is
+not for a graph. What lies between mixers works on own tokens, and is compiled. How many rows come to experts that ranks
+share is known on the host alone.
 """
 
 from functools import cache
@@ -30,7 +30,7 @@ def end_graphs_where_tokens_leave(block: nn.Module) -> None:
 
 def _sends(module: nn.Module) -> bool:
     state = state_of(module)
-    return state is not None and (state.readers is not None or state.experts is not None)
+    return state is not None and (state.exchanges or state.experts is not None)
 
 
 @cache

@@ -1,10 +1,16 @@
 """What context parallelism refuses of a plan: styles that don't declare what of a mixer belongs to heads."""
 
+import inspect
+
+from torch import nn
+
 from titanplans.errors import PlanError
+from titanplans.plan.cache import CACHES
 from titanplans.plan.converted import float8_linears
 from titanplans.plan.decoder import find_decoder, within
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import Style
+from titanplans.plan.styles.region import Region
 from titanplans.plan.token_regions import token_regions
 
 
@@ -22,6 +28,16 @@ def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
         )
     find_decoder(plan.model)  # or it has no blocks
     regions = token_regions(plan)
+    for entry in plan.entries:
+        is_mlp = isinstance(entry.style, Region) and not entry.style.mixes_tokens
+        if is_mlp and (told := _tells_tokens(entry.module)):
+            raise PlanError(
+                f"its forward takes {told}, as code does that mixes tokens, and it is planned as an MLP, to which context "
+                "parallelism gives this rank's tokens alone: give it attn_region() or attn_input()",
+                key=entry.key,
+                style=entry.style,
+                module=entry.module,
+            )
     for key, style in plan.styles.items():
         if not isinstance(style, Style) and (
             plan.source.options.is_whole or any(within(key, r) for r in regions)
@@ -41,3 +57,11 @@ def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
                 style=style,
                 module=plan.module_at(key),
             )
+
+
+def _tells_tokens(module: nn.Module) -> str | None:
+    """Return the argument of the forward of `module` that says which tokens belong together, if it has one."""
+    parameters = inspect.signature(module.forward).parameters
+    return next(
+        (name for name in ("attention_mask", "cu_seqlens", "state", *CACHES) if name in parameters), None
+    )

@@ -58,7 +58,7 @@ def _on_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         if begins_stream:
             border.stream.begun, border.stream.length = True, length
             return out
-        return look_whole(out, tokens, length)
+        return look_whole(out, tokens, length, "outside")
 
     def of_ids(self: Any, input: torch.Tensor, leaves: bool) -> torch.Tensor:
         border = self._split.border

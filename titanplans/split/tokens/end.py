@@ -28,6 +28,6 @@ def _look(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
     assert tokens is not None
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        return look_whole(x, tokens, border.stream.length)
+        return look_whole(x, tokens, border.stream.length, "outside")
 
     return on_output(look, output)

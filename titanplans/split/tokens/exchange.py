@@ -1,4 +1,4 @@
-"""The exchange around a kernel: own tokens of all heads for all tokens of own heads, and back, in one all-to-all each.
+"""The exchange around a kernel: own tokens of all heads for all tokens of own heads, and back, an all-to-all each.
 
     to_heads    [B, ceil(L / c), all rows] of this rank's tokens  ->  [B, L, own rows]
     to_tokens   the other way; each is the backward of the other
@@ -6,7 +6,6 @@
 Of heads that ranks share each gets the same rows, and their gradients are summed.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +35,12 @@ class Share:
 
 
 class HeadExchange(NamedTuple):
-    """Which rows of several projections go to which rank."""
+    """Which rows of a projection go to which rank."""
 
     tokens: OwnTokens
     length: int
     """Tokens of the whole sequence."""
-    shares: tuple[Share, ...]
-    """Of each projection."""
+    share: Share
 
 
 def number_of(places: Places) -> int:
@@ -50,82 +48,65 @@ def number_of(places: Places) -> int:
     return sum(size for _, size in places)
 
 
-def to_heads(own: Sequence[torch.Tensor], exchange: HeadExchange) -> Sequence[torch.Tensor]:
-    """Return all tokens of this rank's rows of projections; each rank has its tokens of all rows, in one dtype."""
+def to_heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+    """Return all tokens of this rank's rows of a projection; each rank has its tokens of all rows."""
     if not torch.is_grad_enabled():  # a backward
         return _heads(own, exchange)
-    return _ToHeads.apply(exchange, *own)  # type: ignore[return-value]
+    return _ToHeads.apply(own, exchange)  # type: ignore[return-value]
 
 
-def to_tokens(whole: Sequence[torch.Tensor], exchange: HeadExchange) -> Sequence[torch.Tensor]:
+def to_tokens(whole: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
     """Return this rank's tokens of all rows; each rank has all tokens of its own rows."""
     if not torch.is_grad_enabled():
         return _tokens(whole, exchange)
-    return _ToTokens.apply(exchange, *whole)  # type: ignore[return-value]
+    return _ToTokens.apply(whole, exchange)  # type: ignore[return-value]
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange, *own):
+    def forward(ctx: Any, own, exchange):
         ctx.exchange = exchange
         return _heads(own, exchange)
 
     @staticmethod
-    def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
-        return None, *to_tokens(grads, ctx.exchange)
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        return to_tokens(grad, ctx.exchange), None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange, *whole):
+    def forward(ctx: Any, whole, exchange):
         ctx.exchange = exchange
         return _tokens(whole, exchange)
 
     @staticmethod
-    def backward(ctx: Any, *grads):  # pyrefly: ignore[bad-override]
-        return None, *to_heads(grads, ctx.exchange)
+    def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
+        return to_heads(grad, ctx.exchange), None
 
 
-def _heads(own: Sequence[torch.Tensor], exchange: HeadExchange) -> tuple[torch.Tensor, ...]:
-    tokens, length, shares = exchange
-    dim, ranks, lead = tokens.dim, tokens.ranks, own[0].shape[:-1]
+def _heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+    tokens, length, share = exchange
+    dim, ranks, lead = tokens.dim, tokens.ranks, own.shape[:-1]
     order = (len(lead), *range(len(lead)), -1)
-    by_rank = [
-        (x if share.in_order else _by_rank(x, share)).reshape(*lead, ranks, share.rows).permute(order)
-        for x, share in zip(own, shares, strict=True)
-    ]
-    came = all_to_all(_together(by_rank), tokens.group).movedim(0, dim)
-    shape = (*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1)
-    made = []
-    for part in came.split_with_sizes([share.rows for share in shares], -1):
-        whole = part.reshape(shape)
-        whole = (whole if shape[dim] == length else whole.narrow(dim, 0, length)).contiguous()
-        # What comes out of an autograd function must be no view, or code may not change it in place.
-        made.append(whole if whole._base is None else torch.ops.aten._unsafe_view(whole, whole.shape))
-    return tuple(made)
+    by_rank = (own if share.in_order else _by_rank(own, share)).reshape(*lead, ranks, share.rows)
+    came = all_to_all(by_rank.permute(order).contiguous(), tokens.group).movedim(0, dim)
+    whole = came.reshape(*lead[:dim], ranks * lead[dim], *lead[dim + 1 :], -1)
+    whole = (whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)).contiguous()
+    # What comes out of an autograd function must be no view, or code may not change it in place.
+    return whole if whole._base is None else torch.ops.aten._unsafe_view(whole, whole.shape)
 
 
-def _tokens(whole: Sequence[torch.Tensor], exchange: HeadExchange) -> tuple[torch.Tensor, ...]:
-    tokens, length, shares = exchange
-    dim, ranks, lead = tokens.dim, tokens.ranks, whole[0].shape[:-1]
+def _tokens(whole: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+    tokens, length, share = exchange
+    dim, ranks, lead = tokens.dim, tokens.ranks, whole.shape[:-1]
     size = shard_size(length, ranks)
     if missing := size * ranks - length:
-        zeros = [x.new_zeros((*lead[:dim], missing, *x.shape[dim + 1 :])) for x in whole]
-        whole = [torch.cat(pair, dim) for pair in zip(whole, zeros, strict=True)]
-    cut = (*lead[:dim], ranks, size, *lead[dim + 1 :], -1)
-    came = all_to_all(_together([x.reshape(cut).movedim(dim, 0) for x in whole]), tokens.group)
-    shape, made = (*lead[:dim], size, *lead[dim + 1 :], -1), []
-    for part, share in zip(
-        came.movedim(0, -2).split_with_sizes([share.rows for share in shares], -1), shares, strict=True
-    ):
-        rows = part.reshape(shape)
-        made.append(rows.contiguous() if share.in_order else _put_back(rows, share))
-    return tuple(made)
-
-
-def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return `parts`, [ranks, ..., rows] each, one behind the other, in one copy."""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, -1)
+        zeros = whole.new_zeros((*lead[:dim], missing, *whole.shape[dim + 1 :]))
+        whole = torch.cat([whole, zeros], dim)
+    by_rank = whole.reshape(*lead[:dim], ranks, size, *lead[dim + 1 :], -1).movedim(dim, 0)
+    came = all_to_all(by_rank.contiguous(), tokens.group).movedim(0, -2)
+    rows = came.reshape(*lead[:dim], size, *lead[dim + 1 :], -1)
+    return rows.contiguous() if share.in_order else _put_back(rows, share)
 
 
 def _by_rank(x: torch.Tensor, share: Share) -> torch.Tensor:

@@ -1,46 +1,56 @@
 """`LooksWhole`: a tensor that shows the shape of the whole sequence, and holds this rank's tokens.
 
-The code of a model reads `hidden_states.shape`, and calls its projections: they take the tokens (`products`). Whatever works
-token by token here works on them, and gives another such tensor; whatever else reads the numbers gathers them.
+The code of a model reads `hidden_states.shape`, and calls its projections: they take the tokens (`products`). A function of
+torch that works token by token gives another such tensor, one that asks for a shape gets it, and **every other one reads the
+numbers**, which are gathered. So does what does not ask torch's functions: a scripted function, vmap, autograd's formulas.
 
     kind      read, the numbers are                 the gradient
+    outside   gathered from all ranks               is a part on each rank: summed
     whole     gathered from all ranks               is a part on each rank: summed
     partial   zeros, with the tokens at their place is taken at their place
 
-A `partial` one is this rank's summand of what all ranks together have: the output of a projection that splits its inputs.
+Between regions (outside) plain tensors are the same on every rank. In a region a plain tensor may be this rank's part of a
+sum, of which no rank takes its tokens alone. A `partial` one is such a part: the output of a projection that splits its
+inputs.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
+from titanplans.errors import PlanError
 from titanplans.split.tokens.own import OwnTokens
-from titanplans.torch_private.dispatch import tree_map, without_torch_function
+from titanplans.torch_private.dispatch import schema, tree_leaves, tree_map, without_torch_function, wrapper
 
-_TOKENWISE = frozenset(
+TOKENWISE = frozenset(
     """
     mul __mul__ __rmul__ add __add__ __radd__ sub __sub__ __rsub__ div true_divide __truediv__ neg pow __pow__ to
-    float double bfloat16 half type_as clone contiguous sigmoid silu tanh relu gelu softplus exp
+    float double bfloat16 half type_as clone contiguous detach sigmoid silu tanh relu gelu softplus exp
     """.split()  # noqa: SIM905
 )
 """Functions that give of each token what they are given of it, by name."""
-_FIELDS = frozenset(
+SUMS = frozenset("add __add__ __radd__ sub __sub__ __rsub__".split())  # noqa: SIM905
+RESHAPES = frozenset("view reshape expand view_as reshape_as expand_as __getitem__".split())  # noqa: SIM905
+"""Functions that may return the sequence as it is."""
+ASKS = frozenset(
     """
     shape dtype device ndim requires_grad is_cuda is_cpu is_meta layout is_leaf grad_fn is_sparse is_quantized
-    is_nested itemsize nbytes
+    is_nested itemsize nbytes size dim numel ndimension nelement element_size stride is_contiguous is_floating_point
+    is_complex get_device __len__ __hash__ new_tensor
     """.split()  # noqa: SIM905
 )
-_ASKS = frozenset(
+"""Fields and functions that read no numbers."""
+MAKES = frozenset(
     """
-    size dim numel ndimension nelement element_size is_floating_point is_complex get_device
-    __len__ zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full
-    new_tensor
+    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full
     """.split()  # noqa: SIM905
 )
-"""Functions that read no numbers."""
+"""Functions that make something else of its shape, dtype and device."""
+LIKE_IT = frozenset("to type_as view_as reshape_as expand_as".split())  # noqa: SIM905
+"""Functions that give their first argument the shape, dtype or device of another."""
+
+Kind = Literal["outside", "whole", "partial"]
 
 
 class LooksWhole(torch.Tensor):
@@ -48,13 +58,14 @@ class LooksWhole(torch.Tensor):
 
     shard: torch.Tensor
     tokens: OwnTokens
-    partial: bool
+    kind: Kind
     read: dict[bool, torch.Tensor]
     """The numbers, once they have been asked for, with a gradient or without."""
-    region: Any = None
-    """At the entry of a region, and behind `through`: the call of it, which knows what reads this."""
-    through: tuple[Any, ...] = ()
-    """The modules that have made this of the region's input, one after the other."""
+
+    @property
+    def partial(self) -> bool:
+        """This rank's part of a sum."""
+        return self.kind == "partial"
 
     @property
     def length(self) -> int:
@@ -69,73 +80,67 @@ class LooksWhole(torch.Tensor):
             self.read[recorded] = read(self.shard, self.tokens, self.length)
         return self.read[recorded]
 
-    def like(self, shard: torch.Tensor, partial: bool | None = None) -> "LooksWhole":
+    def like(self, shard: torch.Tensor, kind: Kind | None = None) -> "LooksWhole":
         """Return the sequence whose tokens are `shard`."""
-        return look_whole(shard, self.tokens, self.length, self.partial if partial is None else partial)
-
-    def by(self, module: nn.Module, *args: Any, **kwargs: Any) -> "LooksWhole":
-        """Return what `module` makes of this, token by token; its readers are exchanged with the region's others."""
-        region, reader = self.region, (module, self.through)
-        if region is not None and (passed := region.passed.pop(reader, None)) is not None:
-            return passed
-        made = self.like(nn.Module.__call__(module, self.shard, *args, **kwargs))
-        made.region, made.through = region, (*self.through, module)
-        return made
+        return look_whole(shard, self.tokens, self.length, self.kind if kind is None else kind)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _ASKS or (name == "__get__" and func.__self__.__name__ in _FIELDS):  # type: ignore[attr-defined]
+        kwargs, name = kwargs or {}, _name(func)
+        if name in ASKS:
             with without_torch_function():
                 return func(*args, **kwargs)
-        tokenwise = name in _TOKENWISE or _drops_nothing(name, args, kwargs) or _keeps_shape(name, args)
-        if tokenwise and not _in_function(args):
-            found = _of_tokens(func, name, args, kwargs)
-            if found is not NotImplemented:
-                return found
-        if name == "detach":
-            return args[0].by(_DETACH)
-        if name == "requires_grad_":
-            with without_torch_function():
-                args[0].shard.requires_grad_(*args[1:], **kwargs)
-                return func(*args, **kwargs)
-        own = args[0] if args and isinstance(args[0], LooksWhole) else None
-        args, kwargs = tree_map(_numbers, (args, kwargs))
-        found = func(*args, **kwargs)
-        if own is not None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-            own.shard, own.read, own.region = own.tokens.own(args[0]), {}, None  # changed in place
-            return own
-        return found
+        if name in MAKES or (name in LIKE_IT and not isinstance(args[0], LooksWhole)):
+            args, kwargs = tree_map(_shown, (args, kwargs))
+            return func(*args, **kwargs)
+        if name in ("requires_grad_", "register_hook"):
+            # A gradient of the numbers, or of what works token by token, goes through that of the tokens.
+            return _on_tokens(name, *args, **kwargs)
+        if not _in_function(args):
+            if (name in RESHAPES and _keeps_shape(name, args)) or _drops_nothing(name, args, kwargs):
+                return args[0] if torch.is_grad_enabled() else args[0].like(args[0].shard)
+            if name in TOKENWISE and _fits(name, args, kwargs):
+                return _of_tokens(func, args, kwargs)
+        return _of_numbers(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute `func` of the numbers, for what has not asked `__torch_function__`; autograd has recorded it."""
+        for argument, value in zip(schema(func).arguments, args, strict=False):
+            if (
+                isinstance(value, LooksWhole)
+                and argument.alias_info is not None
+                and argument.alias_info.is_write
+            ):
+                raise PlanError(
+                    f"{func} changes hidden states in place of which a rank of context parallelism has its tokens alone, "
+                    "and does not say so to torch's functions: give it a clone"
+                )
+        with torch.no_grad():
+            args, kwargs = tree_map(_numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-class _Detach(nn.Module):
-    """A reader of a detached input is exchanged with the others."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-
-_DETACH = _Detach()
-
-
-def look_whole(shard: torch.Tensor, tokens: OwnTokens, length: int, partial: bool = False) -> LooksWhole:
+def look_whole(shard: torch.Tensor, tokens: OwnTokens, length: int, kind: Kind = "whole") -> LooksWhole:
     """Return a sequence of `length` tokens; those of this rank are `shard`.
 
-    Its own numbers are NaN. It is part of the graph, for autograd functions that are given it as it is: they see the numbers
-    once they ask for them, and the gradient that they return is taken for that of the whole.
+    It takes no memory. It is part of the graph, for what reads its numbers without asking: the gradient is of the whole.
     """
-    base: Any = _Look.apply(shard, tokens, length, partial)
-    base.__class__ = _kind(type(base))
-    base.shard, base.tokens, base.partial, base.read = shard, tokens, partial, {}
-    return base
+    if not torch.is_grad_enabled():
+        shard = shard.detach()
+    whole: Any = _Look.apply(shard, tokens, length, kind == "partial")
+    whole.shard, whole.tokens, whole.kind, whole.read = shard, tokens, kind, {}
+    return whole
 
 
-@cache
-def _kind(cls: type[torch.Tensor]) -> type[LooksWhole]:
-    """Return the class for a base of class `cls`: a plain tensor, or a fake one."""
-    return LooksWhole if cls is torch.Tensor else type("LooksWhole", (LooksWhole, cls), {})
+def _name(func: Any) -> str:
+    """Return the name of a function, or of the field that it gets."""
+    name = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
 
 
 def _gather(shard: torch.Tensor, tokens: OwnTokens, length: int) -> torch.Tensor:
@@ -144,6 +149,19 @@ def _gather(shard: torch.Tensor, tokens: OwnTokens, length: int) -> torch.Tensor
 
 def _numbers(x: Any) -> Any:
     return x.numbers() if isinstance(x, LooksWhole) else x
+
+
+def _shown(x: Any) -> Any:
+    """Return a tensor of the shape, dtype and device of `x` that takes no memory."""
+    return x.shard.new_empty((1,) * x.ndim).expand(x.shape) if isinstance(x, LooksWhole) else x
+
+
+def _on_tokens(name: str, x: LooksWhole, *args: Any, **kwargs: Any) -> Any:
+    found = getattr(x.shard, name)(*args, **kwargs)
+    if name != "requires_grad_":
+        return found
+    with without_torch_function():
+        return x.requires_grad_(*args, **kwargs)
 
 
 def _in_function(args: Any) -> bool:
@@ -161,46 +179,76 @@ def _drops_nothing(name: str, args: Any, kwargs: Any) -> bool:
 
 def _keeps_shape(name: str, args: Any) -> bool:
     """Whether this is a view of the sequence in the shape that it has."""
+    x, *sizes = args
+    if not isinstance(x, LooksWhole):
+        return False
     if name == "__getitem__":
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         full = (slice(None), slice(0, None))
         return all(one is Ellipsis or (isinstance(one, slice) and one in full) for one in indices)
-    if name not in ("view", "reshape", "expand"):
-        return False
-    x, *sizes = args
-    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    if not isinstance(x, LooksWhole) or len(sizes) != x.ndim or isinstance(sizes, torch.dtype):
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        sizes = sizes[0].shape if isinstance(sizes[0], torch.Tensor) else sizes[0]
+    if isinstance(sizes, torch.dtype) or len(sizes) != x.ndim:
         return False
     return all(size in (-1, own) for size, own in zip(sizes, x.shape, strict=True))
 
 
-def _of_tokens(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Return `func` of this rank's tokens; NotImplemented if an argument has no tokens that fit."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, LooksWhole)]
-    first = given[0]
-    if name in ("view", "reshape", "expand", "__getitem__"):
-        return first.like(first.shard)
-    fits = True
+def _token_dim(x: torch.Tensor, whole: LooksWhole) -> int | None:
+    """Return the dimension of `x` that meets the tokens of `whole` where both are broadcast; None if there is none."""
+    at = whole.tokens.dim - whole.ndim + x.ndim
+    return None if at < 0 or x.shape[at] == 1 else at
+
+
+def _fits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether each rank may compute a function of its own tokens, which works token by token."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    sequences = [x for x in tensors if isinstance(x, LooksWhole)]
+    first = sequences[0]
+    alike = all((x.ndim, x.length) == (first.ndim, first.length) for x in sequences)
+    if not alike or kwargs.get("inplace") or kwargs.get("out") is not None or any(x is True for x in args):
+        return False
+    if name in SUMS and any(x.partial for x in sequences):
+        return all(isinstance(x, LooksWhole) and x.partial for x in tensors)
+    if name in LIKE_IT:
+        return True
+    plain = [x for x in tensors if not isinstance(x, LooksWhole)]
+    with_tokens = [(x, at) for x in plain if (at := _token_dim(x, first)) is not None]
+    return all(x.ndim <= first.ndim for x in plain) and all(
+        x.shape[at] == first.length and (first.kind == "outside" or not x.is_floating_point())
+        for x, at in with_tokens
+    )
+
+
+def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> LooksWhole:
+    """Return `func` of this rank's tokens, which fit."""
+    sequences = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LooksWhole)]
+    first, tokens = sequences[0], sequences[0].tokens
 
     def own(x: Any) -> Any:
-        nonlocal fits
         if isinstance(x, LooksWhole):
             return x.shard
-        if not isinstance(x, torch.Tensor) or name == "type_as":
+        if not isinstance(x, torch.Tensor) or _name(func) in LIKE_IT:
             return x
-        at = first.tokens.dim - first.ndim + x.ndim
-        if x.ndim > first.ndim:
-            fits = False
-        if at < 0 or x.shape[at] == 1:
-            return x
-        fits = fits and x.shape[at] == first.length
-        # Its tokens are in another dimension if it has fewer.
-        return first.tokens.own(x, dim=at) if fits else x
+        return x if (at := _token_dim(x, first)) is None else tokens.own(x, dim=at)
 
     args, kwargs = tree_map(own, (args, kwargs))
-    if not fits or any(x.length != first.length for x in given):
-        return NotImplemented
-    return first.like(func(*args, **kwargs), any(x.partial for x in given))
+    made = func(*args, **kwargs)
+    if made is first.shard and torch.is_grad_enabled():
+        return first
+    return first.like(made, "partial" if any(x.partial for x in sequences) else None)
+
+
+def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return `func` of the numbers; what it has changed in place takes this rank's tokens back."""
+    read = {id(x): (x, x.numbers()) for x in tree_leaves((args, kwargs)) if isinstance(x, LooksWhole)}
+    before = {at: numbers._version for at, (_, numbers) in read.items()}
+    args, kwargs = tree_map(_numbers, (args, kwargs))
+    found = func(*args, **kwargs)
+    for at, (x, numbers) in read.items():
+        if numbers._version != before[at]:
+            x.shard, x.read = x.tokens.own(numbers), {}
+            found = x if found is numbers else found
+    return found
 
 
 class _Look(torch.autograd.Function):
@@ -211,8 +259,7 @@ class _Look(torch.autograd.Function):
         ctx.tokens, ctx.partial = tokens, partial
         shape = list(shard.shape)
         shape[tokens.dim] = length
-        number = float("nan") if shard.is_floating_point() else 0
-        return shard.new_full((1,) * shard.ndim, number).expand(shape)
+        return wrapper(LooksWhole, shape, shard)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]

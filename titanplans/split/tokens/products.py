@@ -4,7 +4,6 @@ Given a real tensor, such as one whose padding the mixer has taken out, a module
 as tensor parallelism does; its output is then a part of a sum, which the region's exit takes.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -65,53 +64,11 @@ def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(x, LooksWhole):
             return cls.__call__(self, x, *args, **kwargs)
-        entered, reader = x.region, (self, x.through)
-        if entered is None:
-            return _exchanged((self,), [x.shard], x)[0]
-        if (ready := entered.ready.pop(reader, None)) is not None:
-            return ready
-        entered.readers.found[reader] = None
-        if reader not in entered.known:
-            return _exchanged((self,), [x.shard], x)[0]
-        entered.shard = entered.shard if x.through else x.shard
-        given = [x.shard if other == reader else _passed(entered, x, other[1]) for other in entered.known]
-        together = _exchanged([module for module, _ in entered.known], given, x)
-        entered.ready = dict(zip(entered.known, together, strict=True))
-        return entered.ready.pop(reader)
+        heads: Heads = self._split.heads
+        own = _of_own(self, heads.share.width, x.shard, *args, **kwargs)
+        return to_heads(own, HeadExchange(x.tokens, x.length, heads.share))
 
     return subclass(cls, {"__call__": call})
-
-
-def _passed(entered: Any, x: LooksWhole, through: tuple[Any, ...]) -> torch.Tensor:
-    """Return own tokens of the input of a region, behind the modules `through`, which the model's code will call."""
-    if not through:
-        return entered.shard
-    at = x.like(entered.shard)
-    at.region = entered
-    for module in through:
-        reader = module, at.through
-        entered.passed[reader] = at = at.by(module)
-    return at.shard
-
-
-def _exchanged(
-    modules: Sequence[Any], given: Sequence[torch.Tensor], x: LooksWhole
-) -> Sequence[torch.Tensor]:
-    """Return all tokens of this rank's heads of products of own tokens `given`, which are those of `x`."""
-    heads: list[Heads] = [module._split.heads for module in modules]
-    own = [
-        _of_own(module, h.share.width, shard) for module, h, shard in zip(modules, heads, given, strict=True)
-    ]
-    shares = tuple(h.share for h in heads)
-    dtypes = dict.fromkeys(out.dtype for out in own)  # in one order on all ranks
-    if len(dtypes) == 1:
-        return to_heads(own, HeadExchange(x.tokens, x.length, shares))
-    found: dict[int, torch.Tensor] = {}
-    for dtype in dtypes:
-        at = [n for n, out in enumerate(own) if out.dtype == dtype]
-        exchange = HeadExchange(x.tokens, x.length, tuple(shares[n] for n in at))
-        found |= zip(at, to_heads([own[n] for n in at], exchange), strict=True)
-    return [found[n] for n in range(len(own))]
 
 
 @cache
@@ -135,9 +92,9 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
         length = lead[tokens.dim]
         if isinstance(x, LooksWhole):
             x = x.numbers()
-        (own,) = to_tokens([x], HeadExchange(tokens, length, (heads.share,)))
+        own = to_tokens(x, HeadExchange(tokens, length, heads.share))
         output = _of_own(self, None, own, *args, **kwargs)
-        return output if heads.closes else look_whole(output, tokens, length, partial=True)
+        return output if heads.closes else look_whole(output, tokens, length, "partial")
 
     return subclass(cls, {"__call__": call})
 
@@ -146,7 +103,7 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
 def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, LooksWhole):
-            return x.by(self, *args, **kwargs)
+            return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
         return cls.__call__(self, x, *args, **kwargs)
 
     return subclass(cls, {"__call__": call})
