@@ -101,7 +101,9 @@ def _with(function: FunctionType, name: str, local: Any, place: PlaceInGroup) ->
     known, closure = function.__globals__, function.__closure__
     if looks_up(function, name):
         first, *path = name.split(".")
-        known = {**known, first: _replaced(known[first], path, local, place)}
+        # A compiler that finds the name of a file among them reads that file's functions in place of these.
+        known = {name: value for name, value in known.items() if name != "__name__"}
+        known[first] = _replaced(function.__globals__[first], path, local, place)
     inner = getattr(function, "__wrapped__", None)
     decorates = isinstance(inner, FunctionType) and calls(inner, name)
     if decorates:
@@ -109,6 +111,7 @@ def _with(function: FunctionType, name: str, local: Any, place: PlaceInGroup) ->
         closure = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
     made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+    made.__module__ = function.__module__
     if decorates:
         made.__wrapped__ = changed  # type: ignore[attr-defined]
     return made

@@ -150,7 +150,10 @@ def _after(known: Forwards, is_model: bool, is_base: bool, module: nn.Module, ar
     if output is None:  # the forward has failed
         stream.stop()
         return None
-    fields = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    if isinstance(output, torch.Tensor | tuple):
+        fields: Any = {}  # a compiler has no `__dict__` of a tensor
+    else:
+        fields = output if isinstance(output, dict) else getattr(output, "__dict__", {})
     asked = fields.get("hidden_states") is not None
     if not is_model and stream.head_follows and not asked and not isinstance(output, tuple):
         return None  # the head takes its shard

@@ -1,0 +1,152 @@
+"""A mixer of one's own, cut by weights and by tokens: what its code does between its projections, eager and compiled."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from worlds import run
+
+from titanplans import TPPlan, apply_plan
+from titanplans.parallel import cross_entropy
+from titanplans.split.gradients import align_gradients
+
+
+def decays(heads):
+    """How fast each head forgets."""
+    return torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads, dtype=torch.float64))))
+
+
+def decays_of_rank(decays, place):
+    return lambda heads: decays(heads * place.degree).narrow(0, heads * place.rank, heads)
+
+
+class Scaled(nn.LayerNorm):
+    def forward(self, x, scale):
+        return scale * super().forward(x)
+
+
+class Saved(torch.autograd.Function):
+    """Saves its input as it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x
+
+
+class Mixer(nn.Module):
+    def __init__(self, kind, width=16, heads=4):
+        super().__init__()
+        self.kind, self.num_heads, self.head_dim = kind, heads, width // heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+        if kind == "scaled":
+            self.norm = Scaled(width)
+
+    def forward(self, hidden_states):
+        x, kind = hidden_states, self.kind
+        batch, length, _ = x.shape
+        if kind == "indexer":  # called first, and without a gradient
+            with torch.no_grad():
+                q = self.q_proj(x)
+        else:
+            q = self.q_proj(x)
+        k = self.k_proj(self.norm(x, 0.5) if kind == "scaled" else x)
+        if kind == "saved":
+            x = torch.utils.checkpoint.checkpoint(Saved.apply, x, use_reentrant=False)
+        elif kind == "vmapped":
+            x = torch.vmap(torch.sin)(x)
+        elif kind == "typed":
+            x = x * torch.arange(x.shape[-1]).to(x) * torch.ones(1, length, x.shape[-1]).type_as(x)
+        v = self.v_proj(x)
+        q, k, v = (y.view(batch, length, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))
+        steps = torch.arange(length)
+        decay = decays(q.shape[1]).to(q)[:, None, None] * (steps[:, None] - steps)
+        mixed = ((q @ k.mT) * decay.exp().tril()) @ v
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.attn_norm, self.attn = nn.LayerNorm(16), Mixer(kind)
+
+    def forward(self, x):
+        return x + self.attn(self.attn_norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+        self.norm, self.lm_head = nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, input_ids):
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+class Plan(TPPlan):
+    def layer_plan(self, layer):
+        mixer = {f"attn.{key}" if key else "attn": style for key, style in self.attn_plan(layer.attn).items()}
+        return {"attn_norm": self.replicated_on_stream(), **mixer}
+
+    def attn_plan(self, attn):
+        plan = {
+            **self.attn_input(),
+            **{f"{name}_proj": self.colwise() for name in "qkv"},
+            "o_proj": self.rowwise(),
+        }
+        return plan | ({"norm": self.replicated_in_region()} if attn.kind == "scaled" else {})
+
+    def local_functions(self, attn):
+        return {"decays": decays_of_rank}
+
+
+def gradients(model, call, ids):
+    """Return the logits and the gradients of the second of two steps."""
+    for _ in range(2):
+        model.zero_grad()
+        logits = call(ids)
+        cross_entropy(logits, torch.roll(ids, -1, 1), 1).backward()
+    align_gradients(model.parameters())
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {"logits": logits.detach()} | {name: grad for name, grad in found.items() if grad is not None}
+
+
+def compared(rank, kind, axis, compiled):
+    torch.manual_seed(0)
+    model, ids = Model(kind).double(), torch.randint(32, (2, 15))
+    expected = gradients(model, model, ids)
+    apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), plan=Plan)
+    call = model
+    if compiled == "blocks":
+        for block in model.layers:
+            block.compile(backend="aot_eager")
+    elif compiled == "model":
+        call = torch.compile(model, backend="aot_eager")
+    found = gradients(model, call, ids)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].full_tensor(), value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("kind", ["indexer", "scaled", "saved", "vmapped", "typed"])
+def test_what_code_does_between_its_projections(kind, axis):
+    run(partial(compared, kind=kind, axis=axis, compiled=None), 2)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("compiled", ["blocks", "model"])
+def test_a_function_of_the_plan_in_compiled_code(compiled, axis):
+    run(partial(compared, kind="plain", axis=axis, compiled=compiled), 2)
