@@ -28,6 +28,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "version",
     "without_torch_function",
     "wrapper",
 ]
@@ -46,6 +47,11 @@ def fake_mode_is_on() -> bool:
 def dispatch_is_watched() -> bool:
     """Whether a mode sees every operation of this thread: a recorder, fake tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often `tensor` has been changed in place."""
+    return tensor._version
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

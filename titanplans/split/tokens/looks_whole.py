@@ -21,7 +21,14 @@ import torch
 
 from titanplans.errors import PlanError
 from titanplans.split.tokens.own import OwnTokens
-from titanplans.torch_private.dispatch import schema, tree_leaves, tree_map, without_torch_function, wrapper
+from titanplans.torch_private.dispatch import (
+    schema,
+    tree_leaves,
+    tree_map,
+    version,
+    without_torch_function,
+    wrapper,
+)
 
 TOKENWISE = frozenset(
     """
@@ -117,7 +124,7 @@ class LooksWhole(torch.Tensor):
                 and argument.alias_info.is_write
             ):
                 raise PlanError(
-                    f"{func} changes hidden states in place of which a rank of context parallelism has its tokens alone, "
+                    f"{func} changes hidden states in place, and a rank of context parallelism has its tokens alone, "
                     "and does not say so to torch's functions: give it a clone"
                 )
         with torch.no_grad():
@@ -241,11 +248,11 @@ def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> LooksWhole:
 def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return `func` of the numbers; what it has changed in place takes this rank's tokens back."""
     read = {id(x): (x, x.numbers()) for x in tree_leaves((args, kwargs)) if isinstance(x, LooksWhole)}
-    before = {at: numbers._version for at, (_, numbers) in read.items()}
+    before = {at: version(numbers) for at, (_, numbers) in read.items()}
     args, kwargs = tree_map(_numbers, (args, kwargs))
     found = func(*args, **kwargs)
     for at, (x, numbers) in read.items():
-        if numbers._version != before[at]:
+        if version(numbers) != before[at]:
             x.shard, x.read = x.tokens.own(numbers), {}
             found = x if found is numbers else found
     return found
