@@ -10,8 +10,8 @@ numbers**, which are gathered. So does what does not ask torch's functions: a sc
     partial   zeros, with the tokens at their place is taken at their place
 
 Between regions (outside) plain tensors are the same on every rank. In a region a plain tensor may be this rank's part of a
-sum, of which no rank takes its tokens alone. A `partial` one is such a part: the output of a projection that splits its
-inputs.
+sum, and to take its own tokens of that would lose others'. A `partial` one is such a part: the output of a
+projection that splits its inputs.
 """
 
 from collections.abc import Callable
