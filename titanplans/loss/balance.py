@@ -36,7 +36,10 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
         ModelError: it returns another loss, an `aux_loss` without a weight, or a number without a name: training would
             leave it out.
     """
-    named = {name for name in dir(output) if name.endswith(("_loss", "router_logits"))}
+    names = (
+        () if isinstance(output, torch.Tensor) else dir(output)
+    )  # logits that a fused head leaves out have none
+    named = [name for name in names if name.endswith(("_loss", "router_logits"))]
     fields = output if isinstance(output, Mapping) else {name: getattr(output, name) for name in named}
     given = {name: x for name, x in fields.items() if name.endswith("_loss") and isinstance(x, torch.Tensor)}
     balance, kind = given.pop("aux_loss", None), class_name(model)
