@@ -98,7 +98,20 @@ def either(values: Sequence[object]) -> str:
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
     """Return which of `names` looks most like `name`; None where none does."""
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.55)), None)
+    alike = difflib.get_close_matches(name, names, n=8, cutoff=0.55)
+    return min(alike, key=lambda other: _edits(name, other), default=None)
+
+
+def _edits(a: str, b: str) -> int:
+    """Return how many letters to add, drop, change, or exchange with the next one make `b` of `a`."""
+    before, row = [], list(range(len(b) + 1))
+    for i, x in enumerate(a):
+        above, before, row = before, row, [i + 1]
+        for j, y in enumerate(b):
+            row.append(min(before[j] + (x != y), before[j + 1] + 1, row[j] + 1))
+            if i and j and (x, y) == (b[j - 1], a[i - 1]):
+                row[-1] = min(row[-1], above[j - 1] + 1)
+    return row[-1]
 
 
 def near_multiples(value: int, step: int) -> str:

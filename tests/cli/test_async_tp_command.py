@@ -148,7 +148,9 @@ def normed():
 
 
 def test_what_stands_between_is_said_in_words():
-    decision = decide(Subject("own", make=normed, plan=NormedPlan), parse(["async-tp", "own"]), 2, quietly)
+    decision = decide(
+        Subject("own", make=normed, plan=NormedPlan), parse(["async-tp", "own:normed"]), 2, quietly
+    )
     assert not decision.complete
     verdicts = [v for blocks in decision.blocks for v in blocks.collectives]
     said = {(v.place, v.backward): v.obstacle.partition(";")[0] for v in verdicts if not v.fused}

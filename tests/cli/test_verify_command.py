@@ -285,7 +285,7 @@ def test_list_says_what_is_split_of_a_model_type(command):
     assert "Olmo2Plan" not in out
     assert "BitNetPlan" in out
     status, _, err = command("list", "gls")
-    assert (status, err) == (2, "error: list gls: no plan is registered for it; did you mean gsa?\n")
+    assert (status, err) == (2, "error: list gls: no plan is registered for it; did you mean gla?\n")
 
 
 def test_list_says_whose_parts_those_are_where_a_model_has_several_mixers(command):

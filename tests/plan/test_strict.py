@@ -22,6 +22,7 @@ from titanplans import (
     register_plan,
     registered_plans,
 )
+from titanplans.loss import FusedLoss, NotFused
 from titanplans.plan.custom import RENAMED
 from titanplans.plan.plan import prefixed
 from titanplans.plan.styles.replicated import ReplicatedOnStream
@@ -105,6 +106,39 @@ def test_all_uncovered_parameters_are_told_at_once():
         "'layers.*.attn.q_norm.weight' (4,) of RMSNorm, 'norm.weight' (16,) of RMSNorm are covered by no key of Plan: add "
         "'layers.0.attn.o_proj', 'layers.*.attn.q_norm', 'norm' with"
     )
+
+
+class HeadRenamed(Tiny):
+    """Its head has none of the usual names."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = self.lm_head
+        del self.lm_head
+
+
+class NamesItsHead(TinyPlan):
+    def model_plan(self, model):
+        return super().model_plan(model) | {"head": self.vocab_head()}
+
+
+def test_a_head_is_what_the_plan_says():
+    model = HeadRenamed()
+    with pytest.raises(NotFused, match="gives none vocab_head"):
+        FusedLoss(model)
+    message = refused(TinyPlan, model=model)
+    assert message.endswith(
+        "add 'head' with a style. What makes the logits, 'head', takes vocab_head() in model_plan"
+    )
+    check_plan(model, 2, plan=NamesItsHead)
+    assert find_decoder(model).head == "head"
+    assert FusedLoss(model).head is model.head
+    with fake_ranks(2) as mesh:
+        applied = apply_plan(model, mesh, plan=NamesItsHead)
+        assert (applied.decoder.head, find_decoder(model).head) == ("head", "head")
+    model = HeadRenamed()
+    check_plan(model, 2, plan=NamesItsHead)
+    assert "'head.weight'" in refused(TinyPlan, model=model), "a plan knows nothing of another"
 
 
 def test_split_module_outside_a_region():

@@ -2,7 +2,9 @@
 
 import json
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -177,6 +179,46 @@ def test_what_a_model_adds_to_the_loss_is_its_aux_loss_and_no_other():
     model.config = None
     with pytest.raises(ModelError, match="no weight of it: router_aux_loss_coef"):
         added_loss(model, SimpleNamespace(aux_loss=balance))
+
+
+class Named(NamedTuple):
+    logits: torch.Tensor
+    aux_loss: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    logits: torch.Tensor
+    aux_loss: torch.Tensor
+
+
+class Computed:
+    """Its balance is a property."""
+
+    def __init__(self, logits, balance):
+        self.logits, self._balance = logits, balance
+
+    @property
+    def aux_loss(self):
+        return self._balance
+
+
+@pytest.mark.parametrize(
+    "kind", [Named, Slotted, Computed, lambda logits, balance: {"logits": logits, "aux_loss": balance}]
+)
+def test_a_balance_is_read_from_whatever_has_it(kind):
+    model = nn.Identity()
+    model.config = SimpleNamespace(router_aux_loss_coef=0.5)
+    assert added_loss(model, kind(torch.zeros(2, 3, 5), torch.tensor(3.0))) == 1.5
+
+
+def test_a_loss_without_a_name_is_refused():
+    logits, balance = torch.zeros(2, 3, 5), torch.tensor(3.0)
+    for output in ((logits, balance), [logits, None, balance]):
+        with pytest.raises(ModelError, match=r"Identity returns a plain .* a number behind its logits"):
+            added_loss(nn.Identity(), output)
+    assert added_loss(nn.Identity(), (logits, None, logits)) is None
+    assert added_loss(nn.Identity(), logits) is None
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,22 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
             all their tokens. What a model returns itself is that of this rank's.
 
     Raises:
-        ModelError: it returns another loss, or an `aux_loss` without a weight: training would leave it out.
+        ModelError: it returns another loss, an `aux_loss` without a weight, or a number without a name: training would
+            leave it out.
     """
-    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    names = (
+        () if isinstance(output, torch.Tensor) else dir(output)
+    )  # logits that a fused head leaves out have none
+    named = [name for name in names if name.endswith(("_loss", "router_logits"))]
+    fields = output if isinstance(output, Mapping) else {name: getattr(output, name) for name in named}
     given = {name: x for name, x in fields.items() if name.endswith("_loss") and isinstance(x, torch.Tensor)}
     balance, kind = given.pop("aux_loss", None), class_name(model)
+    unnamed = output[1:] if type(output) in (tuple, list) else ()
+    if any(isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point() for x in unnamed):
+        raise ModelError(
+            f"{kind} returns a plain {type(output).__name__} with a number behind its logits, a loss perhaps, which nothing "
+            "adds: let it return an object that has logits and aux_loss"
+        )
     if given:
         raise ModelError(
             f"{kind} returns {next(iter(given))}, which nothing adds to the loss: let it return aux_loss, weighted by "

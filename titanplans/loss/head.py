@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanplans.errors import ParallelError
+from titanplans.errors import ParallelError, either
 from titanplans.loss.after_head import after_head
 from titanplans.loss.deferred_logits import Computed, DeferredLogits, NotFused, stand_in
 from titanplans.loss.fused import Compute, Settings, fused_cross_entropy
@@ -28,7 +28,7 @@ from titanplans.loss.shares import (
     entropy_and_gradient,
     share_of,
 )
-from titanplans.plan.decoder import HEADS, find_decoder
+from titanplans.plan.decoder import HEADS, find_head
 from titanplans.split.parameters.local_parameters import local_parameter
 from titanplans.split.state import border_of_model, state_of
 from titanplans.text import class_name
@@ -54,11 +54,10 @@ class FusedLoss:
     def __init__(
         self, model: nn.Module, *, chunk_tokens: int = CHUNK, compute: Compute = entropy_and_gradient
     ):
-        name = find_decoder(model, required=False).head or next(
-            (n for n in HEADS if n in model._modules), None
-        )
-        if name is None:
-            raise NotFused(f"{class_name(model)} has no head under the names {' or '.join(HEADS)}")
+        if (name := find_head(model)) is None:
+            raise NotFused(
+                f"{class_name(model)} has no head: its plan gives none vocab_head(), and none is called {either(HEADS)}"
+            )
         if chunk_tokens < 1:
             raise ParallelError(f"chunk_tokens = {chunk_tokens}: at least 1")
         self.head, self.chunk_tokens, self.compute = model.get_submodule(name), chunk_tokens, compute

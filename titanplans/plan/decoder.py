@@ -23,6 +23,7 @@ _HALVES = ("self_layers", "cross_layers")
 """Two lists, one behind the other, of a decoder whose second half reads what the first has made once."""
 _FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm")
 HEADS = ("lm_head", "output")
+_HEAD = "_head_of_plan"
 MIXERS = ("attn", "self_attn", "mixer", "linear_attn", "attention", "self_attention")
 MLPS = ("mlp", "ffn", "feed_forward")
 
@@ -109,10 +110,20 @@ def find_decoder(model: nn.Module, *, required: bool = True) -> Decoder:
         blocks=tuple(find_block(model.get_submodule(name), name) for name in blocks),
         embedding=None if embedding is None else join(base_name, embedding),
         norm=None if norm is None else join(base_name, norm),
-        head=_first(HEADS, model),
+        head=find_head(model),
         base=base_name,
         towers=tuple(_towers(model, blocks)),
     )
+
+
+def find_head(model: nn.Module) -> str | None:
+    """Return the name of the head: what a plan of `model` gives `vocab_head()`; before it has one, by the usual names."""
+    return model.__dict__.get(_HEAD) or _first(HEADS, model)
+
+
+def name_head(model: nn.Module, head: str | None) -> None:
+    """Let `find_head` return `head`, which a plan of `model` names; None: it names none."""
+    model.__dict__[_HEAD] = head
 
 
 def find_block(module: nn.Module, name: str = "") -> Block:

@@ -1,6 +1,6 @@
 """A plan resolved against a model, once: the list of keys, styles, modules and layouts that checks and application read."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.adapted import with_factors
 from titanplans.plan.checks.keys import check_coverage, check_keys, refuse_foreign_adapters
-from titanplans.plan.decoder import Decoder, find_decoder, join, within
+from titanplans.plan.decoder import Decoder, find_decoder, join, name_head, within
 from titanplans.plan.layout import Layout
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.vocab import VocabEmbedding
+from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.user_code import as_user_error
 
 
@@ -84,12 +84,13 @@ class ResolvedPlan:
 
 
 def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
-    """Resolve the plan `source` against `model`, which is left as it is.
+    """Resolve the plan `source` against `model`, of which nothing is changed but what `find_head` returns.
 
     Raises:
         PlanError: a key matches nothing; a value is no style; a parameter is covered by no key, or can't be split.
     """
     name = type(source).__name__
+    name_head(model, None)  # not what another plan named
     with as_user_error(f"plan {name}"):
         styles = source.full_plan(model)
     refuse_foreign_adapters(model)
@@ -104,8 +105,16 @@ def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
     }  # a wrong style is refused by its own reason
     foreign = [key for key, style in styles.items() if not isinstance(style, Style)]
     check_coverage(styles, covered, foreign, model, name)
+    name_head(model, head_of(styles, modules))
     decoder = _with_unnamed_mixers(find_decoder(model, required=False), entries, source)
     return ResolvedPlan(source, model, styles, entries, decoder)
+
+
+def head_of(styles: Plan, modules: Container[str]) -> str | None:
+    """Return what a plan gives `vocab_head()`, of the names of `modules`; None if it is nothing."""
+    return next(
+        (key for key, style in styles.items() if isinstance(style, VocabHead) and key in modules), None
+    )
 
 
 def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict[str, nn.Module]) -> Entry:

@@ -13,7 +13,9 @@ from torch import nn
 from titanplans.apply.apply import check_plan
 from titanplans.errors import PlanError, either
 from titanplans.plan.custom import PlanSource, resolve_plan
+from titanplans.plan.decoder import name_head
 from titanplans.plan.plan import Plan, TPOptions
+from titanplans.plan.resolve import head_of
 from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Inputs, Sampler, randomise
 from titanplans.proof.cases import CONDITIONS, Proof, by_reference
@@ -140,6 +142,7 @@ def verify(
         accepted, refused = accepted_cases(
             _without_values(model), plan, cuts, loss_parallel, sequence_parallel, sequence_dim, named=named
         )
+        name_head(model, head_of(next(iter(accepted.values())), dict(model.named_modules())))
         randomise(model, seed)
         if ranks == "process_group":
             _share(model)

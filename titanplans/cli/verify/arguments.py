@@ -3,9 +3,15 @@
 import argparse
 import shlex
 from argparse import Namespace
+from os.path import isdir
 from typing import Any, NoReturn
 
-from titanplans.errors import VerifyError
+from titanplans.config import LoRA
+from titanplans.config.families import families, find_flavor
+from titanplans.config.options import options_of
+from titanplans.errors import VerifyError, nearest
+
+_FORMS = "a job.toml, a config.json, or a plan as module:Class"
 
 _EXAMPLES = """\
 SUBJECT is
@@ -113,7 +119,42 @@ def parse(argv: list[str]) -> Namespace:
     for option in ("model", "flavor", "plan", "layers", "vocab_size"):
         if request.all and (value := getattr(request, option)) is not None:
             raise VerifyError(f"--{option.replace('_', '-')} {value}: goes with one SUBJECT, not with --all")
+    _check_lora(request.lora)
+    _check_name(request.subject, request.flavor, request.command)
+    _check_name(request.model, request.flavor, "--model")
     return request
+
+
+def _check_lora(given: list[str] | None) -> None:
+    keys = [field.name for field in options_of(LoRA)]
+    for words in given or ():
+        name, sign, _ = words.partition("=")
+        if not sign or name not in keys:
+            meant = nearest(name, keys) if sign else None
+            raise VerifyError(
+                f"--lora {words}: write KEY=VALUE, such as rank=8, of {', '.join(keys)}"
+                f"{f'; did you mean {meant}?' if meant else ''}"
+            )
+
+
+def _check_name(words: str | None, flavor: str | None, option: str) -> None:
+    """Refuse what can only be the name of a model, and is not, or that of a flavor which it does not have."""
+    if words is None or ":" in words or "/" in words or words.endswith((".toml", ".json")) or isdir(words):
+        return
+    if words not in families():
+        raise unknown_model(words, option)
+    find_flavor(words, flavor or "debug")
+
+
+def unknown_model(words: str, option: str) -> VerifyError:
+    """Return the error for a model that is not there: the nearest, and all."""
+    names = list(families())
+    close = nearest(words, names)
+    forms = "a config.json, or module:callable" if option.startswith("--") else _FORMS
+    return VerifyError(
+        f"{option} {words}: no such model{f'; did you mean {close}?' if close else '.'} "
+        f"There are {', '.join(names)}; or give {forms}"
+    )
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,5 @@
 """The model, plan and options that a SUBJECT on the command line stands for. prepare.py builds the model."""
 
-import difflib
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
+from titanplans.cli.verify.arguments import unknown_model
 from titanplans.config import JobConfig, LoRA, OptionError, strategy_of
 from titanplans.config.options import options_of
 from titanplans.config.values import from_text
@@ -21,8 +21,6 @@ from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
 from titanplans.text import show
 from titanplans.user_code import import_module, meant_in
-
-_FORMS = "a job.toml, a config.json, or a plan as module:Class"
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,7 @@ def _with_lora(subject: Subject, request: Namespace) -> Subject:
     """Put the command line's LoRA options in place of the job's."""
     hints, given = {field.name: field.hint for field in options_of(LoRA)}, {}
     for words in request.lora or ():
-        name, sign, value = words.partition("=")
-        if not sign or name not in hints:
-            raise VerifyError(f"--lora {words}: write KEY=VALUE, such as rank=8, of {', '.join(hints)}")
+        name, _, value = words.partition("=")
         given[name] = from_text(value, hints[name], f"--lora {name}")
     try:
         return replace(subject, lora=replace(subject.lora, **given))
@@ -138,13 +134,7 @@ def _model(words: str, flavor: str | None, option: str) -> Subject:
         return Subject(words, make=load_attribute(words, option))
     if words.endswith(".json") or os.path.isdir(words) or "/" in words:
         return Subject(words, modeling.load_config_file(words))
-    names = list(modeling.available())
-    close = difflib.get_close_matches(words, names, n=1)
-    raise VerifyError(
-        f"{option} {words}: no such model{f'; did you mean {close[0]}?' if close else '.'} "
-        f"There are {', '.join(names)}; or give "
-        f"{'a config.json, or module:callable' if option.startswith('--') else _FORMS}"
-    )
+    raise unknown_model(words, option)
 
 
 def _job(path: str, request: Namespace) -> Subject:

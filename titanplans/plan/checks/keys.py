@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -123,12 +123,24 @@ def check_coverage(
             key = own if name in plan else name
             said[what] = f"'{shown(key)}'", _not_asked(plan, decoder, name)
     keys, reasons = (list(dict.fromkeys(words)) for words in zip(*said.values(), strict=True))
+    heads = {f"'{name}'": None for name, module, _ in uncovered if _makes_logits(module, model, decoder)}
+    if heads:
+        reasons.append(f". What makes the logits, {', '.join(heads)}, takes vocab_head() in model_plan")
+    others = (
+        ". In a region take colwise() for a weight split by heads or width, split_norm() for a norm over such a width, "
+        "replicated_in_region() for a parameter that all heads share; outside a region, replicated_on_stream()"
+    )
     raise PlanError(
         f"parameter{'s' * (len(said) > 1)} {', '.join(said)} {'are' if len(said) > 1 else 'is'} covered by no key of "
-        f"{plan_name}: add {', '.join(keys)} with a style{' each' * (len(keys) > 1)}. In a region take colwise() "
-        "for a weight split by heads or width, split_norm() for a norm over such a width, replicated_in_region() for a "
-        f"parameter that all heads share; outside a region, replicated_on_stream(){''.join(reasons)}"
+        f"{plan_name}: add {', '.join(keys)} with a style{' each' * (len(keys) > 1)}"
+        f"{others * (len(heads) < len(keys))}{''.join(reasons)}"
     )
+
+
+def _makes_logits(module: nn.Module, model: nn.Module, decoder: Decoder) -> bool:
+    """Whether `module` has an output for each row of the embedding."""
+    embedding: Any = None if decoder.embedding is None else model.get_submodule(decoder.embedding)
+    return isinstance(module, nn.Linear) and getattr(embedding, "num_embeddings", None) == module.out_features
 
 
 def _numberless(name: str) -> str:

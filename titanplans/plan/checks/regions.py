@@ -134,6 +134,6 @@ def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
             ):
                 yield (
                     key,
-                    f"it stands behind the blocks of a model without a head ({either(HEADS)}), where every rank has the "
-                    "whole sequence and so the whole gradient: give it replicated_off_stream()",
+                    f"it stands behind the blocks of a model without a head (vocab_head(), or named {either(HEADS)}), where "
+                    "every rank has the whole sequence and so the whole gradient: give it replicated_off_stream()",
                 )
