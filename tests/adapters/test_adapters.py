@@ -263,4 +263,4 @@ def _seeds(rank: int) -> str:
 
 
 def test_ranks_that_would_drop_other_numbers_are_refused():
-    assert "tensor-parallel rank 1 would draw other numbers" in worlds.run(_seeds, 2)
+    assert "model-parallel rank 1 would draw other numbers" in worlds.run(_seeds, 2)

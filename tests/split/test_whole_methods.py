@@ -82,7 +82,7 @@ def other_batches(model, rank):
             model(TOKENS + rank)
         return ["not noticed"]
     except PlanError as error:
-        found = [] if "another input_ids on tensor-parallel rank 1 than" in str(error) else [str(error)]
+        found = [] if "another input_ids on model-parallel rank 1 than" in str(error) else [str(error)]
     model(TOKENS + rank - tp).logits.sum().backward()
     return found
 

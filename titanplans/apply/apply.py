@@ -160,6 +160,11 @@ def apply_plan(
             f"apply_plan needs a mesh of 'tp', 'cp' or both, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: slice it, as "
             "mesh['cp', 'tp']"
         )
+    if names == ("tp", "cp"):
+        raise PlanError(
+            "apply_plan needs a mesh ('cp', 'tp'), got ('tp', 'cp'): give init_device_mesh mesh_dim_names=('cp', 'tp'), "
+            "so that the ranks of a layer are neighbours"
+        )
     if not sum_over_cp and "cp" not in names:
         raise PlanError(
             f"sum_over_cp = False: a mesh of {', '.join(names) or 'one dimension'} has no 'cp' to sum over; leave it out"
@@ -228,7 +233,9 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     _guard(plan, cut.border)
     let_generate(model)
     refuse_unsupported_methods(model)
-    check_first_forward(model, model.get_submodule(decoder.base), cut.mesh, distributed=cut.distributes)
+    check_first_forward(
+        model, model.get_submodule(decoder.base), cut.mesh, distributed=cut.distributes, sums=cut.sums
+    )
     return AppliedPlan(plan, checked.crossings, cut.border)
 
 

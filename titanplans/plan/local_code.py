@@ -25,12 +25,17 @@ class Place(Protocol):
     def degree(self) -> int: ...
 
     @property
+    def parts(self) -> int:
+        """The number of ranks that share a sequence, whose losses are summed."""
+        ...
+
+    @property
     def copies(self) -> int:
         """The number of ranks that compute the same, whose gradients are summed."""
         ...
 
     def all_tokens(self, value: Any) -> Any:
-        """Return `value`, tensors in containers, with all tokens in each that has those of this rank [tokens, ...] alone."""
+        """Return `value`, tensors in containers, with all tokens in each that has those of this rank alone."""
         ...
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -76,17 +81,19 @@ def looks_up(function: FunctionType, name: str) -> bool:
 def count_once(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
     """Return `function` of tensors that every rank has whole: its gradient is divided by the ranks, which sum theirs.
 
-    For a loss besides that of the logits, such as the balance of a router inside a region.
+    For a loss besides that of the logits, such as the balance of a router inside a region. With context parallelism, where
+    each rank's loss is its part of a sum, its value is divided by the ranks that share a sequence, too.
     """
 
     @wraps(function)
     def computed(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = place.all_tokens((args, kwargs))
         value = function(*args, **kwargs)
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        if not isinstance(value, torch.Tensor):
             return value
-        value = value.view_as(value)
-        value.register_hook(lambda grad: grad / place.copies)
+        value = value / place.parts
+        if value.requires_grad:
+            value.register_hook(lambda grad: grad / place.copies)
         return value
 
     return computed

@@ -84,7 +84,7 @@ class ResolvedPlan:
 
 
 def resolve(source: TPPlan, model: nn.Module) -> ResolvedPlan:
-    """Resolve the plan `source` against `model`, of which nothing is changed but what `find_head` returns.
+    """Resolve the plan `source` against `model`, which changes nothing of it but what `find_head` returns.
 
     Raises:
         PlanError: a key matches nothing; a value is no style; a parameter is covered by no key, or can't be split.

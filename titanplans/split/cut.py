@@ -20,6 +20,8 @@ class Cut(Protocol):
     """1-D, of all ranks that work on the same batch."""
     distributes: bool
     """Parameters become DTensors."""
+    sums: bool
+    """Whoever aligns gradients sums their parts; False: FSDP2 or DDP over a mesh that holds the ranks of "cp" does."""
     place: PlaceInGroup
     """Where this rank stands among those that share the heads."""
     border: Border

@@ -37,12 +37,17 @@ class PlaceInGroup(NamedTuple):
         """The number of ranks that compute the same, whose gradients are summed."""
         return self.degree if self.border is None else self.border.group[1]
 
+    @property
+    def parts(self) -> int:
+        """The number of ranks that share a sequence, whose losses are summed."""
+        return 1 if self.border is None or self.border.tokens is None else self.border.tokens.ranks
+
     def all_tokens(self, value: Any) -> Any:
-        """Return `value` with all tokens in each tensor [batch x tokens, ...] in it that has those of this rank alone."""
+        """Return `value` with all tokens in each tensor in it that has those of this rank alone (`Border.all_tokens`)."""
         border: Border | None = self.border
         if border is None or border.tokens is None:
             return value
-        return tree_map(lambda x: border.all_rows(x) if isinstance(x, torch.Tensor) else x, value)
+        return tree_map(lambda x: border.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' parts; the region goes on with the sum on every rank."""

@@ -239,14 +239,21 @@ class Border:
         """Return [B, L, H] of `x` [B, ceil(L / N), H], for the same work on every rank; `shard` goes back."""
         return self._whole(x, self.length_of(x)) if self.stream.is_cut else x
 
-    def all_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` [batch x tokens, ...] with all tokens if it has those of this rank alone, else as it is."""
+    def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, [batch x tokens, ...] or [batch, tokens, ..., width], with all tokens if it has this rank's alone.
+
+        Anything else comes back as it is.
+        """
         assert self.tokens is not None
         batch, length = self.within[:2]
         own = shard_size(length, self.tokens.ranks)
-        if len(x) != batch * own or not x.is_floating_point():
+        if not x.is_floating_point():
             return x
-        return self.tokens.gather(x.unflatten(0, (batch, own)), length).flatten(0, 1)
+        if x.ndim > 2 and x.shape[:2] == (batch, own):
+            return self.tokens.gather(x, length)
+        if x.ndim > 0 and len(x) == batch * own:
+            return self.tokens.gather(x.unflatten(0, (batch, own)), length).flatten(0, 1)
+        return x
 
     def length_of_own(self, x: torch.Tensor) -> int:
         """Return the length of the whole sequence, given all tokens `x` that the ranks of this mesh share."""

@@ -12,7 +12,7 @@ from titanplans.split.stream import Border, Stream
 class Untouched:
     """Leaves modules and parameters as they are. `alone`: a mesh of this rank, which alone works on its batch."""
 
-    distributes = False
+    distributes, sums = False, True
 
     def __init__(self, alone: DeviceMesh):
         group: Group = (alone.get_group().group_name, 1)

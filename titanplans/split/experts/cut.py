@@ -26,7 +26,7 @@ class CutByExperts:
 
     def __init__(self, others: Cut, mesh: DeviceMesh):
         self._others, self._mesh = others, mesh
-        self.mesh, self.distributes = others.mesh, others.distributes
+        self.mesh, self.distributes, self.sums = others.mesh, others.distributes, others.sums
         self.place, self.border = others.place, others.border
         last = mesh.get_group(mesh.ndim - 1)
         self._group = (last.group_name, mesh.size(mesh.ndim - 1))

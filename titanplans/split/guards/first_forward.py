@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError
@@ -24,9 +25,12 @@ from titanplans.split.guards.inputs import positional
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
 from titanplans.torch_private.dispatch import dispatch_is_watched, tree_leaves
+from titanplans.torch_private.fsdp import fsdp_group
 
 
-def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh, *, distributed: bool) -> None:
+def check_first_forward(
+    model: nn.Module, base: nn.Module, mesh: DeviceMesh, *, distributed: bool, sums: bool
+) -> None:
     """Put the checks before and behind the first forward of `model`, or of `base` in it, whichever is called.
 
     Args:
@@ -34,8 +38,9 @@ def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh, *, 
         base: the module that holds its blocks, which an adapter's wrapper calls past the model.
         mesh: 1-D, of the ranks that work on one batch.
         distributed: its parameters are DTensors; others came later.
+        sums: data parallelism is not left to sum parts of gradients.
     """
-    first = _First(mesh, distributed)
+    first = _First(mesh, distributed, sums)
     for module in {model: None, base: None}:
         first.parameters[id(module)] = parameters_of(module)
         first.handles += [
@@ -45,8 +50,8 @@ def check_first_forward(model: nn.Module, base: nn.Module, mesh: DeviceMesh, *, 
 
 
 class _First:
-    def __init__(self, mesh: DeviceMesh, distributed: bool):
-        self.mesh, self.distributed = mesh, distributed
+    def __init__(self, mesh: DeviceMesh, distributed: bool, sums: bool):
+        self.mesh, self.distributed, self.sums = mesh, distributed, sums
         self.handles: list[Any] = []
         self.started = False
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
@@ -60,7 +65,7 @@ class _First:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_First":
         """A copied model has first forwards of its own, on the same mesh."""
-        twin = memo[id(self)] = _First(self.mesh, self.distributed)
+        twin = memo[id(self)] = _First(self.mesh, self.distributed, self.sums)
         twin.started, twin.handles = self.started, copy.deepcopy(self.handles, memo)
         return twin
 
@@ -74,6 +79,8 @@ class _First:
         if not self.started or trains:
             if self.distributed:
                 _check_parameters(module, self.mesh)
+            if not self.sums:
+                _check_sums(module)
             _check_batch(module, args, kwargs, self.mesh)
         self.started = True
         if trains:
@@ -125,6 +132,22 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
+def _check_sums(model: nn.Module) -> None:
+    """Refuse FSDP2 that averages gradients which are parts of a sum over the ranks of context parallelism.
+
+    Raises:
+        PlanError: names the module.
+    """
+    for name, module in model.named_modules():
+        group = fsdp_group(module) if isinstance(module, FSDPModule) else None
+        if group is not None and group.gradient_divide_factor is None:
+            raise PlanError(
+                f"fully_shard averages the gradients of '{name}' ({class_name(module)}), and with sum_over_cp = False "
+                "those of the ranks of 'cp' are parts of a sum: call set_gradient_divide_factor() with the ranks that read "
+                "other data, 1.0 for a loss that is divided by all tokens"
+            )
+
+
 def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """Check that every rank of the TP mesh calls `module` with the same arguments.
 
@@ -139,7 +162,7 @@ def _check_batch(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], mesh
         for rank, theirs in enumerate(everyones):
             if theirs.get(name) != everyones[0].get(name):
                 raise PlanError(
-                    f"{class_name(module)} was called with another {name} on tensor-parallel rank {rank} than on rank 0: "
+                    f"{class_name(module)} was called with another {name} on model-parallel rank {rank} than on rank 0: "
                     "the ranks that split a model work on one batch, so read data by the rank in the data-parallel mesh, "
                     "not by the global rank, and with one seed"
                 )
@@ -156,7 +179,7 @@ def _check_seed(state: torch.Tensor, mesh: DeviceMesh) -> None:
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise PlanError(
-                f"adapters have a dropout, and tensor-parallel rank {rank} would draw other numbers for it than rank 0: "
+                f"adapters have a dropout, and model-parallel rank {rank} would draw other numbers for it than rank 0: "
                 "seed the ranks that split a model alike, by torch.manual_seed, or set lora.dropout to 0"
             )
 

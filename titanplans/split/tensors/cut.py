@@ -46,7 +46,7 @@ class CutByWeights:
         stream: how the residual stream lies.
     """
 
-    distributes = True
+    distributes = sums = True
 
     def __init__(self, mesh: DeviceMesh, stream: StreamLayout):
         self.mesh, self.border = mesh, Border(mesh, Stream(stream))

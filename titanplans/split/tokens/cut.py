@@ -16,7 +16,7 @@ from titanplans.plan.layout import Layout, rows_of
 from titanplans.plan.plan import TPOptions
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm
+from titanplans.plan.styles.norms import EPSILONS, GatheredInRegion, SplitNorm
 from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import EndOfStream, ReplicatedInRegion
@@ -62,7 +62,7 @@ class CutByTokens:
             self._placing = Placing(meshes.both, copies=1, cut=tp is not None)
         else:
             self._placing = Placing(tp)
-        self.distributes = self._placing.mesh is not None
+        self.distributes, self.sums = self._placing.mesh is not None, summed
         self._memo = ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
@@ -109,7 +109,7 @@ class CutByTokens:
                 of_heads = self.of_heads.by_key[entry.key].style
                 rule_of(style).install(of_heads, module, self.place)  # type: ignore[misc, arg-type]
             case ReplicatedInRegion():
-                if is_product(module) or "Norm" in type(module).__name__:
+                if is_product(module) or any(hasattr(module, epsilon) for epsilon in EPSILONS):
                     keep_tokens(module)
 
     def _is_whole(self, style: Style) -> bool:

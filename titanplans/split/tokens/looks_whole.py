@@ -38,6 +38,7 @@ TOKENWISE = frozenset(
 )
 """Functions that give of each token what they are given of it, by name."""
 SUMS = frozenset("add __add__ __radd__ sub __sub__ __rsub__".split())  # noqa: SIM905
+DIVIDES = frozenset("div true_divide __truediv__ pow __pow__".split())  # noqa: SIM905
 RESHAPES = frozenset("view reshape expand view_as reshape_as expand_as __getitem__".split())  # noqa: SIM905
 """Functions that may return the sequence as it is."""
 ASKS = frozenset(
@@ -147,7 +148,7 @@ def look_whole(shard: torch.Tensor, tokens: OwnTokens, length: int, kind: Kind =
 def _name(func: Any) -> str:
     """Return the name of a function, or of the field that it gets."""
     name = getattr(func, "__name__", "")
-    return func.__self__.__name__ if name == "__get__" else name
+    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
 def _gather(shard: torch.Tensor, tokens: OwnTokens, length: int) -> torch.Tensor:
@@ -216,6 +217,8 @@ def _fits(name: str, args: Any, kwargs: Any) -> bool:
         return False
     if name in SUMS and any(x.partial for x in sequences):
         return all(isinstance(x, LooksWhole) and x.partial for x in tensors)
+    if name in DIVIDES and not _is_smooth(name, *args[1:], **kwargs):
+        return False
     if name in LIKE_IT:
         return True
     plain = [x for x in tensors if not isinstance(x, LooksWhole)]
@@ -224,6 +227,13 @@ def _fits(name: str, args: Any, kwargs: Any) -> bool:
         x.shape[at] == first.length and (first.kind == "outside" or not x.is_floating_point())
         for x, at in with_tokens
     )
+
+
+def _is_smooth(name: str, by: Any = None, **_: Any) -> bool:
+    """Whether a quotient or a power has a gradient at the zeros that fill up a rank's tokens."""
+    if "pow" in name:
+        return isinstance(by, int | float) and by >= 1
+    return isinstance(by, int | float) or (isinstance(by, torch.Tensor) and by.ndim <= 1)
 
 
 def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> LooksWhole:
@@ -242,6 +252,8 @@ def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> LooksWhole:
     made = func(*args, **kwargs)
     if made is first.shard and torch.is_grad_enabled():
         return first
+    if not isinstance(made, torch.Tensor):  # NotImplemented, for one
+        return made
     return first.like(made, "partial" if any(x.partial for x in sequences) else None)
 
 
@@ -252,6 +264,11 @@ def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(_numbers, (args, kwargs))
     found = func(*args, **kwargs)
     for at, (x, numbers) in read.items():
+        if numbers.shape != x.shape:
+            raise PlanError(
+                f"{_name(func)} changes the shape of hidden states in place, and a rank of context parallelism has its "
+                "tokens alone: give it a clone"
+            )
         if version(numbers) != before[at]:
             x.shard, x.read = x.tokens.own(numbers), {}
             found = x if found is numbers else found

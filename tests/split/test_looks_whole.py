@@ -1,0 +1,181 @@
+"""Every function that torch lets a subclass override, on a sequence that looks whole: as on the whole one, or refused."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from torch.overrides import get_overridable_functions, get_testing_overrides, resolve_name
+from torch.utils._pytree import tree_leaves
+
+from titanplans import PlanError
+from titanplans.split.tokens import looks_whole
+from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
+from titanplans.split.tokens.own import OwnTokens
+
+LENGTH, RANKS, WIDTH = 5, 2, 4
+WHOLE = torch.linspace(-0.9, 1.3, 2 * LENGTH * WIDTH, dtype=torch.float64).sin().view(2, LENGTH, WIDTH)
+LEFT_OUT = """
+    empty_like new_empty __reduce_ex__ __reduce__ __deepcopy__ __repr__ __format__ __hash__ share_memory_ storage
+    untyped_storage typed_storage data_ptr const_data_ptr _cdata module_load retain_grad grad_fn
+""".split()  # noqa: SIM905
+"""Functions whose result is memory or an address, or of no tensor's numbers."""
+
+
+class Alone(OwnTokens):
+    """The last of two ranks, whose tokens are filled up; it knows the numbers of the other."""
+
+    def __init__(self, whole):
+        self.dim, self.rank, self.group, self.everyones = 1, RANKS - 1, ("", RANKS), whole
+
+    def gather(self, x, length):
+        return Gathered.apply(x, self)
+
+    def sum(self, x):
+        return self.own(x)
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tokens):
+        ctx.tokens = tokens
+        return tokens.everyones.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.tokens.own(grad), None
+
+
+def own(x):
+    return Alone(None).own(x)
+
+
+def other():
+    return torch.linspace(0.5, 2, WIDTH, dtype=torch.float64)
+
+
+def arguments(dummy):
+    """Yield arguments behind the sequence by which a function may be called."""
+    names = [name for name, p in inspect.signature(dummy).parameters.items() if p.default is p.empty][1:]
+    named = {"dim": 1, "dim0": 0, "dim1": 1, "p": 2, "dtype": torch.float32, "repeats": 2}
+    if all(name in named for name in names):
+        yield tuple(named[name] for name in names)
+    yield ()
+    yield (other(),)
+    yield (2,)
+    yield (1, 2)
+    yield (WHOLE.cos(),)
+    yield (WHOLE.cos(), WHOLE.sin())
+
+
+def called(function, make, rest):
+    """Return the sequence and what `function` makes of it, or None and the error."""
+    torch.manual_seed(0)
+    x = make()
+    try:
+        return x, function(x, *rest), None
+    except (
+        AssertionError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        BufferError,
+    ) as error:
+        return x, None, error
+
+
+def whole():
+    return WHOLE.clone().requires_grad_() * 1  # no leaf
+
+
+def plain():
+    return WHOLE.clone()
+
+
+def seen(x):
+    """Return this rank's tokens of what may look whole, with which other results are compared as they are."""
+    return x.shard if isinstance(x, LooksWhole) else x
+
+
+def differs(found, expected):
+    if isinstance(expected, torch.Tensor):
+        if isinstance(found, LooksWhole):
+            found, expected = found.shard, own(expected)
+            found, expected = found[:, : LENGTH - found.shape[1]], expected[:, : LENGTH - expected.shape[1]]
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return True
+        found, expected = (
+            x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (found, expected)
+        )
+        return not torch.allclose(found.double(), expected.double(), equal_nan=True)
+    return isinstance(expected, int | float | bool | str | torch.Size | torch.dtype) and found != expected
+
+
+@pytest.mark.parametrize("kind", ["whole", "outside"])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_every_function_gives_what_the_whole_sequence_gives(kind, gradient):
+    functions = list(itertools.chain.from_iterable(get_overridable_functions().values()))
+    dummies, wrong, ran = get_testing_overrides(), [], set()
+    make = whole if gradient else plain
+
+    def shown():
+        x = make()
+        shard = own(x.detach()).clone().requires_grad_(gradient)
+        return look_whole(shard, Alone(x.detach()), LENGTH, kind)
+
+    for function in functions:
+        name = resolve_name(function) or function.__name__
+        if looks_whole._name(function) in LEFT_OUT or function not in dummies or "__set__" in name:
+            continue
+        for rest in arguments(dummies[function]):
+            x, expected, error = called(function, make, rest)
+            if error is not None:
+                continue
+            ran.add(name)
+            y, found, failed = called(function, shown, rest)
+            if isinstance(failed, PlanError):
+                break
+            if failed is not None:
+                wrong.append(f"{name}{rest}: {failed!r}"[:200])
+                break
+            pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=False))
+            if any(differs(a, b) for a, b in pairs) or differs(y, x):
+                wrong.append(f"{name}{tuple(r.shape if isinstance(r, torch.Tensor) else r for r in rest)}")
+                break
+            floats = [
+                b
+                for _, b in pairs
+                if isinstance(b, torch.Tensor) and b.requires_grad and b.layout == torch.strided
+            ]
+            floats = [b for b in floats if b.is_floating_point()]
+            if gradient and floats and not x._version:
+                a = next(a for a, b in pairs if b is floats[0])
+                weight = floats[0].detach().cos()
+                try:
+                    (at_x,) = torch.autograd.grad((floats[0] * weight).sum(), x, allow_unused=True)
+                except RuntimeError:  # it has no derivative
+                    break
+                sums = a.shard * own(weight) if isinstance(a, LooksWhole) else a * weight
+                (at_shard,) = torch.autograd.grad(sums.sum(), y.shard, allow_unused=True)
+                if (at_x is None) != (at_shard is None) or (
+                    at_x is not None and differs(at_shard, own(at_x))
+                ):
+                    wrong.append(f"{name}: its gradient")
+            break
+    assert not wrong, "\n".join(wrong)
+    assert len(ran) > 500, len(ran)
+
+
+def test_the_table_names_functions_of_torch():
+    holders = (torch.Tensor, torch, torch.nn.functional)
+    table = (
+        looks_whole.TOKENWISE
+        | looks_whole.RESHAPES
+        | looks_whole.ASKS
+        | looks_whole.MAKES
+        | looks_whole.LIKE_IT
+    )
+    assert not [name for name in table if not any(hasattr(holder, name) for holder in holders)]
+    assert looks_whole.SUMS <= looks_whole.TOKENWISE
