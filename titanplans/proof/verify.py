@@ -194,7 +194,7 @@ def accepted_cases(
         TPOptions(degree, loss, sequence, sequence_dim, context, shared)
         for degree, context, shared in cuts
         for loss, sequence in itertools.product(
-            _choices(loss_parallel, context), _choices(sequence_parallel, context)
+            *(_choices(asked, degree, context) for asked in (loss_parallel, sequence_parallel))
         )
     ]
     accepted: dict[TPOptions, Plan] = {}
@@ -229,11 +229,11 @@ def cuts_of(
     return tuple(itertools.product(degrees or (1,), contexts or (1,), experts or (1,)))
 
 
-def _choices(asked: bool | None, context: int) -> tuple[bool, ...]:
-    """Return the values of an option of tensor parallelism to prove: with context parallelism one of two, unless asked."""
+def _choices(asked: bool | None, degree: int, context: int) -> tuple[bool, ...]:
+    """Return the values of an option to prove: unless asked, both; one where no weight is cut, since it changes nothing."""
     if asked is not None:
         return (asked,)
-    return BOTH if context == 1 else (True,)
+    return (True,) if degree == 1 and context > 1 else BOTH
 
 
 def _without_values(model: nn.Module) -> nn.Module:
