@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.decoder import find_decoder
-from titanplans.plan.layout import Rows, rows_of
+from titanplans.plan.layout import Section
 from titanplans.plan.plan import TPOptions
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import Packed
@@ -152,10 +152,10 @@ class _Search:
             return None
         expected, unit = self.reference.expected[at], self.reference.units[at]
         partial = may_be_partial(module_name(key), self.styles)
-        if not partial and self.options.sequence_parallel and self._is_one_token(expected):
+        if not partial and self.options.cuts_stream and self._is_one_token(expected):
             held = held[:1]  # on the stream the other ranks hold padding of the same shape
-        packings = _packings(module_name(key), self.styles, self.world.mesh.size())
-        fit = best_fit(held, expected, self._apart, sums=partial, packings=packings)
+        packings, inner = _packings(module_name(key), self.styles), self.options.degree
+        fit = best_fit(held, expected, self._apart, sums=partial, packings=packings, inner=inner)
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None
@@ -230,16 +230,15 @@ def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     return foreign or any(name != key and name.startswith(f"{key}." if key else "") for key in regions)
 
 
-def _packings(name: str, styles: Mapping[str, ParallelStyle], degree: int) -> list[Rows]:
-    """Return each rank's rows of the packed projections in the region around a module, itself included."""
+def _packings(name: str, styles: Mapping[str, ParallelStyle]) -> set[tuple[Section, ...]]:
+    """Return the sections of the packed projections in the region around a module, itself included."""
     opened = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
     around = [key for key in opened if name.startswith(f"{key}.")]
-    packed = {
+    return {
         style.sections
         for key, style in styles.items()
         if isinstance(style, Packed) and any(key.startswith(f"{region}.") for region in around)
     }
-    return [rows_of(0, sections, degree) for sections in packed]
 
 
 def _parent(name: str) -> str:
