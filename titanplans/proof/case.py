@@ -84,10 +84,10 @@ def prove_case(
         result = _failed(options, scenario, _place(training), first_line(apart))
     result = from_first(world, result)
     if not result.passed and reference.recording and training is not None and applied is not None:
-        styles, so_far, case = applied.styles, training, result
+        resolved, so_far, case = applied.resolved, training, result
         try:
             with torch.no_grad():
-                result = world.together(lambda: localise(so_far, styles, reference, world, case))
+                result = world.together(lambda: localise(so_far, resolved, reference, world, case))
         except Apart:
             if case.checks[0].what != "runs":
                 raise

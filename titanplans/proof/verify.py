@@ -78,7 +78,7 @@ def verify(
             1, and if `degrees` are None for `BY_TOKENS`, too, where the model allows it.
         experts: degrees of expert parallelism to prove, each with each of `degrees` and `contexts`; if both are None, over
             as many ranks of tensor parallelism and over as many of context parallelism. None: 1.
-        loss_parallel: True or False; None for both.
+        loss_parallel: True or False; None for both where weights are cut, else they are the same.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
         inputs: of the model's forward: a function of batch size, sequence length and seed that returns keyword
