@@ -186,6 +186,20 @@ MISUSED = {
         2,
         "its 48 rows look like gate and up packed",
     ),
+    "gate and up of experts split as one": (
+        lambda: with_mlp(Experts),
+        changed(ExpertsPlan, mlp=lambda plan: {"gate_up_proj": plan.colwise(dim=1)}),
+        2,
+        "its 16 rows look like gate and up packed into one projection, 8 + 8, which even shards would cut anywhere: "
+        "write self.packed(8, 8, dim=1)",
+    ),
+    "a convolution of sections split as one": (
+        lambda: with_mixer(StateSpace),
+        changed(StateSpacePlan, lambda plan: {"conv1d": plan.colwise()}),
+        2,
+        "its 36 rows look like sections of layers.0.attn.in_proj packed into one projection, 24 + 6 + 6, which even shards "
+        "would cut anywhere: write self.packed(24, self.shared(6, 2), self.shared(6, 2))",
+    ),
     "sections that don't add up": (
         lambda: with_mlp(GateUp),
         changed(GateUpPlan, mlp=lambda plan: {"gate_up_proj": plan.packed(24, 12)}),

@@ -1,72 +1,95 @@
-"""Wrong plans and a wrong cut, cut by tokens: `verify`, or strict application before it, finds each."""
+"""Wrong plans and a wrong cut, cut by tokens: `verify` finds each, names its place, and says what to look at."""
+
+from itertools import chain
 
 import pytest
 import zoo
+from mutants.bugs import changed
 from plainly import verify
 
-from titanplans import PlanError, registered_plans
+from titanplans import registered_plans
 from titanplans.split.collectives import collect
 from titanplans.split.tokens.own import OwnTokens
 
-
-def rejected(name, plan, context=2, **fields):
-    """Whether `plan` of the model `name` is refused, or one plain training of it found wrong."""
-    try:
-        report = verify(
-            lambda: zoo.build(name, **fields).double(), plan, degrees=[1], contexts=[context], seq_len=8
-        )
-    except PlanError:
-        return True
-    return not report.passed
+PLANS = registered_plans()
 
 
-def changed(name, **styles):
-    """Return the plan of `name` with other styles in its mixers: functions of the plan."""
-    base = registered_plans()[name]
-
-    class Changed(base):
-        def attn_plan(self, attn):
-            plan = super().attn_plan(attn)
-            return plan | {key: make(self, attn) for key, make in styles.items() if key in plan}
-
-    return Changed
+def proved(name, plan, degree=1, context=2, **fields):
+    """Return the report of one plain training of `plan` of the model `name`."""
+    return verify(
+        lambda: zoo.build(name, **fields).double(),
+        plan,
+        degrees=[degree],
+        contexts=[context],
+        loss_parallel=True,
+        sequence_parallel=True,
+        seq_len=8,
+    )
 
 
 def test_the_plans_themselves_are_right():
     for name in ("olmo2", "mixtral", "rwkv6"):
-        assert not rejected(name, registered_plans()[name]), name
+        assert proved(name, PLANS[name]).passed, name
 
 
-def test_a_projection_that_is_not_exchanged():
-    assert rejected("llama", changed("llama", q_proj=lambda plan, attn: plan.replicated_in_region()))
+def without(name, member, value):
+    """Return the plan of `name` with another value of an attribute, or another method."""
+    return type("Without", (PLANS[name],), {member: value})
 
 
-def test_a_section_of_other_rows():
-    def swapped(plan, attn):
-        kv = attn.num_key_value_heads * attn.head_dim
-        return plan.packed(kv, kv, attn.config.num_attention_heads * attn.head_dim)
-
-    fields = dict(num_attention_heads=4, num_key_value_heads=2)
-    assert rejected("phi3", changed("phi3", qkv_proj=swapped), **fields)
+def other_order(plan, style):
+    return plan.packed(*style.sections[1:], style.sections[0])
 
 
-def test_a_norm_whose_statistic_is_not_shared():
-    assert rejected("olmo2", changed("olmo2", q_norm=lambda plan, attn: plan.colwise()))
+WRONG = {
+    "a projection that is not exchanged": (
+        ("llama", changed(PLANS["llama"], q_proj=lambda plan, style: plan.replicated_in_region()), {}),
+        "runs in model.layers.0.self_attn",  # by weights as far as o_proj
+        "colwise() ",
+    ),
+    "a section of other rows": (
+        (
+            "phi3",
+            changed(PLANS["phi3"], qkv_proj=other_order),
+            dict(num_attention_heads=8, num_key_value_heads=4),
+        ),
+        "model.layers.0.self_attn.o_proj",
+        "check the sections of qkv_proj (32 + 32 + 64) against the order in which the code splits them",
+    ),
+    "sections of a convolution": (
+        ("mamba2", changed(PLANS["mamba2"], conv1d=other_order), {}),
+        "backbone.layers.0.mixer.norm",
+        "check the sections of in_proj (128 + 128 + 8 + 8 + 8) and of conv1d (8 + 8 + 128) against the order",
+    ),
+    "a norm whose statistic is not shared": (
+        ("olmo2", changed(PLANS["olmo2"], q_norm=lambda plan, style: plan.colwise()), {}),
+        "model.layers.0.self_attn.q_norm",
+        "healthy beside it: model.layers.0.self_attn.q_proj",
+    ),
+    "a balance that each rank counts by itself": (
+        ("mixtral", without("mixtral", "balance", None), {}),
+        "gradient of the output of model.layers.1.mlp.gate",  # not at experts' rows, which each rank sorts for itself
+        "the model adds a loss to that of its logits, and model_functions of Without is empty: name the function that "
+        "computes it there with self.alike",
+    ),
+    "a count of all heads": (
+        ("mamba2", without("mamba2", "local_attributes", lambda self, attn: {}), {}),
+        "runs in backbone.layers.0.mixer after backbone.layers.0.mixer.in_proj",
+        "local_attributes and mlp_attributes set its counts",
+    ),
+}
+"""Model, plan and sizes; the place; and of the words with it some."""
 
 
-def test_a_balance_that_each_rank_counts_of_its_own_tokens():
-    class Own(registered_plans()["mixtral"]):
-        balance = None
-
-    assert rejected("mixtral", Own)
-
-
-def test_a_count_of_all_heads():
-    class All(registered_plans()["mamba2"]):
-        def local_attributes(self, attn):
-            return {}
-
-    assert rejected("mamba2", All)
+@pytest.mark.parametrize("cut", [(2, 1), (1, 2), (2, 2)], ids=["tp", "cp", "tp x cp"])
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_found_placed_and_told(name, cut):
+    (model, plan, fields), place, said = WRONG[name]
+    report = proved(model, plan, *cut, **fields)
+    (case,) = report.cases
+    assert not case.passed
+    assert place in (case.worst if case.finding is None else case.finding.first.name), report.table()
+    assert said in " ".join(chain(map(str, filter(None, [case.finding])), case.notes))
 
 
 @pytest.mark.parametrize("wrong", ["own_gradient", "no_tokens"])
@@ -75,7 +98,7 @@ def test_a_cut_that_loses_gradients_or_tokens(wrong, monkeypatch):
         monkeypatch.setattr(OwnTokens, "gather", lambda self, x, length: _collected(self, x, length))
     else:  # the first rank's for all
         monkeypatch.setattr(OwnTokens, "number", lambda self, length: 0)
-    assert rejected("rwkv6", registered_plans()["rwkv6"])
+    assert not proved("rwkv6", PLANS["rwkv6"]).passed
 
 
 def _collected(tokens, x, length):

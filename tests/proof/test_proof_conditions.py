@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -12,6 +12,8 @@ from tiny import Tiny, TinyPlan
 
 from titanplans import PlanError, TPOptions
 from titanplans.errors import KernelError
+from titanplans.plan.layout import StreamLayout
+from titanplans.plan.styles.replicated import ReplicatedOnStream
 from titanplans.proof import verify
 from titanplans.proof.batches.conditions import FROZEN, PLAIN, MicroBatch, Scenario, words
 from titanplans.proof.batches.cover import cover, trainings
@@ -19,6 +21,7 @@ from titanplans.proof.batches.sample import Sampler
 from titanplans.proof.batches.script import write_script
 from titanplans.proof.compare.refused import leave_out_what_is_refused
 from titanplans.proof.explain.blame import simpler
+from titanplans.proof.verify import accepted_cases
 
 TRAINED = trainings(MicroBatch(), 128)
 GRID = [
@@ -102,6 +105,43 @@ def test_a_quick_cover_has_each_condition_once():
     one, other = map(settings, cases)
     assert one[0] == other[0] == 2
     assert all(a != b for a, b in zip(one[1:3] + one[4:], other[1:3] + other[4:], strict=True))
+
+
+def test_cases_over_two_dimensions_of_ranks_hold_every_pair_of_theirs():
+    """As many ranks as at degree 4, and the degree of the cheap ones: context parallelism is a condition by itself."""
+    options = [replace(one, context=2) for one in GRID if one.degree == 2]
+    grid = [*(one for one in GRID if one.degree == 2), *options]
+    own = [case for case in cover(grid, TRAINED, ("float64",)) if case[0].context == 2]
+    levels = [(2,), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
+    wanted = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}
+    assert wanted <= pairs(map(settings, own))
+    assert {one for one, _ in own} == set(options)
+    assert len(own) < 8
+
+
+def test_with_context_parallelism_options_are_proved_where_weights_are_cut():
+    def chosen(cut, *asked):
+        accepted, _ = accepted_cases(Tiny(), TinyPlan, [cut], *asked, named=True)
+        return [(one.loss_parallel, one.sequence_parallel) for one in accepted]
+
+    every = [*itertools.product((True, False), repeat=2)]
+    assert chosen((2, 1, 1), None, None) == chosen((2, 2, 1), None, None) == every
+    assert chosen((1, 2, 1), None, None) == [(True, True)], "the same computation, whatever they say"
+    assert chosen((1, 2, 1), False, None) == [(False, True)]
+    assert chosen((2, 2, 1), None, False) == [(True, False), (False, False)]
+
+
+def test_a_plan_that_is_wrong_with_a_whole_sequence_alone_is_found_over_both_dimensions():
+    class Plan(TinyPlan):
+        def layer_plan(self, layer):  # the gradient of a norm is summed in either case
+            return super().layer_plan(layer) | {"mlp_norm": ReplicatedOnStream(stream=StreamLayout(1))}
+
+    report = verify(Tiny, Plan, degrees=[2], contexts=[2])
+    wrong = {case.options.sequence_parallel for case in report.cases if not case.passed}
+    assert wrong == {False}
+    assert {case.finding.first.name for case in report.cases if not case.passed} == {
+        "layers.1.mlp_norm.weight"
+    }
 
 
 def test_every_condition_can_be_taken_away():

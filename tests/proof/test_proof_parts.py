@@ -14,8 +14,8 @@ from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Check, Finding, Location, Refusal
 
 
-def fit(held, expected, sums=True):
-    found = best_fit(held, expected, difference, sums=sums)
+def fit(held, expected, sums=True, **ranks):
+    found = best_fit(held, expected, difference, sums=sums, **ranks)
     return None if found is None else (found.error, found.how)
 
 
@@ -40,6 +40,28 @@ def test_tensors_are_put_together_by_what_fits():
     assert fit(halves, whole)[1] == "summed over each 2 ranks"
     assert fit([whole[:1, :3]] * 4, whole) is None
     assert fit(list(whole.chunk(4, 1)), whole.flatten(0, 1)) is None
+
+
+def test_tensors_of_two_dimensions_of_ranks_are_put_together():
+    """The first is of tokens. Of an MLP a rank has its tokens and its width, in a mixer all tokens of its heads."""
+    whole = torch.randn(2, 7, 12, dtype=torch.float64)
+    filled = torch.cat([whole, torch.zeros(2, 1, 12)], 1).chunk(2, 1)
+    widths = [part for tokens in filled for part in tokens.chunk(2, -1)]
+    assert fit(widths, whole) is None
+    assert fit(widths, whole, inner=2) == (0.0, "")
+    first, second, third, fourth = whole.chunk(4, -1)
+    heads = [first, third, second, fourth]
+    assert fit(heads, whole)[0] > 0.1
+    assert fit(heads, whole, inner=2) == (0.0, "")
+    packed = [part for tokens in filled for part in _sections(tokens)]
+    assert fit(packed, whole, inner=2)[0] > 0.1
+    assert fit(packed, whole, inner=2, packings=[(8, 4)]) == (0.0, "")
+
+
+def _sections(x):
+    """Return each of two ranks' part of both sections, of 8 and of 4."""
+    first, second = (section.chunk(2, -1) for section in x.split([8, 4], -1))
+    return [torch.cat(parts, -1) for parts in zip(first, second, strict=True)]
 
 
 def test_errors_that_values_tell():

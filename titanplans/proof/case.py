@@ -84,12 +84,14 @@ def prove_case(
         result = _failed(options, scenario, _place(training), first_line(apart))
     result = from_first(world, result)
     if not result.passed and reference.recording and training is not None and applied is not None:
-        styles, so_far, case = applied.styles, training, result
+        resolved, so_far, case = applied.resolved, training, result
         try:
             with torch.no_grad():
-                result = world.together(lambda: localise(so_far, styles, reference, world, case))
+                result = world.together(lambda: localise(so_far, resolved, reference, world, case))
         except Apart:
-            pass  # the ranks lost each other in the training itself, whose result stands
+            if case.checks[0].what != "runs":
+                raise
+            # The ranks lost each other in the training itself, whose result stands.
     notes = (*result.notes, *(_ASKED.format(who) for who in world.asked))
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
 

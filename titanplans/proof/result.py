@@ -66,10 +66,13 @@ class Finding:
     """The fault, if it is certain: "exactly 2 times too large"."""
     remedy: str = ""
     """The style that would sum a gradient that is not summed, if the parameter's place tells."""
+    hint: str = ""
+    """What the plan may have got wrong there, if no fault is certain."""
 
     def __str__(self) -> str:
         reason = f", {self.reason}" if self.reason else ""
         reason += f"; {self.remedy} sums it" if self.remedy else ""
+        reason += f"; {self.hint}" if self.hint else ""
         healthy = f"; healthy beside it: {', '.join(map(str, self.healthy))}" if self.healthy else ""
         error = epsilons(self.first.error)
         return f"{self.direction}: first off at {self.first.name}: {error} epsilons{reason}{healthy}"

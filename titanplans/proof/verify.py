@@ -80,7 +80,7 @@ def verify(
             1, and if `degrees` are None for `BY_TOKENS`, too, where the model allows it.
         experts: degrees of expert parallelism to prove, each with each of `degrees` and `contexts`; if both are None, over
             as many ranks of tensor parallelism and over as many of context parallelism. None: 1.
-        loss_parallel: True or False; None for both.
+        loss_parallel: True or False; None for both where weights are cut, else they are the same.
         sequence_parallel: likewise.
         sequence_dim: the sequence's dimension in the hidden states.
         inputs: of the model's forward: a function of batch size, sequence length and seed that returns keyword
@@ -197,7 +197,7 @@ def accepted_cases(
         TPOptions(degree, loss, sequence, sequence_dim, context, shared)
         for degree, context, shared in cuts
         for loss, sequence in itertools.product(
-            _choices(loss_parallel, context), _choices(sequence_parallel, context)
+            *(_choices(asked, degree, context) for asked in (loss_parallel, sequence_parallel))
         )
     ]
     accepted: dict[TPOptions, Plan] = {}
@@ -232,11 +232,11 @@ def cuts_of(
     return tuple(itertools.product(degrees or (1,), contexts or (1,), experts or (1,)))
 
 
-def _choices(asked: bool | None, context: int) -> tuple[bool, ...]:
-    """Return the values of an option of tensor parallelism to prove: with context parallelism one of two, unless asked."""
+def _choices(asked: bool | None, degree: int, context: int) -> tuple[bool, ...]:
+    """Return the values of an option to prove: unless asked, both; one where no weight is cut, since it changes nothing."""
     if asked is not None:
         return (asked,)
-    return BOTH if context == 1 else (True,)
+    return (True,) if degree == 1 and context > 1 else BOTH
 
 
 def _without_values(model: nn.Module) -> nn.Module:

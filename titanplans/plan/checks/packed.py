@@ -1,20 +1,25 @@
 """Packed projections that a plan splits as if they were one: where shapes say it, strict application suggests sections."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from titanplans.plan.decoder import within
-from titanplans.plan.resolve import ResolvedPlan
-from titanplans.plan.styles.projections import Colwise, Rowwise
+from titanplans.plan.layout import Section
+from titanplans.plan.resolve import Entry, ResolvedPlan
+from titanplans.plan.styles.base import held
+from titanplans.plan.styles.projections import Colwise, Packed, Rowwise
 
 if TYPE_CHECKING:
     from titanplans.plan.plan import TPPlan
 
 
 def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Yield each `colwise` Linear whose rows are queries, keys and values together, or gate and up."""
+    """Yield each `colwise` weight of several sections: queries, keys and values, gate and up, a convolution of those."""
+    yield from _experts(plan)
+    yield from _convolutions(plan)
     decoder = plan.decoder
     around = {
         e.key: name for name in (*decoder.mixers, *decoder.mlps) for e in plan.entries if within(e.key, name)
@@ -35,6 +40,40 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
             yield key, _advice(rows, (width, width), "gate and up")
 
 
+def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
+    """Yield each three-dimensional weight of experts that is twice as wide as the one back to the hidden size."""
+    stacked = [e for e in plan.entries if e.parameter is not None and held(e.module)[e.parameter].ndim == 3]
+    widths = {e.path: _rows(e) for e in stacked if isinstance(e.style, Rowwise)}
+    for entry in stacked:
+        width, style = widths.get(entry.path), entry.style
+        if type(style) is Colwise and not style.interleaved and width and _rows(entry) == 2 * width:
+            yield entry.key, _advice(2 * width, (width, width), "gate and up", style.dim)
+
+
+def _convolutions(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
+    """Yield each convolution of sections that follow each other in a packed projection of its mixer."""
+    for entry in plan.entries:
+        mixer = plan.decoder.mixer_around(entry.key)
+        if type(entry.style) is not Colwise or entry.style.interleaved or mixer is None:
+            continue
+        for other in plan.entries if isinstance(entry.module, nn.Conv1d) else ():
+            of_mixer = isinstance(other.style, Packed) and within(other.key, mixer)
+            if of_mixer and (sections := _span(other.style.sections, rows := _rows(entry))):  # type: ignore[attr-defined]
+                yield entry.key, _advice(rows, sections, f"sections of {other.key}")
+
+
+def _span(sections: Sequence[Section], rows: int) -> Sequence[Section]:
+    """Return several sections that follow each other and have so many rows; none if one alone has."""
+    sizes = [section if isinstance(section, int) else section.size for section in sections]
+    ends = itertools.combinations(range(len(sizes) + 1), 2)
+    found = (sections[first:end] for first, end in ends if sum(sizes[first:end]) == rows)
+    return () if rows in sizes else next(found, ())
+
+
+def _rows(entry: Entry) -> int:
+    return held(entry.module)[entry.parameter or "weight"].shape[entry.style.dim]  # type: ignore[attr-defined]
+
+
 def _attention(
     source: "TPPlan", mixer: nn.Module, rows: int, width: int | None
 ) -> tuple[int, int, int] | None:
@@ -51,9 +90,11 @@ def _attention(
     return (queries * size, kv * size, kv * size) if rows == (queries + 2 * kv) * size else None
 
 
-def _advice(rows: int, sections: tuple[int, ...], what: str) -> str:
+def _advice(rows: int, sections: Sequence[Section], what: str, dim: int = 0) -> str:
+    sizes = [str(s) if isinstance(s, int) else f"self.shared({s.size}, {s.heads})" for s in sections]
     return (
-        f"its {rows} rows look like {what} packed into one projection, {' + '.join(map(str, sections))}, which even shards "
-        f"would cut anywhere: write self.packed({', '.join(map(str, sections))}), or colwise(interleaved=True) where each "
-        "head's rows of all sections follow each other"
+        f"its {rows} rows look like {what} packed into one projection, "
+        f"{' + '.join(str(s if isinstance(s, int) else s.size) for s in sections)}, which even shards "
+        f"would cut anywhere: write self.packed({', '.join(sizes)}{f', dim={dim}' if dim else ''}), or "
+        "colwise(interleaved=True) where each head's rows of all sections follow each other"
     )

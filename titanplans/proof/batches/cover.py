@@ -96,7 +96,7 @@ def cover(
     parts = _single if quick else _pairs
     rows = [(o, d) for o in cheap for d in dtypes]
     if not quick:
-        rows += [(o, dtypes[0]) for o in grid if o.degree != smallest]
+        rows += [(o, dtypes[0]) for o in grid if o.ranks != smallest]
     every = [(*row, *state) for row in rows for state in states]
     covered: set[Any] = set()
 

@@ -3,13 +3,13 @@
 This tells where an error is, never whether there is one: a wrong tensor could fit one of the ways by chance.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
 import torch
 
-from titanplans.plan.layout import Rows, shard_size
+from titanplans.plan.layout import Section, rows_of, shard_size
 
 Candidate = tuple[str, list[torch.Tensor]]
 """How the ranks' tensors were assembled, and the whole tensors that result, which should all be equal."""
@@ -30,18 +30,33 @@ def best_fit(
     difference: Callable[[torch.Tensor, torch.Tensor], float],
     *,
     sums: bool,
-    packings: Sequence[Rows] = (),
+    packings: Collection[Sequence[Section]] = (),
+    inner: int = 1,
 ) -> Assembly | None:
     """Return the assembly of the ranks' tensors `held`, in rank order, nearest to `expected`; None if none has its shape.
 
-    With `sums` the tensors may also be parts of a sum over the ranks; with `packings` they may hold sections.
+    With `sums` the tensors may also be parts of a sum over the ranks; with `packings` they may hold sections. `inner`: of
+    ranks in two dimensions, the length of the second.
     """
     fits = [
         Assembly(max(difference(whole, expected) for whole in wholes), how, wholes)
-        for how, wholes in chain(candidates(held, expected.shape), _packed(held, expected, packings))
+        for parts in (held, *_of_inner(held, expected.shape, inner))
+        for how, wholes in chain(candidates(parts, expected.shape), _packed(parts, expected, packings))
         if sums or not how.startswith("summed")
     ]
     return min(fits, key=lambda fit: fit.error, default=None)
+
+
+def _of_inner(held: list[torch.Tensor], shape: torch.Size, inner: int) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors in the order of heads, those of the second dimension first; and of each rank of it, all tokens."""
+    if not 1 < inner < len(held):
+        return
+    columns = [held[first::inner] for first in range(inner)]
+    yield list(chain(*columns))
+    for dim, size in enumerate(shape):
+        part = shard_size(size, len(held) // inner)
+        if all(tensor.ndim == len(shape) and tensor.shape[dim] == part for tensor in held):
+            yield [torch.cat(column, dim).narrow(dim, 0, size) for column in columns]
 
 
 def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidate]:
@@ -62,10 +77,11 @@ def candidates(held: list[torch.Tensor], shape: torch.Size) -> Iterator[Candidat
 
 
 def _packed(
-    held: list[torch.Tensor], expected: torch.Tensor, packings: Sequence[Rows]
+    held: list[torch.Tensor], expected: torch.Tensor, packings: Collection[Sequence[Section]]
 ) -> Iterator[Candidate]:
     """Yield the assemblies by sections, each put in its place; sections that ranks share, as equal or as a sum."""
-    for rows, dim in product(packings, range(expected.ndim)):
+    for sections, dim in product(packings, range(expected.ndim)):
+        rows = rows_of(0, sections, len(held))
         starts = [(rank, run, run.at(rank)) for rank in range(len(held)) for run in rows.runs]
         if any(
             one.ndim != expected.ndim or one.shape[dim] != sum(run.of(rank) for run in rows.runs)
@@ -90,16 +106,13 @@ def _packed(
 def of_two_cuts(held: list[torch.Tensor], dim: int, size: int, inner: int) -> torch.Tensor | None:
     """Return the tensor whose shards, over a mesh of two dimensions, the second of length `inner`, are `held`.
 
-    They are tokens, each part of a sequence filled up by itself, or heads, those of the second dimension first; None if
-    they are of another length.
+    They are tokens, each part of a sequence filled up by itself; None if they are of another length.
     """
     part = shard_size(size, len(held) // inner)
     if all(tensor.shape[dim] == shard_size(part, inner) for tensor in held):
         rows = [held[at : at + inner] for at in range(0, len(held), inner)]
         parts = [torch.cat(row, dim).narrow(dim, 0, part) for row in rows]
         return torch.cat(parts, dim).narrow(dim, 0, size)
-    if sum(tensor.shape[dim] for tensor in held) == size:
-        return torch.cat([held[at] for first in range(inner) for at in range(first, len(held), inner)], dim)
     return None
 
 

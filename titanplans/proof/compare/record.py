@@ -69,6 +69,7 @@ class Recorder:
         tensor = _first_tensor(output)
         if not name or tensor is None or isinstance(tensor, DeferredLogits) or not tensor.is_floating_point():
             return
+        tensor = getattr(tensor, "shard", tensor)  # of a sequence that looks whole, this rank's tokens
         self._times[name] += 1
         key = name if self._times[name] == 1 else f"{name} (run {self._times[name]})"
         self.order.append(key)

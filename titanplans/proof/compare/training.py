@@ -57,6 +57,7 @@ class TrainingRun:
         records: of each micro batch and each forward, by the name of its point, if recording.
         raw: gradients of the newest step by name, as the backward left them, Partial ones not yet summed.
         optimizer: AdamW, fused as torchtitan's; in float64 with torch's defaults.
+        adds_loss: the model has added a loss to that of its logits.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class TrainingRun:
         self._draws = draws(model)
         self.model, self.script, self.losses, self.recording = model, script, losses or {}, recording
         self.watched = watched
-        self._point = "the first step"
+        self._point, self.adds_loss = "the first step", False
         self.records: dict[str, Recorder] = {}
         self.raw: dict[str, torch.Tensor] = {}
         # AdamW acts on the DTensors' shards. Given DTensors, it takes longer to find that out than for the step.
@@ -145,6 +146,7 @@ class TrainingRun:
             logits[name] = logits_of(output)
             losses[name] = loss_of(logits[name], sample.labels, tokens)
             if (added := added_loss(self.model, output)) is not None:
+                self.adds_loss = True
                 losses[name] = losses[name] + added * ((sample.labels != IGNORED).sum() / tokens)
         torch.stack(list(losses.values())).sum().backward()
         for name, sample in batches.items():

@@ -13,9 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.plan.decoder import find_decoder
-from titanplans.plan.layout import Rows, rows_of
+from titanplans.plan.decoder import within
+from titanplans.plan.layout import Section
 from titanplans.plan.plan import TPOptions
+from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import Packed
 from titanplans.proof.compare.assemble import best_fit
@@ -23,6 +24,7 @@ from titanplans.proof.compare.record import gradient_key, module_name
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.compare.tolerance import difference
 from titanplans.proof.compare.training import TrainingRun
+from titanplans.proof.explain.hints import added_loss_to_name, sections_to_check
 from titanplans.proof.explain.remedy import summing_style
 from titanplans.proof.ranks.world import World, from_first, wholes
 from titanplans.proof.result import CaseResult, Finding, Location, epsilons
@@ -47,7 +49,7 @@ class _Seen(NamedTuple):
 
 def localise(
     training: TrainingRun,
-    styles: Mapping[str, ParallelStyle],
+    plan: ResolvedPlan,
     reference: ReferenceRun,
     world: World,
     case: CaseResult,
@@ -56,16 +58,19 @@ def localise(
 
     Args:
         training: the split model's, recorded, as far as it came.
-        styles: of its plan, by fully qualified name.
+        plan: its plan.
         reference: the whole model's, recorded.
         world: the ranks.
         case: the failing result.
     """
-    search = _Search(training, styles, reference, world, case.options)
+    search = _Search(training, plan, reference, world, case.options)
     finding = from_first(world, search.first_off("forward", search.outputs()))
     if finding is None and case.checks[0].what != "runs":
         finding = from_first(world, search.first_off("backward", search.gradients()))
     notes = list(_notes(case))
+    if finding is None or finding.direction == "backward":
+        added = added_loss_to_name(plan.source, reference.pristine, adds_loss=training.adds_loss)
+        notes += [added] if added else []
     if finding is None and not notes:
         notes = [
             f"{check.name}: {epsilons(check.error)} epsilons" for check in case.checks if not check.passed
@@ -90,7 +95,7 @@ class _Search:
     """The outputs of the split model's modules and of the whole one's. Arguments as in `localise`."""
 
     training: TrainingRun
-    styles: Mapping[str, ParallelStyle]
+    plan: ResolvedPlan
     reference: ReferenceRun
     world: World
     options: TPOptions
@@ -151,15 +156,23 @@ class _Search:
         if not self.world.first:
             return None
         expected, unit = self.reference.expected[at], self.reference.units[at]
-        partial = may_be_partial(module_name(key), self.styles)
-        if not partial and self.options.sequence_parallel and self._is_one_token(expected):
+        if self.options.context > 1 and self._is_by_expert(point, key, expected):
+            return None  # each rank sorts the rows of its own tokens
+        partial = may_be_partial(module_name(key), self.plan.styles)
+        if not partial and self.options.cuts_stream and self._is_one_token(expected):
             held = held[:1]  # on the stream the other ranks hold padding of the same shape
-        packings = _packings(module_name(key), self.styles, self.world.mesh.size())
-        fit = best_fit(held, expected, self._apart, sums=partial, packings=packings)
+        packings, inner = _packings(module_name(key), self.plan.styles), self.options.degree
+        fit = best_fit(held, expected, self._apart, sums=partial, packings=packings, inner=inner)
         if fit is None:
             return None
         parts = held if all(one.shape == expected.shape for one in held) else None
         return _Seen(Location(label, fit.error / unit, fit.how), fit.values[0], parts, expected, unit)
+
+    def _is_by_expert(self, point: str, key: str, expected: torch.Tensor) -> bool:
+        """Whether an output in an MLP has rows of experts, and not tokens."""
+        tokens = self.reference.expected[point, "logits", ""].shape[self.options.sequence_dim]
+        inside = any(within(module_name(key), mlp) for mlp in self.plan.decoder.mlps)
+        return inside and tokens not in expected.shape
 
     def _is_one_token(self, expected: torch.Tensor) -> bool:
         return expected.ndim > self.options.sequence_dim and expected.shape[self.options.sequence_dim] == 1
@@ -184,9 +197,10 @@ class _Search:
         remedy, name = "", first.place.name
         if reason == _UNSUMMED and name in dict(self.training.model.named_parameters()):
             order = next(iter(self.reference.orders.values()))
-            decoder = find_decoder(self.training.model, required=False)
-            remedy = summing_style(name, self.styles, order, decoder, self.options)
-        return Finding(direction, replace(first.place, note=""), tuple(healthy), reason, remedy)
+            remedy = summing_style(name, self.plan.styles, order, self.plan.decoder, self.options)
+        unclear = direction == "forward" and not reason
+        hint = sections_to_check(module_name(name), self.plan.styles) if unclear else ""
+        return Finding(direction, replace(first.place, note=""), tuple(healthy), reason, remedy, hint)
 
 
 def diagnose(
@@ -230,16 +244,15 @@ def may_be_partial(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     return foreign or any(name != key and name.startswith(f"{key}." if key else "") for key in regions)
 
 
-def _packings(name: str, styles: Mapping[str, ParallelStyle], degree: int) -> list[Rows]:
-    """Return each rank's rows of the packed projections in the region around a module, itself included."""
+def _packings(name: str, styles: Mapping[str, ParallelStyle]) -> set[tuple[Section, ...]]:
+    """Return the sections of the packed projections in the region around a module, itself included."""
     opened = [key for key, style in styles.items() if isinstance(style, Style) and style.opens]
     around = [key for key in opened if name.startswith(f"{key}.")]
-    packed = {
+    return {
         style.sections
         for key, style in styles.items()
         if isinstance(style, Packed) and any(key.startswith(f"{region}.") for region in around)
     }
-    return [rows_of(0, sections, degree) for sections in packed]
 
 
 def _parent(name: str) -> str:
