@@ -56,10 +56,6 @@ def wrong(name, mlp=None, attn=None, **methods):
 
 
 WRONG = {
-    "gate and up cut as one": (
-        wrong("mixtral", lambda plan: {"experts.gate_up_proj": plan.colwise(dim=1)}),
-        "mlp.experts",
-    ),
     "gate and up packed where they alternate": (
         wrong("gpt_oss", lambda plan: {"experts.gate_up_proj": plan.packed(16, 16, dim=2)}),
         "mlp.experts",
@@ -94,6 +90,12 @@ def test_a_wrong_plan_is_found(name):
     report = proved(config(model_type), plan)
     assert not report.passed
     assert place in report.table(), report.table()
+
+
+def test_gate_and_up_cut_as_one_are_refused():
+    plan = wrong("mixtral", lambda plan: {"experts.gate_up_proj": plan.colwise(dim=1)})
+    with pytest.raises(PlanError, match=r"gate_up_proj.*gate and up .*self\.packed\(48, 48, dim=1\)"):
+        proved(config("mixtral"), plan)
 
 
 def routes(rank):

@@ -176,6 +176,8 @@ def averaged(rank):
         model(ids)
     model.set_gradient_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)
+    with pytest.raises(PlanError, match=r"called with labels, .*titanplans.parallel.cross_entropy"):
+        model(ids, labels=ids)
     cross_entropy(model(ids).logits, torch.roll(ids, -1, 1), 1).backward()
     with pytest.raises(PlanError, match=r"needs a mesh \('cp', 'tp'\), got \('tp', 'cp'\)"):
         apply_plan(zoo.build("llama"), init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "cp")))
