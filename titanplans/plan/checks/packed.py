@@ -95,6 +95,6 @@ def _advice(rows: int, sections: Sequence[Section], what: str, dim: int = 0) -> 
     return (
         f"its {rows} rows look like {what} packed into one projection, "
         f"{' + '.join(str(s if isinstance(s, int) else s.size) for s in sections)}, which even shards "
-        f"would cut anywhere: write self.packed({', '.join(sizes)}{f', dim={dim}' if dim else ''}), or "
-        "colwise(interleaved=True) where each head's rows of all sections follow each other"
+        f"would cut anywhere: write self.packed({', '.join(sizes)}{f', dim={dim}' if dim else ''}), or the rows by which "
+        "its code splits it, or colwise(interleaved=True) where each head's rows of all sections follow each other"
     )

@@ -4,7 +4,7 @@ import traceback
 
 from torch import nn
 
-from titanplans.errors import ParallelError, PlanError
+from titanplans.errors import ParallelError, PlanError, UserError
 
 
 def _modules(error: Exception) -> list[tuple[str, int]]:
@@ -45,8 +45,10 @@ def does_not_run(model: nn.Module, error: Exception, place: str) -> PlanError:
     """
     if isinstance(error, ParallelError):
         return PlanError(str(error))
+    device = next(model.parameters()).device.type
+    failed = f"{type(model).__name__}, unsplit, does not run on {device}: {first_line(error)} ({raised_at(error)}, {place})"
+    if isinstance(error, UserError):
+        return PlanError(failed)
     return PlanError(
-        f"{type(model).__name__}, unsplit, does not run on {next(model.parameters()).device.type}: {first_line(error)} "
-        f"({raised_at(error)}, {place}); if its kernels need a GPU, prove it there under torchrun "
-        "(ranks='process_group', or --process-group)"
+        f"{failed}; if its kernels need a GPU, prove it there under torchrun (ranks='process_group', or --process-group)"
     )

@@ -86,7 +86,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
         raise ConfigError(
             f'model.hf_assets_path = "{resolve.tokenizer_path(job)}" has {tokens} tokens, but '
             f"{' '.join(resolve.model_name(job))} has vocab_size = {vocab_size}; take the tokenizer that belongs to the "
-            "model, or raise vocab_size in a model.config file"
+            "model, or raise vocab_size in the model's config"
         )
     documents.check_documents(job, config)
     check_parallelism(job, model)

@@ -64,7 +64,8 @@ def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
         ConfigError: its model type is not known to.
     """
     chats, by = [source.chat for source in training_data(job).sources], keyword(job, config)
-    whose = f"{config.model_type!r} is not known to keep documents of a sequence apart, so each would see those before it"
+    kind = repr(config.model_type) if config.model_type else type(config).__name__
+    whose = f"{kind} is not known to keep documents of a sequence apart, so each would see those before it"
     if any(chat.enable and chat.packing for chat in chats) and by is None:
         key = "data.sources: chat.packing" if job.data.sources else "training.chat.packing"
         raise ConfigError(
@@ -79,9 +80,7 @@ def check_documents(job: JobConfig, config: PretrainedConfig) -> None:
     if are_apart(job, by):
         _log.info("documents of a row are kept apart: none sees another")
     elif job.data.documents is None:
-        _log.info(
-            f"documents of a row see those before them: {config.model_type!r} is not known to keep them apart"
-        )
+        _log.info(f"documents of a row see those before them: {kind} is not known to keep them apart")
 
 
 def inputs(tokens: torch.Tensor, positions: torch.Tensor, by: str) -> dict[str, torch.Tensor]:
