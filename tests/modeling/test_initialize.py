@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, Gemma3TextConfig, LlamaConfig
 
 from titanplans import modeling
 from titanplans.modeling import ModelError
@@ -271,3 +271,15 @@ def test_an_initialisation_across_units_is_an_error(monkeypatch):
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", across)
     with pytest.raises(ModelError, match=r"embed_tokens.weight can't .*by itself.*'model'"):
         _initialized(LlamaConfig(**LLAMA))
+
+
+def test_a_buffer_that_the_model_registers_in_its_layers():
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    mamba = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+    multipliers = [0.5, 0.25, 2.0, 4.0, 8.0]
+    config = FalconH1Config(
+        vocab_size=128, num_key_value_heads=2, ssm_multipliers=multipliers, **sizes, **mamba
+    )
+    model = _initialized(config)
+    _assert_as_constructed(model)
+    assert model.model.layers[1].mamba.mup_vector.unique().tolist() == sorted(multipliers)

@@ -122,6 +122,7 @@ class Reference:
                     if self._buffers_only:
                         stack.enter_context(_to_meta(lambda parameter: True))
                     made = unit.make()
+                _give_later_buffers(made, unit.module)
                 members = dict(reversed(list(made.named_modules(prefix=unit.path))))  # children first
             try:
                 self._run_init_weights(unit, members)
@@ -196,6 +197,13 @@ def _constructing(device: torch.device, *, fill: bool = True) -> Iterator[None]:
         guard.fill_uninitialized_memory = filled  # pyrefly: ignore[missing-attribute]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.set_default_dtype(dtype)
+
+
+def _give_later_buffers(made: nn.Module, layer: nn.Module) -> None:
+    """Give `made`, a layer made anew, the buffers that the model has registered in `layer` after its constructor."""
+    for path, module in layer.named_modules():
+        buffers = made.get_submodule(path)._buffers
+        buffers.update({name: value for name, value in module._buffers.items() if name not in buffers})
 
 
 @contextmanager
