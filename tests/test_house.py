@@ -18,7 +18,7 @@ LIBRARIES = {"torchtitan", "transformers", "fla", "torchao"}
 STRATEGIES = {"config", "plan", "split", "precision", "adapters"}
 ALLOWED = {
     "config": set(),
-    "plan": set(),
+    "plan": {"config"},
     "split": {"plan"},
     "loss": {"plan", "split"},
     "precision": {"config", "plan", "split", "torchao"},

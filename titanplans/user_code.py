@@ -7,6 +7,7 @@ hide the line that matters. Errors in the project's own code are not caught here
 import importlib
 import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,11 +55,23 @@ def import_module(module_name: str, what: str, error: type[UserError] = PlanErro
             return importlib.import_module(module_name)
     except error as failed:
         if isinstance(failed.__cause__, ModuleNotFoundError):
-            raise error(
-                f"{what}: no module named '{failed.__cause__.name}'; run in its folder, install its package, or set "
-                "PYTHONPATH"
-            ) from failed.__cause__
+            raise error(_no_module(what, failed.__cause__.name)) from failed.__cause__
         raise
+
+
+def check_package(name: str, what: str, error: type[UserError] = PlanError) -> None:
+    """Refuse "package.module:attribute" whose package is not installed; nothing is imported.
+
+    Raises:
+        UserError: of the class `error`.
+    """
+    package = name.partition(":")[0].partition(".")[0]
+    if package.isidentifier() and package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise error(_no_module(what, package))
+
+
+def _no_module(what: str, name: str | None) -> str:
+    return f"{what}: no module named '{name}'; run in its folder, install its package, or set PYTHONPATH"
 
 
 def meant_in(module: ModuleType, name: str, fits: Callable[[Any], bool] = lambda value: True) -> str:

@@ -73,6 +73,11 @@ def test_a_row_comes_with_each_case_and_all_so_far_when_it_is_stopped(tmp_path):
     ] == ["1", "2", "3"]
 
 
+def test_stopped_before_the_first_case(tmp_path):
+    status, out, _, written = stopped(tmp_path, ["-m", "titanplans", "verify", "llama", "--tp=2"], "^$")
+    assert (status, out, written) == (128 + signal.SIGINT, "stopped before the first case\n", "")
+
+
 def test_of_several_models_those_that_are_done(tmp_path):
     (tmp_path / "few.py").write_text(FEW)
     words = ["-m", "few", "verify", "--all", "--quick", "--tp=2", "--loss-parallel", "--sequence-parallel"]

@@ -95,6 +95,18 @@ def test_uncovered_parameter():
     assert "replicated_in_region()" in message
 
 
+class HeadOnStream(TinyPlan):
+    def model_plan(self, model):
+        return super().model_plan(model) | {"lm_head": self.replicated_on_stream()}
+
+
+def test_a_head_on_the_stream_would_make_a_rank_s_logits_alone():
+    message = refused(HeadOnStream)
+    assert message.startswith("plan key 'lm_head' (ReplicatedOnStream on Linear): it makes the logits")
+    assert message.endswith("give it vocab_head()")
+    check_plan(Tiny(), 2, plan=HeadOnStream, sequence_parallel=False)  # where a rank has all tokens
+
+
 def test_all_uncovered_parameters_are_told_at_once():
     class Plan(edited(q_norm=None, o_proj=None)):
         def model_plan(self, model):
@@ -437,7 +449,7 @@ def test_tied_weights_stay_one():
 def test_tied_weights_with_two_layouts():
     class Plan(TinyPlan):
         def model_plan(self, model):
-            return super().model_plan(model) | {"lm_head": self.replicated_on_stream()}
+            return super().model_plan(model) | {"lm_head": self.replicated_off_stream()}
 
     message = refused(Plan, model=Tiny(tied=True))
     assert "embed.weight (Shard(dim=0)) and lm_head.weight (Replicate()) are tied" in message

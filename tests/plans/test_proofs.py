@@ -5,6 +5,7 @@ import pytest
 import zoo
 
 from titanplans import registered_plans
+from titanplans.config.families import families
 
 
 def marks(row):
@@ -30,5 +31,6 @@ def test_every_registered_plan_is_in_the_zoo():
         name for name, plan in registered_plans().items() if plan.__module__.startswith("titanplans.plans.")
     }
     assert own == {*zoo.ARCHITECTURES, *zoo.FAMILIES}
+    assert own == set(families()), "a plan's name is refused without an import by the names of the families"
     assert own == {row.name for row in proofs.rows() if not row.exhaustive}
     assert proofs.QUICK.items() <= {(row.name, row.variant) for row in proofs.rows() if not row.exhaustive}

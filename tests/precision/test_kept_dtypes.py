@@ -18,6 +18,7 @@ from titanplans.parallel import Degrees, FSDP2Config, ParallelError, ParallelMan
 from titanplans.parallel.fsdp.dtypes import split_dtypes
 from titanplans.parallel.fsdp.units import FSDPUnit, find_units, managed
 from titanplans.precision.float8.conversion import convert_to_float8
+from titanplans.precision.kept_dtypes import keeps_float32
 from titanplans.weights.save import save_weights
 
 BIAS = "e_score_correction_bias"
@@ -214,3 +215,31 @@ def test_one_module_of_both_is_refused():
     model = routed(beside=True)
     with pytest.raises(ParallelError, match=r"0.gate.bias in float32, .*0.gate.scale .*bfloat16"):
         split_dtypes(model, find_units(model), torch.bfloat16)
+
+
+class Router(nn.Linear):
+    _keep_in_fp32_modules_strict = ("router.weight",)
+
+
+class Own(nn.Module):
+    """A model of one's own; both it and a module say what stays in float32."""
+
+    _keep_in_fp32_modules = ("norm",)
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.norm, self.out = Router(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, {"router.weight"}),
+        (torch.float16, {"router.weight", "norm.weight", "norm.bias"}),
+        (torch.float32, set()),
+    ],
+)
+def test_a_model_of_one_s_own_says_what_stays(dtype, expected):
+    model = Own()
+    keeps = keeps_float32(model, dtype)
+    assert {name for name, _ in model.named_parameters() if keeps(name)} == expected

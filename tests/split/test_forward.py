@@ -206,6 +206,32 @@ def test_a_base_without_a_head_gives_whole_hidden_states():
     on_ranks(work, model=zoo.build("llama", options=False).model)
 
 
+class WithoutHead(Tiny):
+    """Makes its logits with the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        del self.lm_head
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.linear(self.norm(x), self.embed.weight)
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_logits_made_with_the_embedding_s_weight_are_refused(loss_parallel):
+    def work(split, whole):
+        remedy = (
+            r"the forward of WithoutHead .* has no head: .* lm_head.weight = embedding.weight, and call that"
+        )
+        with pytest.raises(PlanError, match=remedy):
+            split(ids(vocabulary=32))
+
+    on_ranks(work, model=WithoutHead(), loss_parallel=loss_parallel)
+
+
 def test_the_head_takes_whole_hidden_states_outside_of_a_forward():
     def work(split, whole):
         outputs = []

@@ -1,5 +1,6 @@
 """A mixer of one's own, cut by weights and by tokens: what its code does between its projections, eager and compiled."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from worlds import run
 
-from titanplans import TPPlan, apply_plan
+from titanplans import PlanError, TPPlan, apply_plan, check_plan
 from titanplans.parallel import cross_entropy
 from titanplans.split.gradients import align_gradients
 
@@ -48,6 +49,8 @@ class Mixer(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
         if kind == "scaled":
             self.norm = Scaled(width)
+        elif kind == "buffer":
+            self.register_buffer("by_head", decays(heads)[:, None, None])
 
     def forward(self, hidden_states):
         x, kind = hidden_states, self.kind
@@ -67,7 +70,8 @@ class Mixer(nn.Module):
         v = self.v_proj(x)
         q, k, v = (y.view(batch, length, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))
         steps = torch.arange(length)
-        decay = decays(q.shape[1]).to(q)[:, None, None] * (steps[:, None] - steps)
+        decay = self.by_head if kind == "buffer" else decays(q.shape[1]).to(q)[:, None, None]
+        decay = decay * (steps[:, None] - steps)
         mixed = ((q @ k.mT) * decay.exp().tril()) @ v
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -106,7 +110,11 @@ class Plan(TPPlan):
             **{f"{name}_proj": self.colwise() for name in "qkv"},
             "o_proj": self.rowwise(),
         }
-        return plan | ({"norm": self.replicated_in_region()} if attn.kind == "scaled" else {})
+        of_kind = {
+            "scaled": {"norm": self.replicated_in_region()},
+            "buffer": {"by_head": self.colwise()},
+        }
+        return plan | of_kind.get(attn.kind, {})
 
     def local_functions(self, attn):
         return {"decays": decays_of_rank}
@@ -123,11 +131,13 @@ def gradients(model, call, ids):
     return {"logits": logits.detach()} | {name: grad for name, grad in found.items() if grad is not None}
 
 
-def compared(rank, kind, axis, compiled):
+def compared(rank, kind, axes, compiled):
     torch.manual_seed(0)
     model, ids = Model(kind).double(), torch.randint(32, (2, 15))
     expected = gradients(model, model, ids)
-    apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), plan=Plan)
+    state = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    apply_plan(model, init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes), plan=Plan)
+    assert all(torch.equal(model.state_dict()[name], whole) for name, whole in state.items())
     call = model
     if compiled == "blocks":
         for block in model.layers:
@@ -140,13 +150,30 @@ def compared(rank, kind, axis, compiled):
         torch.testing.assert_close(found[name].full_tensor(), value, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-@pytest.mark.parametrize("kind", ["indexer", "scaled", "saved", "vmapped", "typed"])
-def test_what_code_does_between_its_projections(kind, axis):
-    run(partial(compared, kind=kind, axis=axis, compiled=None), 2)
+KINDS = ("indexer", "scaled", "saved", "vmapped", "typed", "buffer")
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize(
+    ("kind", "axes"), [*itertools.product(KINDS, [("tp",), ("cp",)]), ("buffer", ("cp", "tp"))]
+)
+def test_what_code_does_between_its_projections(kind, axes):
+    run(partial(compared, kind=kind, axes=axes, compiled=None), 2 ** len(axes))
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("cp",)])
 @pytest.mark.parametrize("compiled", ["blocks", "model"])
-def test_a_function_of_the_plan_in_compiled_code(compiled, axis):
-    run(partial(compared, kind="plain", axis=axis, compiled=compiled), 2)
+@pytest.mark.parametrize("kind", ["plain", "buffer"])
+def test_a_function_or_a_buffer_of_the_plan_in_compiled_code(kind, compiled, axes):
+    run(partial(compared, kind=kind, axes=axes, compiled=compiled), 2)
+
+
+class Replicated(Plan):
+    def attn_plan(self, attn):
+        return super().attn_plan(attn) | {"by_head": self.replicated_in_region()}
+
+
+def test_a_buffer_s_key_gives_each_rank_its_part_or_is_refused():
+    with pytest.raises(
+        PlanError, match=r"'layers.0.attn.by_head' \(Replicated\) names a buffer, .* leave the key"
+    ):
+        check_plan(Model("buffer"), 2, plan=Replicated)

@@ -12,6 +12,7 @@ import zoo
 from jobs import Job
 from torch import nn
 from transformers import Ernie4_5_MoeConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from titanplans import modeling
 from titanplans.config import Compile
@@ -203,8 +204,22 @@ class Computed:
         return self._balance
 
 
+def of_transformers(logits, balance):
+    """An output on which the balance is set: an attribute, and no key."""
+    output = CausalLMOutputWithPast(logits=logits)
+    output.aux_loss = balance
+    return output
+
+
 @pytest.mark.parametrize(
-    "kind", [Named, Slotted, Computed, lambda logits, balance: {"logits": logits, "aux_loss": balance}]
+    "kind",
+    [
+        Named,
+        of_transformers,
+        Slotted,
+        Computed,
+        lambda logits, balance: {"logits": logits, "aux_loss": balance},
+    ],
 )
 def test_a_balance_is_read_from_whatever_has_it(kind):
     model = nn.Identity()

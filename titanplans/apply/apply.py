@@ -65,7 +65,10 @@ class AppliedPlan:
     def layouts(self) -> dict[str, Layout]:
         """How each parameter and its gradient lie on the mesh, by fully qualified name; not those of a foreign style."""
         return {
-            join(e.path, name): layout for e in self.resolved.entries for name, layout in e.layouts.items()
+            join(e.path, name): layout
+            for e in self.resolved.entries
+            for name, layout in e.layouts.items()
+            if name in e.module._parameters
         }
 
     @property

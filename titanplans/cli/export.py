@@ -8,7 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from titanplans.errors import RunError, UserError
+from titanplans.errors import ConfigError, RunError, UserError, nearest
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped, stop_on_signals
@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
         init_logging(0)
     try:
         with stop_on_signals():
+            _check_folders(command, arguments)
             print(_converted(command, arguments))
     except UserError as error:
         return refuse(error, rank=0)
@@ -33,6 +34,20 @@ def main(argv: list[str]) -> int:
     except Stopped as stopped:
         return stopped.exit_status
     return 0
+
+
+def _check_folders(command: str, arguments: argparse.Namespace) -> None:
+    """Refuse what needs no torch: a source that is not there, and a target that is."""
+    folders = arguments.checkpoint, arguments.folder
+    source, target = folders if command == "export" else folders[::-1]
+    if not source.is_dir():
+        beside = sorted(path.name for path in source.parent.glob("*/"))
+        meant = nearest(source.name, beside)
+        raise ConfigError(
+            f"{command} {source}: there is no such folder{f'; did you mean {source.parent / meant}?' if meant else ''}"
+        )
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{command}: {target} already exists and is not overwritten; name a new folder")
 
 
 def _converted(command: str, arguments: argparse.Namespace) -> str:

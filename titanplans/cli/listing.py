@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.apply.apply import check_plan
-from titanplans.errors import VerifyError, nearest
+from titanplans.cli.verify.arguments import not_listed
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.plan import TPOptions, TPPlan
 from titanplans.plan.registry import faulty_plans, registered_mixers, registered_plans
@@ -59,10 +59,7 @@ def _of_debug_flavor(name: str) -> list[str]:
 
     plans = registered_plans()
     if name not in plans:
-        meant = nearest(name, list(plans))
-        raise VerifyError(
-            f"list {name}: no plan is registered for it{f'; did you mean {meant}?' if meant else ''}"
-        )
+        raise not_listed(name, plans)
     if "debug" not in modeling.available().get(name, ()):
         return [f"{name}: its split is not listed: there is no debug flavor of it to build"]
     kernels.install("cpu")  # some models can't be built without

@@ -4,6 +4,7 @@ Only data comes from here, and reading it imports no model library. What such a 
 `titanplans.modeling.configs` makes config objects of it.
 """
 
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
 from titanplans.config.other_names import MODELS_OF_OTHERS
-from titanplans.errors import ModelError, nearest
-from titanplans.user_code import import_module
+from titanplans.errors import ModelError, PlanError, nearest
+from titanplans.user_code import check_package, import_module
 
 DEFAULT_NAME, DEFAULT_FLAVOR = "gla", "debug"
 """A job's, where it says nothing else."""
 
-MODELS = "titanplans.models"
-"""The package that holds the files, and the group of entry points by which other packages add theirs."""
+MODELS, PLANS = "titanplans.models", "titanplans.plans"
+"""The packages that hold the files and the plans, and the groups of entry points by which other packages add theirs."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,39 @@ def find_flavor(name: str, flavor: str) -> Family:
             f"model {name!r} has no flavor {flavor!r}; available: {', '.join(flavors)}{_meant(flavor, flavors)}"
         )
     return known[name]
+
+
+def is_no_plan(name: str) -> list[str] | None:
+    """Return the registered plans if `name` is none of them, without importing one: each is named after its family.
+
+    None where it is one, or may be: other packages add theirs, or somebody has imported the registry, which then knows.
+    """
+    known = sorted(family for family, _ in _files(resources.files(MODELS)))
+    theirs = "titanplans.plan.registry" in sys.modules or metadata.entry_points(group=PLANS)
+    return None if name in known or theirs else known
+
+
+def check_plan(plan: object) -> None:
+    """Refuse the name of a plan that can't be there, without importing one.
+
+    Raises:
+        PlanError: nobody registers it, or its package is not installed.
+    """
+    if isinstance(plan, str) and ":" in plan:
+        check_package(plan, f"plan = '{plan}'")
+    elif isinstance(plan, str) and (known := is_no_plan(plan)):
+        raise unknown_plan(plan, known)
+
+
+def unknown_plan(plan: str, known: Iterable[str], faults: Iterable[str] = ()) -> PlanError:
+    """Return the error for a plan that is not registered: the nearest, and all."""
+    known = list(known)
+    meant = nearest(plan, known)
+    return PlanError(
+        f"plan = '{plan}': not registered{f'; did you mean {meant}?' if meant else ''} (there are "
+        f"{', '.join(known)}); a plan of your own is named 'module:Class'"
+        f"{''.join(f'. Not loaded: {fault}' for fault in faults)}"
+    )
 
 
 def _meant(word: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanplans.config.arguments import parse_arguments
-from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, find_flavor
+from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, check_plan, find_flavor
 from titanplans.config.lines import TomlSource, located
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
@@ -76,6 +76,8 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
             find_flavor(job.model.name or DEFAULT_NAME, job.model.flavor or DEFAULT_FLAVOR)
         except ModelError as error:
             raise ConfigError(str(error)) from error
+    if not job.experimental.custom_import:  # which may register plans
+        check_plan(job.model.plan)
     description = [job.job.description] if job.job.description else []
     return job.with_notes(tuple(description + notes))
 

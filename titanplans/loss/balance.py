@@ -40,7 +40,10 @@ def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torc
         () if isinstance(output, torch.Tensor) else dir(output)
     )  # logits that a fused head leaves out have none
     named = [name for name in names if name.endswith(("_loss", "router_logits"))]
-    fields = output if isinstance(output, Mapping) else {name: getattr(output, name) for name in named}
+    # A value that is set on an output of transformers is an attribute, and no key.
+    fields = {name: getattr(output, name) for name in named} | dict(
+        output if isinstance(output, Mapping) else {}
+    )
     given = {name: x for name, x in fields.items() if name.endswith("_loss") and isinstance(x, torch.Tensor)}
     balance, kind = given.pop("aux_loss", None), class_name(model)
     unnamed = output[1:] if type(output) in (tuple, list) else ()

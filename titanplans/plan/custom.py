@@ -14,7 +14,8 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.errors import PlanError, nearest
+from titanplans.config.families import unknown_plan
+from titanplans.errors import PlanError
 from titanplans.plan.converted import recipe_of
 from titanplans.plan.decoder import find_decoder, spelled_out
 from titanplans.plan.plan import Plan, TPOptions, TPPlan
@@ -111,12 +112,7 @@ def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
     if not colon:
         registered = registered_plans()
         if name not in registered:
-            meant = nearest(name, list(registered))
-            raise PlanError(
-                f"plan = '{name}': not registered{f'; did you mean {meant}?' if meant else ''} (there are "
-                f"{', '.join(registered)}); a plan of your own is named 'module:Class'"
-                f"{''.join(f'. Not loaded: {f}' for f in faulty_plans())}"
-            )
+            raise unknown_plan(name, registered, faulty_plans())
         return registered[name]
     module = import_module(module_name, f"plan = '{name}'")
     if not hasattr(module, attribute):

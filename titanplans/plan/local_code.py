@@ -7,7 +7,7 @@ holds them against the module's code, and `titanplans.split.local_code` puts the
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -70,12 +70,19 @@ def calls(function: FunctionType, name: str) -> bool:
 
 def looks_up(function: FunctionType, name: str) -> bool:
     """Whether the code of `function` itself looks `name` up in its file."""
-    first, *path = name.split(".")
-    if first not in function.__code__.co_names or first not in function.__globals__:
+    names, (first, *path) = _names(function.__code__), name.split(".")
+    if first not in names or first not in function.__globals__:
         return False
     if path and isinstance(called := function.__globals__[first], FunctionType):
         return calls(called, ".".join(path))
-    return set(path) <= set(function.__code__.co_names)
+    return names.issuperset(path)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that `code`, with its lambdas and generators, looks up."""
+    return set(code.co_names).union(
+        *(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    )
 
 
 def count_once(function: Callable[..., Any], place: Place) -> Callable[..., Any]:

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
+from titanplans.config.families import PLANS
 from titanplans.errors import PlanError, UserError
 from titanplans.plan.plan_styles import PlanStyles
 from titanplans.user_code import as_user_error
 
 if TYPE_CHECKING:
     from titanplans.plan.plan import TPPlan
-
-PLANS = "titanplans.plans"
-"""The package that holds the plans, and the group of entry points by which other packages add theirs."""
 
 P = TypeVar("P", bound="type[TPPlan]")
 

@@ -24,12 +24,12 @@ class Entry(NamedTuple):
     key: str
     style: Style
     path: str
-    """The name of the module: the key, or of a parameter's key the part before the last dot."""
+    """The name of the module: the key, or of a parameter's or a buffer's key the part before the last dot."""
     module: nn.Module
     parameter: str | None
-    """The parameter that the key names; None for the module."""
+    """The parameter, or the buffer, that the key names; None for the module."""
     layouts: dict[str, Layout]
-    """By parameter of the module. A key of a parameter goes before that of its module."""
+    """By parameter of the module, or of the buffer. A key of a parameter goes before that of its module."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _entry(key: str, style: Style, plan: dict[str, ParallelStyle], modules: dict
         return Entry(key, style, key, module, None, own)
     path, _, parameter = key.rpartition(".")
     module = modules[path]
-    layout = style.layout(parameter, module._parameters[parameter])  # type: ignore[arg-type]
+    layout = style.layout(parameter, getattr(module, parameter))
     own = {} if layout is None else with_factors(module, {parameter: layout})
     return Entry(key, style, path, module, parameter, own)
 

@@ -3,13 +3,16 @@
 import argparse
 import shlex
 from argparse import Namespace
-from os.path import isdir
+from collections.abc import Iterable
+from os.path import abspath, dirname, isdir
 from typing import Any, NoReturn
 
 from titanplans.config import LoRA
-from titanplans.config.families import families, find_flavor
+from titanplans.config.families import check_plan, families, find_flavor, is_no_plan
 from titanplans.config.options import options_of
+from titanplans.config.values import from_text
 from titanplans.errors import VerifyError, nearest
+from titanplans.user_code import check_package
 
 _FORMS = "a job.toml, a config.json, or a plan as module:Class"
 
@@ -95,6 +98,9 @@ def parse(argv: list[str]) -> Namespace:
     request = parser().parse_args(argv)
     request.words = shlex.join(argv)
     if request.command == "list":
+        for name in request.model_types:
+            if known := is_no_plan(name):
+                raise not_listed(name, known)
         return request
     if (
         1 in (request.degrees or ())
@@ -119,31 +125,46 @@ def parse(argv: list[str]) -> Namespace:
     for option in ("model", "flavor", "plan", "layers", "vocab_size"):
         if request.all and (value := getattr(request, option)) is not None:
             raise VerifyError(f"--{option.replace('_', '-')} {value}: goes with one SUBJECT, not with --all")
-    _check_lora(request.lora)
-    _check_name(request.subject, request.flavor, request.command)
+    request.lora = _lora(request.lora or ())
     _check_name(request.model, request.flavor, "--model")
+    _check_name(request.subject, request.flavor, request.command)
+    check_plan(request.plan)
+    if getattr(request, "output", None) is not None and not isdir(dirname(abspath(request.output))):
+        raise VerifyError(f"--output {request.output}: its folder is not there; name a file in one that is")
     return request
 
 
-def _check_lora(given: list[str] | None) -> None:
-    keys = [field.name for field in options_of(LoRA)]
-    for words in given or ():
-        name, sign, _ = words.partition("=")
-        if not sign or name not in keys:
-            meant = nearest(name, keys) if sign else None
+def _lora(given: Iterable[str]) -> dict[str, Any]:
+    hints, found = {field.name: field.hint for field in options_of(LoRA)}, {}
+    for words in given:
+        name, sign, value = words.partition("=")
+        if not sign or name not in hints:
+            meant = nearest(name, list(hints)) if sign else None
             raise VerifyError(
-                f"--lora {words}: write KEY=VALUE, such as rank=8, of {', '.join(keys)}"
+                f"--lora {words}: write KEY=VALUE, such as rank=8, of {', '.join(hints)}"
                 f"{f'; did you mean {meant}?' if meant else ''}"
             )
+        found[name] = from_text(value, hints[name], f"--lora {name}")
+    return found
 
 
 def _check_name(words: str | None, flavor: str | None, option: str) -> None:
     """Refuse what can only be the name of a model, and is not, or that of a flavor which it does not have."""
+    if words is not None and ":" in words:
+        check_package(words, f"{option} {words}", VerifyError)
     if words is None or ":" in words or "/" in words or words.endswith((".toml", ".json")) or isdir(words):
         return
     if words not in families():
         raise unknown_model(words, option)
     find_flavor(words, flavor or "debug")
+
+
+def not_listed(name: str, known: Iterable[str]) -> VerifyError:
+    """Return the error for a plan that `list` can't find, with the nearest."""
+    meant = nearest(name, list(known))
+    return VerifyError(
+        f"list {name}: no plan is registered for it{f'; did you mean {meant}?' if meant else ''}"
+    )
 
 
 def unknown_model(words: str, option: str) -> VerifyError:

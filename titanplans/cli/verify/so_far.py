@@ -70,8 +70,7 @@ class SoFar:
             print(self._written(), end="")
             return
         if stopped and not self.request.all:
-            for one in unfinished:
-                self._print(one.text)
+            self._print("\n".join(one.text for one in unfinished) or "stopped before the first case")
         if self.request.all:
             self._print(self._summary())
             self.write(f"{self._written()}{self._summary()}\n")

@@ -12,8 +12,6 @@ from transformers import PretrainedConfig
 from titanplans import modeling
 from titanplans.cli.verify.arguments import unknown_model
 from titanplans.config import JobConfig, LoRA, OptionError, strategy_of
-from titanplans.config.options import options_of
-from titanplans.config.values import from_text
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.plan.custom import PlanSource
@@ -88,12 +86,8 @@ def find_subject(words: str, request: Namespace) -> Subject:
 
 def _with_lora(subject: Subject, request: Namespace) -> Subject:
     """Put the command line's LoRA options in place of the job's."""
-    hints, given = {field.name: field.hint for field in options_of(LoRA)}, {}
-    for words in request.lora or ():
-        name, _, value = words.partition("=")
-        given[name] = from_text(value, hints[name], f"--lora {name}")
     try:
-        return replace(subject, lora=replace(subject.lora, **given))
+        return replace(subject, lora=replace(subject.lora, **request.lora))
     except OptionError as error:
         raise VerifyError(
             f"--lora {error.option.removeprefix('lora.')}={show(error.value)}: {error.why}"

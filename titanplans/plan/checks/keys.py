@@ -14,6 +14,7 @@ from titanplans.plan.converted import is_quantised_by_torchao
 from titanplans.plan.decoder import MIXERS, MLPS, Decoder, find_decoder, join, within
 from titanplans.plan.plan_styles import Plan
 from titanplans.plan.styles.base import Style, held
+from titanplans.plan.styles.projections import Colwise
 
 if TYPE_CHECKING:
     from titanplans.plan.plan import TPPlan
@@ -51,6 +52,13 @@ def check_keys(plan: Plan, model: nn.Module, source: "TPPlan") -> None:
             raise PlanError(
                 f"plan key '{key}' ({plan_name}) names a parameter, which only a style of titanplans takes, not "
                 f"{type(style).__name__}: self.colwise(), self.replicated_in_region() and the like"
+            )
+        if path in modules and modules[path]._buffers.get(last) is not None:
+            if isinstance(style, Colwise):
+                continue
+            raise PlanError(
+                f"plan key '{key}' ({plan_name}) names a buffer, which every rank has whole: only self.colwise(), "
+                "self.kv_colwise() and self.packed() let a rank read its part; leave the key out"
             )
         parent = key
         while parent not in modules:

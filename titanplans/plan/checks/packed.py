@@ -42,7 +42,9 @@ def packed_faults(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
 
 def _experts(plan: ResolvedPlan) -> Iterator[tuple[str, str]]:
     """Yield each three-dimensional weight of experts that is twice as wide as the one back to the hidden size."""
-    stacked = [e for e in plan.entries if e.parameter is not None and held(e.module)[e.parameter].ndim == 3]
+    stacked = [
+        e for e in plan.entries if e.parameter in held(e.module) and getattr(e.module, e.parameter).ndim == 3
+    ]
     widths = {e.path: _rows(e) for e in stacked if isinstance(e.style, Rowwise)}
     for entry in stacked:
         width, style = widths.get(entry.path), entry.style

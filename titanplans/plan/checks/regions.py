@@ -32,8 +32,7 @@ def _parameter_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield each style that would be wrong for the parameter that its key names."""
     for entry in plan.entries:
         if entry.parameter is not None:
-            param = entry.module._parameters[entry.parameter]
-            reason = entry.style.parameter_refusal(entry.parameter, param)  # type: ignore[arg-type]
+            reason = entry.style.parameter_refusal(entry.parameter, getattr(entry.module, entry.parameter))
             if reason is not None:
                 yield entry.key, reason
 
@@ -115,6 +114,13 @@ def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
 def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield an embedding without a style that says where the stream begins, and styles on the stream behind its end."""
     decoder = plan.decoder
+    if plan.source.options.cuts_stream and isinstance(
+        plan.styles.get(decoder.head or ""), ReplicatedOnStream
+    ):
+        yield (
+            decoder.head or "",
+            "it makes the logits, and a rank would have those of its tokens alone: give it vocab_head()",
+        )
     if not plan.source.options.sequence_parallel:
         return
     if any(entry.style.opens for entry in plan.entries):

@@ -79,7 +79,7 @@ def _sizes(plan: ResolvedPlan) -> Iterator[Size]:
         for name, layout in layouts.items():
             if not isinstance(layout.placement, Shard):
                 continue
-            value = module._parameters[name].shape[layout.placement.dim]  # type: ignore[union-attr]
+            value = getattr(module, name).shape[layout.placement.dim]
             what = f"dimension {layout.placement.dim} of {name}"
             if in_mixer or layout.rows is not None:
                 yield Size(what, value, where, partial(_divides, value))

@@ -54,7 +54,9 @@ class Sampler:
         self.vocabulary = 0 if self.fixed else vocabulary_size(model)
         self.padding_id = _padding(model, self.vocabulary)
         parameters = inspect.signature(model.forward).parameters
-        self.ids_name = "input_ids" if "input_ids" in parameters else next(iter(parameters))
+        first = next(iter(parameters.values()))
+        variadic = first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD)
+        self.ids_name = "input_ids" if "input_ids" in parameters or variadic else first.name
         self._returns_cache = "use_cache" in parameters
         batch_first = sequence_dim == 1 and not self.fixed
         self.padded = batch_first and "attention_mask" in parameters

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DeviceMesh
 
 from titanplans.errors import PlanError
 
-REMEDY = "set it to 0, or leave layers whole: tensor_parallel_degree = 1, context_parallel_degree = 1"
+WHOLE = "leave layers whole: tensor_parallel_degree = 1, context_parallel_degree = 1"
+REMEDY = f"set it to 0, or {WHOLE}"
 
 
 def dropouts(model: nn.Module) -> Iterator[str]:

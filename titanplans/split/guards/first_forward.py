@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from titanplans.errors import PlanError
 from titanplans.plan.checks.keys import ADAPTERS
 from titanplans.split.checksum import checksum
-from titanplans.split.guards.dropout import REMEDY, draws_alike, dropouts, generator_state
+from titanplans.split.guards.dropout import REMEDY, WHOLE, draws_alike, dropouts, generator_state
 from titanplans.split.guards.inputs import positional
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.text import class_name
@@ -107,10 +107,12 @@ class _First:
         for handle in self.handles:
             handle.remove()
         if self.drew or not generator_state(self.mesh).equal(self.state):
+            found = ", ".join(dropouts(module))
             raise PlanError(
                 f"the forward of {class_name(module)} drew random numbers "
-                f"({', '.join(dropouts(module)) or 'dropout, or noise'}), but it is split over {self.mesh.size()} ranks, "
-                f"whose numbers would be the same where they must differ, or differ where they must be equal: {REMEDY}"
+                f"({found or 'its own code: no module has a dropout or a jitter above 0'}), but it is split over "
+                f"{self.mesh.size()} ranks, whose numbers would be the same where they must differ, or differ where they "
+                f"must be equal: {REMEDY if found else WHOLE}"
             )
 
 

@@ -10,13 +10,14 @@ would still draw a conclusion from a shard, the call is refused.
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from titanplans.errors import PlanError
+from titanplans.split.state import specialise, subclass
 from titanplans.split.stream import Border
 from titanplans.text import class_name
 
@@ -54,11 +55,33 @@ def guard_forwards(model: nn.Module, base: nn.Module, begins_at: nn.Module | Non
     if begins_at is not None:
         begins_at.register_forward_pre_hook(partial(_begin, known.border), with_kwargs=True)
     known.border.stream.stop()
+    if not known.has_head:
+        specialise(model, _without_head(type(model)))
     for module in (model,) if base is model else (model, base):
         before = partial(_before, known, module is model, module is base, positional(module))
         after = partial(_after, known, module is model, module is base)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
+
+
+@cache
+def _without_head(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass `cls`, whose forward may multiply with the weight of its embedding, whose rows are shared out."""
+
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return cls.forward(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise PlanError(
+                f"the forward of {class_name(self)} computes with a weight outside of its module, and has no head: where it "
+                "makes logits with the embedding's weight, give it lm_head = nn.Linear(width, vocabulary, bias=False) with "
+                "lm_head.weight = embedding.weight, and call that"
+            ) from error
+
+    return subclass(cls, {"forward": forward})
 
 
 def positional(module: nn.Module) -> tuple[str, ...]:

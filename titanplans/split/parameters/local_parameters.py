@@ -9,7 +9,7 @@ returns to the DTensor with the placement that the plan declares. An attribute s
 not change.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ParallelError
-from titanplans.plan.layout import Layout
+from titanplans.plan.layout import Layout, rows_of
 from titanplans.split.collectives import Group
 from titanplans.split.parameters.local_read import LocalRead, MixerPart, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
@@ -87,10 +87,12 @@ def localize(
         memo: of the model.
         parts: what this rank reads, by name; without one all that it holds.
     """
-    mesh, parts = placing.mesh, parts or {}
+    mesh, parts, buffers = placing.mesh, parts or {}, layouts.keys() & module._buffers.keys()
     if mesh is None:  # what is read as it is needs no reader
         layouts = {name: layout for name, layout in layouts.items() if name in parts or layout.hidden}
     for name, layout in layouts.items() if mesh is not None else ():
+        if name in buffers:
+            continue
         param = module._parameters[name]
         assert param is not None, name
         known = memo.get(id(param))
@@ -104,8 +106,8 @@ def localize(
         readings = {
             name: Reading(
                 layout,
-                () if mesh is None else placing.gradient(layout),
-                placing.cut and _uneven(module._parameters[name], layout, group[1]),
+                () if mesh is None or name in buffers else placing.gradient(layout),
+                placing.cut and _uneven(getattr(module, name), layout, group[1]),
                 rank,
                 group,
                 LocalRead(),
@@ -114,7 +116,7 @@ def localize(
             for name, layout in layouts.items()
         }
         make_state(module).readings |= readings
-        for names, kind in _kinds(layouts).items():
+        for names, kind in _kinds(layouts, buffers).items():
             specialise(module, kind(type(module), names))
         if mesh is not None:
             module.register_load_state_dict_pre_hook(take_shards)
@@ -194,14 +196,17 @@ def is_gathered(param: torch.Tensor | None, reading: Reading) -> bool:
     return isinstance(param, DTensor) and param.device_mesh.ndim == len(reading.gradient)
 
 
-def _kinds(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], Callable[..., type[nn.Module]]]:
+def _kinds(
+    layouts: Mapping[str, Layout], buffers: Set[str]
+) -> dict[tuple[str, ...], Callable[..., type[nn.Module]]]:
     """Return which subclass gives which parameters, in a set order: repeated blocks share one compiled artefact."""
-    exchanged = {name for name, layout in layouts.items() if is_exchanged(layout)}
+    exchanged = {name for name, layout in layouts.items() if is_exchanged(layout)} - buffers
     hidden = {name for name, layout in layouts.items() if layout.hidden}
     kinds = (
-        (layouts.keys() - exchanged - hidden, _read_anywhere),
+        (layouts.keys() - exchanged - hidden - buffers, _read_anywhere),
         (hidden, _not_read),
         (exchanged, read_inside),
+        (buffers, _read_in_part),
     )
     return {tuple(sorted(names)): kind for names, kind in kinds if names}
 
@@ -217,6 +222,26 @@ def _read_anywhere(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
     def reader(name: str) -> property:
         return property(lambda self: local_parameter(self, name))
+
+    return subclass(cls, {name: reader(name) for name in names})
+
+
+@cache
+def _read_in_part(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Subclass `cls` with whole buffers that are read as this rank's part."""
+
+    def reader(name: str) -> Any:
+        def part(self: Any) -> torch.Tensor:
+            whole, state = self._buffers[name], self._split
+            reading = state.readings[name]
+            layout, ranks = reading.layout, reading.group[1]
+            dim, runs = layout.rows or rows_of(
+                layout.placement.dim, [whole.shape[layout.placement.dim]], ranks
+            )
+            places = [(run.at(reading.rank), run.of(reading.rank)) for run in runs]
+            return _part(of_places(whole, dim, places), None, reading, state)
+
+        return property(part)
 
     return subclass(cls, {name: reader(name) for name in names})
 

@@ -122,9 +122,7 @@ class CutByTokens:
 
     def _part(self, entry: Entry, name: str, inner: Layout) -> MixerPart | None:
         """Return what this rank reads, out of what its rank of tensor parallelism holds of a parameter."""
-        param = entry.module._parameters[name]
-        assert param is not None
-        outer = entry.layouts[name]
+        param, outer = getattr(entry.module, name), entry.layouts[name]
         addends = inner.addends // outer.addends
         held = _held(inner, param.shape, self.rank, self.tp * self.cp)
         if held is None:
