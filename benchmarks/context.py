@@ -1,13 +1,14 @@
 """A model whole, cut by weights and cut by tokens: bytes, peak memory and seconds, side by side in one run.
 
-    python -m benchmarks.context [--tokens 4096] [--rounds 3] [--layers 4] [--fake] [--degrees 1 2 4 8] [--fake-layers 32]
+    python -m benchmarks.context [--tokens 4096] [--rounds 3] [--layers 4]
+    python -m benchmarks.context --fake [llama:3.1-8B job.toml ...] [--lengths 32640 262144] [--degrees 1 2 4 8]
 
 Over gloo on two ranks: a Llama of 512 hidden units and one sequence in float32, tensor parallelism with the sequence
 sharded between its regions. Variants take turns; each turn is fresh processes with a thread each, which take a step, then
 one that is counted, then one that is timed. Bytes are those that a rank receives on a ring in a step, without the sums of
 gradients, memory is the peak of a rank's resident pages less what it had before. With --fake instead the peak of
-activations of a rank on fake tensors (`benchmarks.context_memory`), of published models at lengths that no machine here
-holds: by tokens it falls as 1/c.
+activations of a rank on fake tensors (`benchmarks.context_memory`), of published models or a job's at lengths that no
+machine here holds: by tokens it falls as 1/c.
 """
 
 import argparse
@@ -28,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from titanplans.training.launch.exit_status import finish
 
 VARIANTS: dict[str, dict[str, int]] = {"unsplit": {}, "tp 2, sequence parallel": {"tp": 2}, "cp 2": {"cp": 2}}
-LENGTHS = {"32k": 32_640, "262k": 262_144, "1M": 1_048_576}
-"""The first is no power of two: its parts would have the shapes of weights, whose gradients do not count."""
+LENGTHS = (32_640, 262_144, 1_048_576)
+"""Of --fake. The first is no power of two: its parts would have the shapes of weights, whose gradients do not count."""
 
 
 def main() -> None:
@@ -37,12 +38,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--fake", action="store_true", help="the peak of activations on fake tensors alone")
+    words = "the peak of activations on fake tensors alone, of named models or of jobs; default: llama:3.1-8B gla:7B"
+    parser.add_argument("--fake", nargs="*", metavar="MODEL", help=words)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of --fake, tokens")
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8], help="of --fake")
     parser.add_argument("--fake-layers", type=int, help="of --fake; all if unset")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if args.fake:
+    if args.fake is not None:
         on_fake_tensors(args)
     else:
         over_gloo(args)
@@ -133,12 +136,14 @@ def on_fake_tensors(args: argparse.Namespace) -> None:
     tps = [degree for degree in args.degrees if degree > 1]
     print(" | ".join(f" tp {degree}" for degree in tps) + " |")
     print("|---|---|" + "---:|" * (len(args.degrees) + len(tps)))
-    for model in MODELS:
-        for label, tokens in LENGTHS.items():
+    for model in args.fake or MODELS:
+        for tokens in args.lengths:
             cuts = [(1, degree) for degree in args.degrees] + [(degree, 1) for degree in tps]
             peaks = [peak(model, tokens, tp, cp, args.fake_layers).bytes for tp, cp in cuts]
             print(
-                f"| {model} | {label} | " + " | ".join(f"{size / 1e9:.1f}" for size in peaks) + " |",
+                f"| {model} | {tokens:,} | "
+                + " | ".join(f"{size / 1e9:.{1 if size > 1e9 else 3}f}" for size in peaks)
+                + " |",
                 flush=True,
             )
 

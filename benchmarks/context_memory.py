@@ -2,7 +2,8 @@
 
 Counted is what lives at once of all that a forward and its backward make, without the weights' gradients, which are dropped
 as they are made. Blocks are recomputed, and the head computes its loss chunk by chunk, as a job with long sequences does.
-Kernels are stood in for: attention by torch's flash attention, flash-linear-attention's by one that makes its states.
+Kernels are stood in for: attention of Llama by torch's flash attention, GLA's by one that makes its states; those of other
+models are what a CPU has, which keeps more.
 """
 
 import weakref
@@ -17,14 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanplans import apply_plan, kernels, modeling
+from titanplans.config import ActivationCheckpoint, load_job
 from titanplans.loss import FusedLoss
 from titanplans.loss import head as fused_head
+from titanplans.parallel.activation_checkpoint.apply import apply_activation_checkpointing
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.torch_private.dtensor import local_tensor
+from titanplans.training.job.resolve import hf_config
 
 CHUNK = 64
 """Tokens between two states of a linear attention."""
-MODELS = {"Llama 3.1-8B": ("llama", "3.1-8B"), "GLA 7B": ("gla", "7B")}
+MODELS = ("llama:3.1-8B", "gla:7B")
 
 
 class Peak(TorchDispatchMode):
@@ -82,22 +86,32 @@ class Peak(TorchDispatchMode):
 
 
 def peak(name: str, tokens: int, tp: int, cp: int, layers: int | None = None) -> Peak:
-    """Return the peak of one rank of `tp` x `cp`, in the second of two steps, of one sequence of `tokens`."""
+    """Return the peak of one rank of `tp` x `cp`, in the second of two steps, of one sequence of `tokens`.
+
+    Args:
+        name: "family:flavor", or a job's TOML file, of whose model and plan it is.
+        layers: blocks of a named model; None for all.
+    """
     kernels.install("cpu")
     _stand_in_for_kernels()
-    family, flavor = MODELS[name]
+    family, _, flavor = name.partition(":")
+    job = load_job([name]) if name.endswith(".toml") else None
     sizes = {} if layers is None else {"num_hidden_layers": layers}
+    config = modeling.load_config(family, flavor, **sizes) if job is None else hf_config(job)
     with fake_ranks(tp * cp, context=cp) as mesh:
-        model: Any = modeling.build(modeling.load_config(family, flavor, **sizes)).to(torch.bfloat16)
+        model: Any = modeling.build(config).to(torch.bfloat16)
         if tp * cp > 1:
-            apply_plan(model, mesh, sum_over_cp=cp == 1)
+            apply_plan(model, mesh, plan=None if job is None else job.model.plan, sum_over_cp=cp == 1)
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            apply_activation_checkpointing(model, ActivationCheckpoint(mode="full"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = model.to_empty(device="cpu").train()
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if hasattr(model, "gradient_checkpointing_enable"):
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             step = _step(model, torch.zeros(1, tokens, dtype=torch.long))
-            step()  # in which is learnt what is exchanged together
+            step()  # the first one makes what later ones find
             with Peak(model) as found:
                 step()
     return found
@@ -113,7 +127,7 @@ def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
     def step() -> None:
         fused_head.stand_in = kept  # type: ignore[assignment]  # the one for a loop of one's own is no fake tensor
         with fused(ids):
-            model(input_ids=ids, use_cache=False)
+            model(ids)
         losses.pop().backward()
 
     return step
