@@ -140,12 +140,8 @@ def on_fake_tensors(args: argparse.Namespace) -> None:
         for tokens in args.lengths:
             cuts = [(1, degree) for degree in args.degrees] + [(degree, 1) for degree in tps]
             peaks = [peak(model, tokens, tp, cp, args.fake_layers).bytes for tp, cp in cuts]
-            print(
-                f"| {model} | {tokens:,} | "
-                + " | ".join(f"{size / 1e9:.{1 if size > 1e9 else 3}f}" for size in peaks)
-                + " |",
-                flush=True,
-            )
+            sizes = " | ".join(f"{size / 1e9:.{1 if size > 1e9 else 3}f}" for size in peaks)
+            print(f"| {model} | {tokens:,} | {sizes} |", flush=True)
 
 
 if __name__ == "__main__":
