@@ -36,7 +36,7 @@ def _drawn(panel: Panel, width: int) -> str:
     plotext.title(panel.title)
     if panel.bars:
         names, values = list(panel.bars)[::-1], list(panel.bars.values())[::-1]  # the first on top
-        plotext.bar(names, values, orientation="horizontal", width=0.01)
+        plotext.bar(names, values, orientation="horizontal", width=0.01, minimum=panel.base)
     for curve in panel.curves.values():
         color = _COLORS[curve.run % len(_COLORS)]
         plotext.plot(curve.steps, curve.values, marker=_marker(curve), color=color)
@@ -73,6 +73,7 @@ def write(panels: Sequence[Panel], path: Path) -> None:
         if panel.bars:
             axes.barh(list(panel.bars), list(panel.bars.values()))
             axes.invert_yaxis()  # the first cell on top
+            axes.set_xlim(left=panel.base)
         for name, curve in panel.curves.items():
             style = "--" if curve.validation else "-"
             marker = "." if len(curve.steps) < 50 else None

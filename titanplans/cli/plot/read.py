@@ -39,6 +39,8 @@ class Panel:
     """By the run's name."""
     bars: dict[str, float] = field(default_factory=dict)
     """By the cell's name and the figure as the table shows it."""
+    base: float = 0.0
+    """Where bars begin."""
 
 
 def read(paths: Sequence[str]) -> tuple[list[Panel], list[str]]:
@@ -114,6 +116,10 @@ def _sweep(table: Path) -> tuple[list[Panel], list[str]]:
     for figure in FIGURES:
         known = {row["cell"]: float(row[figure.name]) * figure.scale for row in rows if row[figure.name]}
         bars = {f"{cell}  {value:{figure.format}}": value for cell, value in known.items()}
-        panels.append(Panel(figure.title, bars=bars))
+        # Losses differ by little of their size, and none of them is near 0.
+        low, high = min(known.values(), default=0.0), max(known.values(), default=0.0)
+        base = low - (high - low) / 4 if figure.name.startswith("loss") and high > low else 0.0
+        title = f"{figure.title}; bars begin at {base:{figure.format}}" if base else figure.title
+        panels.append(Panel(title, bars=bars, base=base))
     notes = [f"{row['cell']}: {row['state']}" for row in rows if row["state"] != "finished"]
     return [panel for panel in panels if panel.bars], notes
