@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.config import load_job
 from titanplans.config.values import PositiveInt, from_text
-from titanplans.errors import DataError, UserError
+from titanplans.errors import UserError
 from titanplans.text import columns, counted
 from titanplans.training.launch.exit_status import refuse
 
@@ -54,56 +54,28 @@ def _show(job: Any, number: int) -> None:
     from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
     from titanplans.training.job import resolve
     from titanplans.training.job.checks import check_data
-    from titanplans.training.job.torchtitan_config import training_loader
+    from titanplans.training.job.torchtitan_config import open_training_data
     from titanplans.training.trainer import documents
 
     config = resolve.hf_config(job)
     check_data(job)
     documents.check_documents(job, config)
     apart = documents.are_apart(job, documents.keyword(job, config))
-    tokenizer = HuggingFaceTokenizer(
-        HuggingFaceTokenizer.Config(), tokenizer_path=resolve.tokenizer_path(job)
-    )
-    loader = training_loader(job, resolve.fewest_processes(job), apart=apart).build(
-        dp_rank=0,
-        dp_world_size=1,
-        tokenizer=tokenizer,
-        seq_len=job.training.seq_len,
-        local_batch_size=job.training.local_batch_size,
-    )
+    loader, tokenizer = open_training_data(job, resolve.fewest_processes(job), apart=apart, alone=True)
     names = [source.title for source in resolve.training_data(job).sources]
     read, found, start = [], 0, time.perf_counter()
-    for share in _shares(loader.shares):
+    for share in loader.steps():
         read.append(share)
         found += len(share.tokens)
         if found >= max(number, _FEWEST) and time.perf_counter() - start >= _SECONDS:
             break
     seconds = time.perf_counter() - start
-    if not read:
-        raise DataError(
-            'data.exhausted = "end": a source is read to its end within the first step; give more documents, or a smaller '
-            "global_batch_size"
-        )
-    rows = [(share, row) for share in read for row in range(len(share.tokens))]
+    rows = [(share, row) for share in read for row in range(len(share.lengths))]
     for at, (share, row) in enumerate(rows[:number]):
         print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names)), end="\n\n")
     print("\n".join(_counted(rows, names, apart, seconds)))
-
-
-def _shares(dataset: Any) -> Iterator["StepBatch"]:
-    """Yield what one rank would have, until a source ends."""
-    from titanplans.training.data.dataset import Ended
-
-    for share in dataset:
-        if isinstance(share, DataError):
-            raise share
-        if isinstance(share, Ended):
-            return
-        yield share
 
 
 def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str]) -> list[str]:
