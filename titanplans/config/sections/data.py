@@ -97,7 +97,7 @@ class Corpus(Options):
     """Part of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
 
     text_column: Name = "text"
-    """Column or field that holds the text, in a data set that has such."""
+    """Column or field that holds the text, in a data set that has such; "content.body" is a field in a field."""
 
 
 class DataSource(Corpus, section="data.sources", refuses=groups.source):

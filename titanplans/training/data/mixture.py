@@ -13,6 +13,7 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titanplans.config.sections.data import Data, DataSource
 from titanplans.errors import DataError
+from titanplans.text import counted
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source, open_source
 from titanplans.training.data.packing import Window, pack, pack_best_fit, pack_conversations
@@ -119,7 +120,7 @@ class PackedSource:
             for stream, place in places.items()
             if place.document is not None
         )
-        return f"{self.name}: {read / size:.2f} epochs, {read:,} documents of {size:,}"
+        return f"{self.name}: {read / size:.2f} epochs, {counted(read, 'document')} of {size:,}"
 
     def _is_used(self, tokens: int) -> bool:
         """Whether rows take something of a document of so many tokens."""
