@@ -88,3 +88,17 @@ def test_refusals_are_one_line(capsys, mixture, words, said):
     assert main(["data", f"{mixture}/job.toml", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_copies_of_corpora_are_said_and_removed(capsys, mixture, monkeypatch, tmp_path_factory):
+    import datasets
+
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    (cache / "other").touch()
+    assert main(["data", f"{mixture}/job.toml", "--rows", "1", "--training.epochs", "1"]) == 0
+    assert "kB, which titanplans data --clean removes" in capsys.readouterr().out
+    assert list(cache.rglob("*.arrow"))
+    assert main(["data", "--clean"]) == 0
+    assert f"removed {cache}/titanplans: " in capsys.readouterr().out
+    assert [file.name for file in cache.iterdir()] == ["other"]

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanplans.config import load_job
 from titanplans.config.values import PositiveInt, from_text
-from titanplans.errors import DataError, UserError
-from titanplans.text import columns, counted
+from titanplans.errors import UserError
+from titanplans.text import columns, counted, in_bytes
 from titanplans.training.launch.exit_status import refuse
 
 if TYPE_CHECKING:
@@ -28,13 +29,18 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of this command's own options."""
     parser = argparse.ArgumentParser(
         prog="titanplans data",
-        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...]",
+        usage="titanplans data JOB.toml [--rows 3] [--section.key value ...], or titanplans data --clean",
         description="Print the first rows of a job's training data as its model will see them, a line for each document: "
         "what does not count in the loss is in another colour, or in [[ ]]; then shares of sources and padding, and the "
         "tokens a second that one process of this machine makes.",
         allow_abbrev=False,
     )
     parser.add_argument("--rows", default="3", metavar="N", help="how many rows are printed")
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="remove the copies of .jsonl and .parquet files that jobs keep in the cache of the datasets library",
+    )
     return parser
 
 
@@ -42,6 +48,9 @@ def main(argv: list[str]) -> int:
     """Show what `argv` names; return the exit status."""
     try:
         own, words = parser().parse_known_args(argv)
+        if own.clean:
+            _clean()
+            return 0
         number = from_text(own.rows, PositiveInt, "--rows")
         job = load_job(words)
         _show(job, number)
@@ -50,60 +59,49 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _clean() -> None:
+    from titanplans.training.data.corpus.rows import copies
+
+    size, folder = size_of_copies(), copies()
+    shutil.rmtree(folder, ignore_errors=not folder.exists())
+    print(f"removed {folder}: {in_bytes(size)}")
+
+
+def size_of_copies() -> int:
+    """Return the bytes of the copies of corpora in the cache."""
+    from titanplans.training.data.corpus.rows import copies
+
+    return sum(file.stat().st_size for file in copies().rglob("*") if file.is_file())
+
+
 def _show(job: Any, number: int) -> None:
     from titanplans.training.trainer.device import prepare_device
 
     prepare_device()
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
     from titanplans.training.job import resolve
     from titanplans.training.job.checks import check_data
-    from titanplans.training.job.torchtitan_config import training_loader
+    from titanplans.training.job.torchtitan_config import open_training_data
     from titanplans.training.trainer import documents
 
     config = resolve.hf_config(job)
     check_data(job)
     documents.check_documents(job, config)
     apart = documents.are_apart(job, documents.keyword(job, config))
-    tokenizer = HuggingFaceTokenizer(
-        HuggingFaceTokenizer.Config(), tokenizer_path=resolve.tokenizer_path(job)
-    )
-    loader = training_loader(job, resolve.fewest_processes(job), apart=apart).build(
-        dp_rank=0,
-        dp_world_size=1,
-        tokenizer=tokenizer,
-        seq_len=job.training.seq_len,
-        local_batch_size=job.training.local_batch_size,
-    )
+    loader, tokenizer = open_training_data(job, resolve.fewest_processes(job), apart=apart, alone=True)
     names = [source.title for source in resolve.training_data(job).sources]
     read, found, start = [], 0, time.perf_counter()
-    for share in _shares(loader.shares):
+    for share in loader.steps():
         read.append(share)
         found += len(share.tokens)
         if found >= max(number, _FEWEST) and time.perf_counter() - start >= _SECONDS:
             break
     seconds = time.perf_counter() - start
-    if not read:
-        raise DataError(
-            'data.exhausted = "end": a source is read to its end within the first step; give more documents, or a smaller '
-            "global_batch_size"
-        )
-    rows = [(share, row) for share in read for row in range(len(share.tokens))]
+    rows = [(share, row) for share in read for row in range(len(share.lengths))]
     for at, (share, row) in enumerate(rows[:number]):
         print("\n".join(_row(tokenizer, share, row, f"row {at + 1}", names)), end="\n\n")
     print("\n".join(_counted(rows, names, apart, seconds)))
-
-
-def _shares(dataset: Any) -> Iterator["StepBatch"]:
-    """Yield what one rank would have, until a source ends."""
-    from titanplans.training.data.dataset import Ended
-
-    for share in dataset:
-        if isinstance(share, DataError):
-            raise share
-        if isinstance(share, Ended):
-            return
-        yield share
+    if size := size_of_copies():
+        print(f"copies of corpora in the cache: {in_bytes(size)}, which titanplans data --clean removes")
 
 
 def _row(tokenizer: Any, share: "StepBatch", row: int, title: str, names: list[str]) -> list[str]:

@@ -70,4 +70,6 @@ def _has(document: Any, key: str, value: Any) -> bool:
     name, _, rest = key.partition(".")
     if not isinstance(document, dict) or name not in document:
         return False
-    return _has(document[name], rest, value) if rest else value in (None, document[name])
+    if rest:
+        return _has(document[name], rest, value)
+    return value in (None, document[name]) or str(value) == str(document[name])  # as of nan

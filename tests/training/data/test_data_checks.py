@@ -9,14 +9,14 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_options import check_dataset
+from data_options import check_dataset, open_source
 
 from titanplans.errors import UserError
 from titanplans.training.data import (
     DataError,
-    check_checkpoint,
     check_tokenizer,
     default_tokenizer_path,
+    read_place,
 )
 
 
@@ -151,8 +151,8 @@ def test_a_checkpoint_whose_place_in_the_data_is_a_pickle(refused, tmp_path):
     loaders = ranks | {"world_size": 2}
     dcp.save({"dataloader": loaders, "w": torch.ones(1)}, checkpoint_id=tmp_path / "step-1")
     dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "weights")
-    check_checkpoint(tmp_path / "weights")
-    message = refused(check_checkpoint, tmp_path / "step-1")
+    assert read_place(tmp_path / "weights") == {}
+    message = refused(read_place, tmp_path / "step-1")
     assert "is a pickle for each" in message
     assert "exclude_from_loading" in message
 
@@ -170,6 +170,11 @@ GOOD = b'{"text": "a quick brown fox", "id": 1}\n' * 50
         (GOOD + b'{"id": 1}\n', "line 51 has the columns 'id'"),
         (GOOD[:-9], "can't be read as json (line 50: "),
         (b'{"text": "\\ud800"}\n', "line 1 holds an unpaired surrogate"),
+        (
+            b'{"text": ["a", "b"]}\n{"text": ["c"]}\n',
+            "line 1 holds a value of type list where there should be texts",
+        ),
+        (b'["a"]\n["b"]\n', "line 1 holds a value of type list"),
     ],
 )
 def test_lines_that_are_no_rows(refused, tmp_path, lines, reason):
@@ -192,6 +197,42 @@ def test_lines_that_are_no_rows(refused, tmp_path, lines, reason):
 def test_json_that_is_rows(tmp_path, content):
     (tmp_path / "rows.json").write_bytes(content)
     check_dataset("local", str(tmp_path / "rows.json"), split="all")
+
+
+@pytest.mark.parametrize("files", [1, 3, 25])
+def test_the_first_byte_that_is_not_utf8_is_named_before_training(refused, tmp_path, files):
+    for number in range(files):
+        (tmp_path / f"{number:02}.txt").write_bytes(b"a line\n" * 200_000 + "\u00fc".encode())
+        check_dataset("local", str(tmp_path), split="all")
+    at = 1_048_575  # a character over the border of two blocks that are read
+    text = b"." * at + "\u00fc".encode() + b"caf\xe9 cr\xe8me"
+    for name in ("00.txt", f"{files - 1:02}.txt"):
+        (tmp_path / name).write_bytes(text)
+    assert f"00.txt: byte {at + 5} is not UTF-8" in refused(check_dataset, "local", str(tmp_path))
+    (tmp_path / "00.txt").write_bytes(b"caf\xc3")
+    assert "00.txt: byte 3 is not UTF-8" in refused(check_dataset, "local", str(tmp_path))
+
+
+def test_a_field_in_a_field_is_a_text(refused, tmp_path):
+    rows = [{"content": {"body": f"text {i}"}} for i in range(3)]
+    write_jsonl(tmp_path / "a.jsonl", *rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "hub").mkdir()
+    write_jsonl(tmp_path / "hub" / "train.jsonl", *rows)
+    for dataset, path in (
+        ("local", tmp_path / "a.jsonl"), ("local", tmp_path / "a.parquet"), (str(tmp_path / "hub"), None),
+    ):  # fmt: skip
+        split = "all" if path else "train"
+        source = open_source(dataset, path and str(path), split=split, text_column="content.body")
+        assert sorted(text for _, text in source.documents(0, 0, 1, None)) == ["text 0", "text 1", "text 2"]
+    for name, kind in (
+        ("content.title", "no value"),
+        ("content", "type dict"),
+        ("content.body.x", "no value"),
+    ):
+        for file in ("a.jsonl", "a.parquet"):
+            path = str(tmp_path / file)
+            assert kind in refused(check_dataset, "local", path, split="all", text_column=name)
 
 
 @pytest.mark.parametrize("path", ["/", "/proc"])

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from multiprocessing import active_children
@@ -14,6 +15,7 @@ import data_options
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from data_options import open_source
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -21,7 +23,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from titanplans.config.sections.data import Chat
 from titanplans.errors import DataError
 from titanplans.training.checkpoint.storage import Planner
-from titanplans.training.data import check_checkpoint
+from titanplans.training.data import read_place
 from titanplans.training.data.streams import DataPosition, merged
 from titanplans.training.data.vocabulary import default_tokenizer_path
 from titanplans.training.data.workers import live_as_long_as_the_rank
@@ -243,9 +245,14 @@ def test_a_state_of_before_there_were_mixtures_goes_on(build, corpora, name):
     first = build(corpora[name])
     flat(islice(first, 5))
     state = json.loads(first.state_dict()["place"])
-    del state["weights"], state["weighted_since"]
+    (source,) = state.pop("sources").values()
+    del state["weighted_since"], state["rest"]
+    names = {xxhash.xxh3_64(name.encode()).hexdigest()[:12]: name for name in source["files"]["contents"]}
+    contents = {key: source["files"]["contents"][name] for key, name in names.items()}
+    state["files"] = source["files"] | {"contents": contents}
+    state["identity"] |= source["identity"]
     state["identity"].pop("packing", None)
-    for stream, (windows, ((epoch, document, offset),)) in state["cursors"].items():
+    for stream, (windows, ((epoch, document, offset, *_),)) in state["cursors"].items():
         state["cursors"][stream] = [epoch, document, offset, windows]
     second = build(corpora[name])
     second.load_state_dict({"place": json.dumps(state)})
@@ -259,7 +266,7 @@ def test_a_state_survives_a_checkpoint_file(build, corpora, tmp_path):
     first = build(corpora["stream"])
     flat(islice(first, 5))
     dcp.save({"dataloader": first}, checkpoint_id=tmp_path)
-    check_checkpoint(tmp_path)
+    assert read_place(tmp_path) == {"place": first.state_dict()["place"]}
     second = build(corpora["stream"])
     dcp.load(
         {"dataloader": second}, checkpoint_id=tmp_path, planner=Planner()
@@ -416,7 +423,9 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text)
     config = data_options.config(dataset="local", dataset_path=str(tmp_path))
-    state = build(config).state_dict()
+    first = build(config)
+    flat(islice(first, 40))  # which is more than an epoch: every document was read
+    state = first.state_dict() | {}
     build(config).load_state_dict(state)
     (tmp_path / "3.txt").write_text(TEXTS[3].replace("x", "y"))  # of the same size
     with pytest.raises(DataError, match=r"^since the checkpoint .*/3\.txt has changed"):
@@ -427,8 +436,35 @@ def test_a_corpus_that_changed_is_refused(build, tmp_path):
     moved.rename(tmp_path)
     (tmp_path / "3.txt").unlink()
     (tmp_path / "90.txt").write_text("new")
-    with pytest.raises(DataError, match=r"/90\.txt is new, 1 .*can't be found"):
+    with pytest.raises(DataError, match=r"/90\.txt is new, 3\.txt can't be found, and "):
         build(config).load_state_dict(state)
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_a_file_repaired_behind_the_place_goes_on(build, tmp_path, packing):
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    config = data_options.config(dataset="local", dataset_path=str(tmp_path), split="all")
+    config = replace(config, data=replace(config.data, packing=packing))
+    sizes = {"seq_len": 8, "local_batch_size": 1}
+    first = build(config, **sizes)
+    before = flat(islice(first, 20))
+    state, may = first.state_dict(), []
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text("repaired " + text)
+        with suppress(DataError):
+            _, (said,) = build(config, **sizes).check_state(state)
+            assert f"{i}.txt has changed; what was read before its place is the same" in said
+            may.append(i)
+        (tmp_path / f"{i}.txt").write_text(text)
+    assert 5 < len(may) < 28
+    for i in may:
+        (tmp_path / f"{i}.txt").write_text("repaired " + TEXTS[i])
+    whole = flat(islice(build(config, **sizes), 80))
+    assert whole[:20] == before, "nothing of those that may change was read"
+    second = build(config, **sizes)
+    second.load_state_dict(state)
+    assert flat(islice(second, 60)) == whole[20:]
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(build, tmp_path):

@@ -82,3 +82,27 @@ def test_a_job_ends_with_a_source_on_all_ranks_and_is_saved(folder):
     assert 3 < len(first) < 80
     assert again == [], "nothing is left to train on"
     assert (folder / "ended" / "checkpoint" / f"step-{first[-1]}").is_dir()
+
+
+def test_what_is_not_resumed_is_refused_before_the_model_is_loaded(folder):
+    """And a file that was repaired behind the place is not."""
+    from titanplans.config import load_job
+    from titanplans.errors import DataError
+    from titanplans.training.job.checks import check_job
+
+    def job(*options):
+        paths = (f"--model.config={folder}/gla.json", f"--job.dump_folder={folder}/early")
+        return load_job([f"{folder}/job.toml", *mixture(folder), *SAVES, *paths, *options])
+
+    worlds.run(on_one_rank_saving, 1)
+    check_job(job(), 1)
+    with pytest.raises(
+        DataError, match=r"^packing of a = 'cut': the checkpoint's data loader had 'best_fit'"
+    ):
+        check_job(job("--data.packing=cut"), 1)
+    with pytest.raises(DataError, match=r"^seq_len of a = 64: the checkpoint's data loader had 32"):
+        check_job(job("--training.seq_len=64"), 1)
+
+
+def on_one_rank_saving(rank: int) -> None:
+    figures("early", *STEPS[1:], "--training.steps=3", *SAVES)

@@ -125,26 +125,44 @@ def test_weights_may_change_and_count_from_there_on(build, data, tokenizer, capl
     assert len({tuple(row) for row in taken}) == len(taken)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"packing": "best_fit"}, r"^packing of a = 'best_fit': the checkpoint's data loader had 'cut'"),
-        ({"sources": 1}, r"^data.sources = "),
-    ],
-)
-def test_what_is_not_resumed(build, data, change, message):
+def test_what_is_not_resumed(build, data):
     state = build(data).state_dict()
-    changed = replace(data, **{k: data.sources[:v] if k == "sources" else v for k, v in change.items()})
-    with pytest.raises(DataError, match=message):
-        build(changed).load_state_dict(state)
+    with pytest.raises(
+        DataError, match=r"^packing of a = 'best_fit': the checkpoint's data loader had 'cut'"
+    ):
+        build(replace(data, packing="best_fit")).load_state_dict(state)
+    few = replace(data.sources[0], name="few", dataset_split="validation")  # 4 documents
+    with pytest.raises(DataError, match=r"^data.sources, few: it has fewer documents than the 8 streams"):
+        build(replace(data, sources=(*data.sources, few))).load_state_dict(state)
+    other = (replace(data.sources[0], dataset_split="train"), data.sources[1])
+    with pytest.raises(DataError, match=r"^split of a = 'train': the checkpoint's data loader had 'all'"):
+        build(replace(data, sources=other)).load_state_dict(state)
 
 
-def test_it_ends_with_a_source_or_goes_on(build, data):
-    ended = list(build(replace(data, exhausted="end")))
-    assert 3 < len(ended) < 40
-    sure = len(ended) - 2  # a stream's last row of a source is shorter where it does not begin anew
-    on = global_batches([build(data)], sure)
-    assert rows(ended[:sure]) == [row for batch in on for row in batch]
+def test_sources_come_go_move_and_pause_by_name(build, data, tokenizer):
+    """What is read of a source goes on where it was, whichever the others are; a line says what has changed."""
+    a, b = data.sources
+    alone = {of.name: global_batches([build(replace(data, sources=(of,)))], 14) for of in (a, b)}
+    taken, state = [], None
+    for sources, said in (
+        ((a,), None),
+        ((b, a), "b is new, of weight 1"),
+        ((a, b), None),
+        ((replace(a, weight=0.0), b), "a has weight 0, and had 3"),
+        ((replace(a, weight=1.0), b), "a has weight 1, and had 0"),
+        ((replace(a, weight=1.0),), "b is left out, and its place given up"),
+    ):
+        loader = build(replace(data, sources=sources))
+        if state is not None:
+            assert loader.check_state(state)[1] == ([f"data.sources from here on: {said}"] if said else [])
+            loader.load_state_dict(state)
+        taken += global_batches([loader], 2)
+        state = loader.state_dict()
+    for stream, rows_of in enumerate(zip(*taken, strict=True)):
+        for name in "ab":
+            found = [row for row in rows_of if of_source(tokenizer, row) == name]
+            assert found == [batch[stream] for batch in alone[name]][: len(found)]
+            assert found
 
 
 def test_a_pass_reads_every_source_whole(build, data, tokenizer):
@@ -200,7 +218,8 @@ def test_best_fit_predicts_every_token_of_a_document_once_and_goes_on_anywhere(l
 @pytest.mark.parametrize(
     ("values", "option"),
     [
-        ({"sources": [{"weight": 0.0}]}, "data.sources.weight"),
+        ({"sources": [{"weight": -1.0}]}, "data.sources.weight"),
+        ({"sources": [{"weight": 0.0}]}, "data.sources"),
         ({"sources": [{}, {}]}, "data.sources"),
         ({"long_documents": "drop"}, "data.long_documents"),
         ({"sources": [{"text_column": "x", "chat": {"enable": True}}]}, "data.sources.text_column"),

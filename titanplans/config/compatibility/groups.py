@@ -105,6 +105,8 @@ def data(d: Any) -> Refusals:
     titles = [source.title for source in d.sources]
     if twice := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
         yield "sources", f"{', '.join(twice)} is there twice; give each a name of its own"
+    if d.sources and not any(source.weight for source in d.sources):
+        yield "sources", "all have weight 0, so there is no row; give one a weight"
 
 
 def checkpoint(c: Any) -> Refusals:

@@ -95,6 +95,11 @@ def _data(job: Any) -> Refusals:
                 f"training.{key}",
                 "[[data.sources]] name the data; move it into one of them, or remove this key",
             )
+    if t.epochs is not None and job.data.exhausted == "end":
+        yield (
+            "training.epochs",
+            'data.exhausted = "end" already says that there is one; remove one of the two',
+        )
     chats = [source.chat for source in sources] or [t.chat]
     if all(chat.enable for chat in chats):
         why = "conversations are packed whole and do not see each other (packing in their chat); remove this key"

@@ -5,7 +5,7 @@ from typing import Literal
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
 from titanplans.config.paths import FilePath
-from titanplans.config.values import Name, NaturalInt, PositiveFloat, PositiveInt
+from titanplans.config.values import Name, NaturalFloat, NaturalInt, PositiveInt
 
 
 class DataLoader(Options, section="dataloader"):
@@ -97,7 +97,7 @@ class Corpus(Options):
     """Part of the data set: "train", "validation" or "all"; for a Hugging Face name, one of its own splits."""
 
     text_column: Name = "text"
-    """Column or field that holds the text, in a data set that has such."""
+    """Column or field that holds the text, in a data set that has such; "content.body" is a field in a field."""
 
 
 class DataSource(Corpus, section="data.sources", refuses=groups.source):
@@ -106,8 +106,8 @@ class DataSource(Corpus, section="data.sources", refuses=groups.source):
     name: Name | None = None
     """Its name in metrics, messages and checkpoints; unset: its path, or its data set."""
 
-    weight: PositiveFloat = 1.0
-    """Its share of the rows, relative to the other sources' weights. It may change where a job resumes."""
+    weight: NaturalFloat = 1.0
+    """Its share of the rows, relative to the other sources' weights; 0: none. It may change where a job resumes."""
 
     chat: SourceChat = SourceChat()
 
@@ -130,7 +130,7 @@ class Data(Options, section="data", refuses=groups.data):
     """Under packing = "best_fit", a document longer than a row is cut into rows, or left out."""
 
     exhausted: Literal["repeat", "end"] = "repeat"
-    """When a source has been read to its end it begins anew in another order; or the job ends there, and is saved."""
+    """At its end a source begins anew in another order; "end": the job is over, and saved, once all are read."""
 
     sources: tuple[DataSource, ...] = ()
     """A mixture: tables [[data.sources]] with the keys below, in place of training.dataset."""

@@ -78,6 +78,9 @@ class Batches(Corpus):
     steps: PositiveInt = 10000
     """Optimizer steps, in all, a resumed run's earlier ones included."""
 
+    epochs: PositiveInt | None = None
+    """Passes over the data, after which the job ends, if its steps have not ended it before; unset: as many as they take."""
+
 
 class Training(
     Freezing, MixedPrecision, Autocast, Offload, Batches, section="training", refuses=groups.training

@@ -115,7 +115,9 @@ class CheckpointManager(CheckpointLoader):
         self._now = False
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return self._now or super()._should_save(curr_step, last_step)
+        return (self._now and self.enable and not self.load_only) or super()._should_save(
+            curr_step, last_step
+        )
 
     def dcp_save(
         self,

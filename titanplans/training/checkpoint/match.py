@@ -116,7 +116,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
     """
     has_card = (checkpoint / CARD).is_file()
     if has_card and (wrong := damage(checkpoint, names=(".metadata",))) is not None:
-        raise _damaged(checkpoint, key, wrong)
+        raise damaged(checkpoint, key, wrong)
     if has_card and ".metadata" not in read_card(checkpoint).files:  # a Hugging Face folder
         if differing := changes(read_card(checkpoint).model, model_card(model.config)):
             raise _of_another(checkpoint, key, differing)
@@ -125,7 +125,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         return
     index = CheckpointReader(checkpoint).read_metadata()
     if (wrong := cut(checkpoint, index)) is not None:
-        raise _damaged(checkpoint, key, wrong)
+        raise damaged(checkpoint, key, wrong)
     if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config))):
         raise _of_another(checkpoint, key, differing)
     saved = index.state_dict_metadata
@@ -190,7 +190,8 @@ def check_optimizer(checkpoint: Path, groups: Iterable[ParameterGroup], key: str
             )
 
 
-def _damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
+def damaged(checkpoint: Path, key: str, wrong: str) -> ConfigError:
+    """Return the error of a checkpoint in which `damage` has found something `wrong`."""
     instead = folder.remedy(checkpoint) if key == "checkpoint.folder" else "take another checkpoint"
     return ConfigError(f"{key}: {wrong}; {instead}")
 

@@ -7,14 +7,14 @@ Exported names import no torchtitan, so that a job can be checked before its dev
 
 from titanplans.errors import DataError
 from titanplans.training.data.chat.chat import ChatFormat
-from titanplans.training.data.checks import check_checkpoint, check_dataset
+from titanplans.training.data.checks import check_dataset, read_place
 from titanplans.training.data.vocabulary import check_tokenizer, default_tokenizer_path
 
 __all__ = [
     "ChatFormat",
     "DataError",
-    "check_checkpoint",
     "check_dataset",
     "check_tokenizer",
     "default_tokenizer_path",
+    "read_place",
 ]

@@ -38,7 +38,11 @@ def check_dataset(
         DataError: a missing path, no file, unsupported extensions, no such split or column, unreadable
             rows, a data set that the hub doesn't have, or too few tokens for one sequence.
     """
-    source, split, shown = open_source(of, chat=chat), of.dataset_split, of.dataset_path or of.dataset
+    source, split, shown = (
+        open_source(of, chat=chat, check=True),
+        of.dataset_split,
+        of.dataset_path or of.dataset,
+    )
     if chat is not None:
         if next(source.documents(0, 0, 1, None), None) is None:
             raise DataError(
@@ -61,22 +65,29 @@ def check_dataset(
     )
 
 
-def check_checkpoint(folder: str | Path) -> None:
-    """Refuse a checkpoint whose place in the data was kept in another form: torchtitan's, or by an earlier version.
-
-    Only the metadata of one distributed checkpoint (`…/step-N`) is read. A checkpoint without loader state passes.
+def read_place(folder: str | Path) -> dict[str, str]:
+    """Return the loader's state in a distributed checkpoint (`…/step-N`); {} if it has none.
 
     Raises:
         DataError: its loader's state is a pickle for each data-parallel rank.
     """
-    from titanplans.training.checkpoint.storage import CheckpointReader
+    import torch.distributed.checkpoint as dcp
 
-    keys = CheckpointReader(str(folder)).read_metadata().state_dict_metadata
+    from titanplans.training.checkpoint.storage import CheckpointReader, Planner
+
+    reader = CheckpointReader(str(folder))
+    keys = reader.read_metadata().state_dict_metadata
     if any(key.startswith("dataloader.") for key in keys) and f"dataloader.{PLACE}" not in keys:
         raise DataError(
             f"{folder}: its place in the data is a pickle for each data-parallel rank (torchtitan's, or an earlier "
             'version\'s), which is not read; start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
         )
+    state: dict[str, str] = {}
+    if f"dataloader.{PLACE}" in keys:
+        loaded = {"dataloader": {PLACE: ""}}
+        dcp.load(loaded, storage_reader=reader, planner=Planner(), no_dist=True)
+        state = loaded["dataloader"]
+    return state
 
 
 def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titanplans.errors import DataError
-from titanplans.training.data.mixture import Mixture, PackedSource, Row, StreamRows
+from titanplans.training.data.mixture import PackedSource
+from titanplans.training.data.stream_rows import Mixture, RestOfStreams, Row, StreamRows
 from titanplans.training.data.streams import BatchSlice, Cursor, DataPosition
 
 
@@ -32,7 +33,7 @@ class StepBatch(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """In place of a share: a source was read to its end."""
+    """In place of a share: a stream has ended; the rest of the others is to be read one after another."""
 
 
 class PackedText(IterableDataset):
@@ -43,9 +44,8 @@ class PackedText(IterableDataset):
         seq_len: tokens in a row.
         share: this rank's.
         start: where the next `iter` begins.
-        weights: of the sources, in a run that goes on until it is ended; None for one pass over one stream, in which every
-            token is predicted once on one rank, and the last global batch is filled up with ignored labels.
-        repeat: a source begins anew at its end; else the run is over there.
+        weights: of the sources; None: one after another.
+        epochs: of the data, after which a last global batch is filled up with ignored labels; None: they are repeated.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class PackedText(IterableDataset):
         start: DataPosition,
         *,
         weights: Sequence[float] | None,
-        repeat: bool = True,
+        epochs: int | None = None,
     ) -> None:
         self._parts, self._seq_len, self._share = parts, seq_len, share
-        self._weights, self._infinite = weights, weights is not None and repeat
+        self._weights, self._epochs = weights, epochs
         self.beginning = self.start = start
 
     def __iter__(self) -> Iterator[StepBatch | DataError | Ended]:
@@ -69,35 +69,36 @@ class PackedText(IterableDataset):
 
     def _batches(self, start: DataPosition, worker: int) -> Iterator[StepBatch | DataError | Ended]:
         readers: dict[int, StreamRows] = {}
+        rest = RestOfStreams(lambda stream: self._rows(stream, start), start.streams.count)
         for step in itertools.count(worker, self._share.workers):
-            rows, opened = [], {}
+            rows, cursors = [], {}
             try:
                 for sequence in self._share.of(start.sequences, step):
+                    if start.rest:
+                        rows.append(rest.row(sequence - start.sequences))
+                        cursors = dict(rest.cursors)
+                        continue
                     stream, number = start.streams.place(sequence)
                     if stream not in readers:
                         readers[stream] = self._rows(stream, start)
                     rows.append(readers[stream].row(number))
-                    opened[stream] = readers[stream]
+                    cursors[stream] = readers[stream].cursor
             except DataError as error:
                 yield error  # a worker's own exceptions come out with its traceback in the message
                 return
-            if None in rows and self._weights is not None:
+            if None in rows and not start.rest:
                 yield Ended()
                 return
-            if None in rows and self._is_over(start, step, readers[0]):
+            if None in rows and rest.read <= step * self._share.global_batch:
                 return
-            yield self._batch(rows, {stream: reader.cursor for stream, reader in opened.items()})
-
-    def _is_over(self, start: DataPosition, step: int, reader: StreamRows) -> bool:
-        """Whether a pass, which has one stream, came to its end before this step."""
-        return start.sequences + step * self._share.global_batch >= reader.cursor.windows
+            yield self._batch(rows, cursors)
 
     def _rows(self, stream: int, start: DataPosition) -> StreamRows:
         mixture = None
         if self._weights is not None:
             mixture = Mixture(self._weights, start.streams.before(start.weighted_since, stream))
         cursor = start.cursors.get(stream, Cursor())
-        return StreamRows(self._parts, mixture, stream, start.streams.count, cursor, infinite=self._infinite)
+        return StreamRows(self._parts, mixture, stream, start.streams.count, cursor, epochs=self._epochs)
 
     def _batch(self, rows: list[Row | None], cursors: dict[int, Cursor]) -> StepBatch:
         shape = len(rows), self._seq_len

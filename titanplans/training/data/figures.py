@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from titanplans.training.data.dataset import StepBatch
@@ -42,6 +43,22 @@ class Figures:
         return found | {
             f"data/long_documents/{name}": n for name, n in zip(self._names, long, strict=True) if n
         }
+
+
+class Flag:
+    """Asks all ranks for a yes or no, each the same number of times, without waiting for their accelerators."""
+
+    def __init__(self) -> None:
+        self._group = None
+        if _size() > 1 and dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo")
+
+    def __call__(self, own: bool) -> bool:
+        """Return whether any rank says yes."""
+        flag = torch.tensor(own, dtype=torch.int32)
+        if _size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -2,19 +2,19 @@
 
 A file is sampled in blocks spread over it, its first and last among them; one that is no larger than its blocks is read
 whole. A change between the blocks of a large file that leaves its size alone is not seen: that such a file was written to
-later is logged.
+later is said.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from torchtitan.tools.logging import logger
 
 from titanplans.errors import DataError
+from titanplans.training.job.reading import reading
 
 _BLOCK = 4096
 _BLOCKS = 4096
@@ -23,16 +23,16 @@ _BLOCKS = 4096
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Files by the hashes of their names."""
+    """Files by their names, relative to the corpus."""
 
     files: dict[str, str]
-    """Hash of the name, relative to the corpus -> hash of size and samples."""
+    """Name -> hash of size and samples."""
     newest: int
     """When a file was last written to, in nanoseconds since 1970."""
     paths: dict[str, Path]
-    """Hash of the name -> where it is; empty in one that was read from a checkpoint."""
+    """Name -> where it is; empty in one that was read from a checkpoint."""
     written: dict[str, int]
-    """Hash of the name -> when that file was last written to; empty likewise."""
+    """Name -> when that file was last written to; empty likewise."""
 
     @classmethod
     def of(cls, files: Sequence[tuple[str, Path]]) -> "Fingerprint":
@@ -41,52 +41,63 @@ class Fingerprint:
         Raises:
             DataError: one can't be read.
         """
-        contents, paths, written = {}, {}, {}
+        contents, written = {}, {}
         blocks = max(3, min(64, _BLOCKS // max(1, len(files))))
         for name, path in files:
-            key = _digest(xxhash.xxh3_64(name.encode()))
-            contents[key], written[key] = _sample(path, blocks)
-            paths[key] = path
-        return cls(contents, max(written.values(), default=0), paths, written)
+            contents[name], written[name] = _sample(path, blocks)
+        return cls(contents, max(written.values(), default=0), dict(files), written)
 
     def to_json(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps."""
         return {"contents": self.files, "newest": self.newest}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Fingerprint":
-        """Return what `to_json` wrote down."""
-        return cls(values["contents"], values["newest"], {}, {})
+    def from_json(cls, values: dict[str, Any], current: "Fingerprint") -> "Fingerprint":
+        """Return what `to_json` wrote down; earlier versions kept hashes of the names, which `current` may know."""
+        names = {_digest(xxhash.xxh3_64(name.encode())): name for name in current.files}
+        contents = {names.get(name, name): content for name, content in values["contents"].items()}
+        return cls(contents, values["newest"], {}, {})
 
 
-def check_files(saved: Fingerprint, current: Fingerprint) -> None:
-    """Refuse files that are not the checkpoint's (`DataError`), by name."""
-    new = [path for key, path in current.paths.items() if key not in saved.files]
+def check_files(saved: Fingerprint, current: Fingerprint, reads_the_same: Callable[[], bool]) -> str | None:
+    """Refuse files that are not the checkpoint's, by name, unless what was read before its place `reads_the_same`.
+
+    Returns:
+        A line for the log about files that were touched, or have changed elsewhere.
+
+    Raises:
+        DataError: the place would be in other text.
+    """
+    new = [str(path) for name, path in current.paths.items() if name not in saved.files]
     changed = [
-        path
-        for key, path in current.paths.items()
-        if saved.files.get(key, current.files[key]) != current.files[key]
+        str(path)
+        for name, path in current.paths.items()
+        if saved.files.get(name, current.files[name]) != current.files[name]
     ]
-    gone = len(saved.files.keys() - current.files.keys())
+    gone = sorted(saved.files.keys() - current.files.keys())
     if new or changed or gone:
         found = [
             _words(changed, "has changed", "have changed"),
             _words(new, "is new", "are new"),
-            f"{gone} that {'was' if gone == 1 else 'were'} there can't be found" if gone else "",
+            _words(gone, "can't be found", "can't be found"),
         ]
+        said = f"since the checkpoint {', '.join(filter(None, found))}"
+        if reads_the_same():
+            return f"{said}; what was read before its place is the same, so training goes on from there"
         raise DataError(
-            f"since the checkpoint {', '.join(filter(None, found))}, so its place in the data would be in other text; "
-            'restore the files, or start the data anew with exclude_from_loading = ["dataloader"] in [checkpoint]'
+            f"{said}, and with that the order of the documents or a text that has been read: restore the files, or give up "
+            'the place, and read the data anew, by exclude_from_loading = ["dataloader"] in [checkpoint]'
         )
-    later = [path for key, path in current.paths.items() if current.written[key] > saved.newest]
-    if later:
-        logger.info(
-            f"{_words(later, 'was', 'were')} written to, or copied, after the checkpoint; size and samples of the contents "
-            "are the same, so training goes on"
-        )
+    later = [str(path) for name, path in current.paths.items() if current.written[name] > saved.newest]
+    if not later:
+        return None
+    return (
+        f"{_words(later, 'was', 'were')} written to, or copied, after the checkpoint; size and samples of the contents "
+        "are the same, so training goes on"
+    )
 
 
-def _words(paths: list[Path], one: str, many: str) -> str:
+def _words(paths: list[str], one: str, many: str) -> str:
     """The first of some files, how many more there are, and what they do; "" of none."""
     if len(paths) < 2:
         return "".join(f"{path} {one}" for path in paths)
@@ -95,7 +106,7 @@ def _words(paths: list[Path], one: str, many: str) -> str:
 
 def _sample(path: Path, blocks: int) -> tuple[str, int]:
     """The hash of a file's size and blocks, and when it was last written to."""
-    try:
+    with reading(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             status = os.fstat(descriptor)
@@ -108,10 +119,6 @@ def _sample(path: Path, blocks: int) -> tuple[str, int]:
                     digest.update(os.pread(descriptor, _BLOCK, last * i // (blocks - 1)))
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise DataError(
-            f"{path} can't be read ({error.strerror}); repair the file or leave it out"
-        ) from error
     return _digest(digest), status.st_mtime_ns
 
 

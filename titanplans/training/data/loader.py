@@ -19,11 +19,12 @@ from torchtitan.tools.logging import logger
 
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
-from titanplans.training.data.checks import PLACE, check_identity
+from titanplans.training.data.checks import PLACE
 from titanplans.training.data.dataset import Ended, PackedText, StepBatch
-from titanplans.training.data.figures import Figures, of_all_ranks
-from titanplans.training.data.fingerprint import Fingerprint, check_files
+from titanplans.training.data.figures import Figures, Flag, of_all_ranks
+from titanplans.training.data.fingerprint import Fingerprint
 from titanplans.training.data.mixture import open_packed
+from titanplans.training.data.resume import resume
 from titanplans.training.data.streams import BatchSlice, DataPosition, Streams, divide, merged
 from titanplans.training.data.workers import live_as_long_as_the_rank
 
@@ -52,7 +53,10 @@ class TextDataLoader(BaseDataLoader):
         """How documents become rows, `documents` decided, and all `sources`"""
 
         infinite: bool = True
-        """Go on until the run is ended; else end after one pass, all ranks together"""
+        """A mixture by weight, until the run or `epochs` are over; else one pass, of the sources one after another"""
+
+        epochs: int | None = None
+        """Passes over the data; None: as many as the run takes"""
 
         seed: int = 0
         """Of the order of the documents"""
@@ -78,29 +82,29 @@ class TextDataLoader(BaseDataLoader):
         in_step = config.global_batch_size or local_batch_size * dp_world_size
         self._share = BatchSlice(in_step // dp_world_size, dp_rank, dp_world_size, max(1, config.num_workers))
         streams = divide(self._choose_streams, self._share) if config.infinite else Streams(1)
-        self._place = DataPosition(streams)
-        repeat = data.exhausted == "repeat"
-        self._ends = config.infinite and not repeat
-        self.shares = PackedText(
+        self._place = DataPosition(streams, rest=not config.infinite)
+        self._shares = PackedText(
             self._parts,
             seq_len,
             self._share,
             self._place,
             weights=[*self._weights.values()] if config.infinite else None,
-            repeat=repeat,
+            epochs=config.epochs if config.infinite and data.exhausted == "repeat" else 1,
         )
+        self._one_has = Flag()
         self._batch_size = local_batch_size
         self._tells = len(self._parts) > 1 or data.packing != "cut" or data.sources[0].chat.enable
         self._figures = Figures([part.name for part in self._parts])
-        self._identity = self._of_sources() | {
+        self._identity = {
             "tokenizer": _describe(tokenizer),
             _SPLIT_UP: _digest(_own_tokens(tokenizer)),
             "infinite": config.infinite,
         }
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprints: list[Fingerprint] = []
         workers = config.num_workers > 0
-        self._loader = DataLoader(
-            self.shares,
+        self._open = partial(
+            DataLoader,
+            self._shares,
             batch_size=None,
             collate_fn=_as_it_is,  # pyrefly: ignore[bad-argument-type]  without a batch size it is given an item
             num_workers=config.num_workers,
@@ -109,34 +113,59 @@ class TextDataLoader(BaseDataLoader):
             pin_memory=config.pin_memory,
             prefetch_factor=config.prefetch_factor if workers else None,
         )
+        self._loader = self._open()
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        place = self.shares.start
-        shares = iter(self._loader)  # workers have a copy of `start` now
-        self.shares.start = self.shares.beginning
-        return self._batches(place, shares)
+        place = self._place = self._shares.start
+        return self._batches(self._steps(place, self._begin(place, self._loader)))
+
+    def steps(self) -> Iterator[StepBatch]:
+        """Yield the rank's share of each step, from the beginning."""
+        place = self._shares.beginning
+        return (share for share, _ in self._steps(place, self._begin(place, self._loader)))
+
+    def _begin(self, place: DataPosition, loader: DataLoader[Any]) -> Iterator[StepBatch | DataError | Ended]:
+        self._shares.start = place
+        shares = iter(loader)  # workers have a copy of `start` now
+        self._shares.start = self._shares.beginning
+        return shares
+
+    def _steps(
+        self, place: DataPosition, shares: Iterator[StepBatch | DataError | Ended]
+    ) -> Iterator[tuple[StepBatch, DataPosition]]:
+        """Yield the shares, each with the place behind its step.
+
+        Raises:
+            DataError: on all ranks, in the same step.
+        """
+        while (share := next(shares, None)) is not None:
+            if self._one_has(isinstance(share, DataError | Ended)):
+                errors = [found for found in of_all_ranks(share) if isinstance(found, DataError)]
+                if errors:
+                    raise errors[0]
+                place = replace(merged(of_all_ranks(place)), rest=True)
+                # Its own generator: a job that resumes from here on draws nothing for it.
+                shares = self._begin(place, self._open(generator=torch.Generator()))
+                continue
+            assert isinstance(share, StepBatch)
+            place = replace(
+                place,
+                sequences=place.sequences + self._share.global_batch,
+                cursors={**place.cursors, **share.cursors},
+            )
+            yield share, place
 
     def _batches(
-        self, place: DataPosition, shares: Iterator[StepBatch | DataError | Ended]
+        self, steps: Iterator[tuple[StepBatch, DataPosition]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        self._place = place
-        for share in shares:
-            if isinstance(share, DataError):
-                raise share
-            if self._ends and any(of_all_ranks(isinstance(share, Ended))):
-                return
-            assert not isinstance(share, Ended)
+        for share, place in steps:
             self._figures.count(share)
             parts = [
                 tensor.split(self._batch_size) for tensor in (share.tokens, share.positions, share.labels)
             ]
             for number, (own_tokens, own_positions, own_labels) in enumerate(zip(*parts, strict=True), 1):
                 if number == len(parts[0]):
-                    place = self._place = replace(
-                        place,
-                        sequences=place.sequences + self._share.global_batch,
-                        cursors={**place.cursors, **share.cursors},
-                    )
+                    self._place = place
                 yield {"input": own_tokens, "positions": own_positions}, own_labels
 
     def take_figures(self) -> dict[str, float]:
@@ -146,27 +175,35 @@ class TextDataLoader(BaseDataLoader):
     def _choose_streams(self, counts: Sequence[int]) -> int:
         return min(part.source.choose_streams(counts) for part in self._parts)
 
-    def _of_sources(self) -> dict[str, Any]:
-        """What must be the same for a place to mean the same rows: of a mixture each source's under its name."""
-        if len(self._parts) == 1:
-            return self._parts[0].identity
-        each = {
-            f"{key} of {part.name}": value for part in self._parts for key, value in part.identity.items()
-        }
-        return {"data.sources": [part.name for part in self._parts]} | each
+    def read(self) -> list[str]:
+        """Return in words how much of each source was read; all ranks ask together."""
+        place = self._merged()
+        return [
+            part.read(place.streams.count, {s: cursor.places[n] for s, cursor in place.cursors.items()})
+            for n, part in enumerate(self._parts)
+        ]
+
+    def _merged(self) -> DataPosition:
+        return merged(of_all_ranks(self._place) if self._share.ranks > 1 else [self._place])
 
     def state_dict(self) -> dict[str, str]:
         """Where the run stands after its last whole step, and what the place belongs to: one JSON text.
 
         All ranks call it together, and get the same.
         """
-        places = of_all_ranks(self._place) if self._share.ranks > 1 else [self._place]
+        self._fingerprints = self._fingerprints or [Fingerprint.of(part.source.files) for part in self._parts]
         state = {
             "identity": self._identity,
-            "files": self._taken().to_json(),
+            "sources": {
+                part.name: {
+                    "weight": self._weights[part.name],
+                    "identity": part.identity,
+                    "files": files.to_json(),
+                }
+                for part, files in zip(self._parts, self._fingerprints, strict=True)
+            },
             "global_batch_size": self._share.global_batch,
-            "weights": self._weights,
-            **merged(places).to_json(),
+            **self._merged().to_json(),
         }
         return {PLACE: json.dumps(state)}
 
@@ -174,42 +211,29 @@ class TextDataLoader(BaseDataLoader):
         """The next batch is the one that followed when `state_dict` was taken, on any number of ranks and workers.
 
         Raises:
-            DataError: it is of other data, or by other settings; or a file has changed since.
+            DataError: as `check_state`.
         """
         if not state_dict:  # torchtitan: nothing was saved yet
             return
+        self._place, said = self.check_state(state_dict)
+        self._shares.start = self._place
+        for line in said:
+            logger.info(line)
+
+    def check_state(self, state_dict: dict[str, str]) -> tuple[DataPosition, list[str]]:
+        """Return the place in the data where `load_state_dict` goes on, and what it says.
+
+        Raises:
+            DataError: it is of other data, or by other settings; or a text has changed that was read.
+        """
         state = json.loads(state_dict[PLACE])
-        saved = Fingerprint.from_json(state["files"])
-        moved = saved.files == self._taken().files != {}  # the same files, wherever they lie now
-        paths = [key for key in self._identity if key.split()[0] == "dataset"]
-        same = {key: state["identity"].get(key) for key in paths} if moved else {}
-        # Keys that checkpoints of before do not have.
-        newer = {_SPLIT_UP: self._identity[_SPLIT_UP]} | (
-            {"packing": "cut"} if "packing" in self._identity else {}
-        )
-        check_identity(newer | state["identity"], self._identity | same)
-        check_files(saved, self._taken())
-        place = DataPosition.from_json(state)
-        if (weights := state.get("weights", self._weights)) != self._weights:
-            logger.info(f"data.sources: weights are {self._weights} from here on, and were {weights}")
-            place = replace(place, weighted_since=place.sequences)
-        self._place = self.shares.start = place
+        place, said = resume(state, self._parts, self._weights, self._identity)
         if (size := state["global_batch_size"]) != self._share.global_batch:
-            logger.info(
+            said.append(
                 f"a global batch has {self._share.global_batch} sequences now, and had {size} in the checkpoint: training "
                 f"goes on with the same text, in other batches; training.global_batch_size = {size} keeps them"
             )
-
-    def _taken(self) -> Fingerprint:
-        if self._fingerprint is None:
-            named = len(self._parts) > 1
-            files = [
-                (f"{part.name}: {name}" if named else name, file)
-                for part in self._parts
-                for name, file in part.source.files
-            ]
-            self._fingerprint = Fingerprint.of(files)
-        return self._fingerprint
+        return place, said
 
 
 def _as_it_is(share: StepBatch | DataError | Ended) -> StepBatch | DataError | Ended:

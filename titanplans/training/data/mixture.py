@@ -1,30 +1,24 @@
-"""The sources of a job as rows: each packs its own documents, and a row is one source's.
+"""A source of a job as rows: its documents, tokenised and packed, and how far a place is in them.
 
-A mixture says which source each row of a stream is from, by weight: arithmetic on the row's number, the same on every rank.
-So weights are shares of the rows, however long the documents of a source are.
+Which source a row is from is decided in `stream_rows.py`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import json
+from collections.abc import Iterator
+from typing import Any
 
-import grain
 import numpy as np
+import xxhash
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titanplans.config.sections.data import Data, DataSource
 from titanplans.errors import DataError
+from titanplans.text import counted
 from titanplans.training.data.chat.chat import ChatFormat, Tokens
 from titanplans.training.data.corpus.sources import Source, open_source
 from titanplans.training.data.packing import Window, pack, pack_best_fit, pack_conversations
-from titanplans.training.data.streams import Cursor, SourcePlace
+from titanplans.training.data.streams import SourcePlace
 from titanplans.training.job.reading import refusing
-
-
-class Row(NamedTuple):
-    """A window, and the number of the source that it is from."""
-
-    window: Window[Any]
-    source: int
 
 
 class PackedSource:
@@ -53,10 +47,10 @@ class PackedSource:
         self.identity = source.identity | ({} if chat else _packing(data, seq_len))
 
     def windows(
-        self, stream: int, streams: int, start: SourcePlace, *, infinite: bool
+        self, stream: int, streams: int, start: SourcePlace, *, epochs: int | None
     ) -> Iterator[Window[Any]]:
-        """Return the rows of a stream from `start` on; of one epoch, or of all."""
-        documents, apart = self._documents(stream, streams, start, infinite), self._data.documents == "apart"
+        """Return the rows of a stream from `start` on; of so many epochs, or endlessly."""
+        documents, apart = self._documents(stream, streams, start, epochs), self._data.documents == "apart"
         if self._chat is not None:
             # Conversations are not cut: the offset says whether the first is the stream's next.
             return pack_conversations(documents, self._seq_len, start.offset, packing=self._chat.packing)
@@ -80,17 +74,19 @@ class PackedSource:
         self._long += 1
 
     def _documents(
-        self, stream: int, streams: int, start: SourcePlace, infinite: bool
-    ) -> Iterator[tuple[tuple[int, Any], Any]]:
-        """Documents from `start` on, each with (epoch, position) and its tokens."""
+        self, stream: int, streams: int, start: SourcePlace, epochs: int | None
+    ) -> Iterator[tuple[tuple[int, Any, str], Any]]:
+        """Documents from `start` on, each with (epoch, position, digest up to it) and its tokens."""
         epoch, document = start.epoch, start.document
+        digest, known = (_NOTHING, False) if document is None else (start.digest, True)
         while True:
             used = False
             for position, text in self.source.documents(epoch, stream, streams, document):
+                digest, known = digest if known else _chained(digest, text), False
                 tokens: np.ndarray | Tokens = text if self._chat else self._encode(text)
                 used = used or self._is_used(len(tokens))
-                yield (epoch, position), tokens
-            if not infinite:
+                yield (epoch, position, digest), tokens
+            if epochs is not None and epoch + 1 >= epochs:
                 return
             if not used and document is None:
                 what = self._chat.what_is_left_out() if self._chat else self._what_is_not_used()
@@ -98,7 +94,33 @@ class PackedSource:
                     f"dataset = {self.source.identity['dataset']!r}: holds {what} for stream {stream} of {streams}; give "
                     "more documents, or train on fewer ranks with fewer num_workers"
                 )
-            epoch, document = epoch + 1, None
+            epoch, document, digest = epoch + 1, None, _NOTHING
+
+    def reads_the_same(self, stream: int, streams: int, place: SourcePlace) -> bool:
+        """Whether the documents of its epoch up to `place` are those of when it was taken."""
+        if place.document is None:
+            return True
+        wanted = {json.dumps(place.document): place.digest} | dict([place.ahead] if place.ahead else [])
+        digest = _NOTHING
+        for position, text in self.source.documents(place.epoch, stream, streams, None):
+            digest = _chained(digest, text)
+            if wanted.pop(json.dumps(position), digest) != digest:
+                return False
+            if not wanted:
+                return True
+        return False
+
+    def read(self, streams: int, places: dict[int, SourcePlace]) -> str:
+        """Return in words how much of the source was read, up to the places of its streams."""
+        epoch = max((place.epoch for place in places.values()), default=0)
+        if (size := self.source.size) is None:
+            return f"{self.name}: in epoch {epoch + 1}"
+        read = sum(
+            place.epoch * len(range(stream, size, streams)) + place.document + 1
+            for stream, place in places.items()
+            if place.document is not None
+        )
+        return f"{self.name}: {read / size:.2f} epochs, {counted(read, 'document')} of {size:,}"
 
     def _is_used(self, tokens: int) -> bool:
         """Whether rows take something of a document of so many tokens."""
@@ -115,6 +137,16 @@ class PackedSource:
         with refusing(f"{self.source.identity['dataset']}: the tokenizer can't read it", "give another"):
             ids = self._tokenizer.encode(text, add_bos=True, add_eos=True)
         return np.asarray(ids, dtype=np.int32)
+
+
+_NOTHING = "-"
+"""The digest of no documents."""
+
+
+def _chained(digest: str, document: "str | Tokens") -> str:
+    """The digest of documents up to `document`, by that of those before it; "" where that is not known."""
+    content = document.encode("utf-8", "surrogatepass") if isinstance(document, str) else document.to_bytes()
+    return digest and xxhash.xxh3_64(digest.encode() + content).hexdigest()[:12]
 
 
 def open_packed(
@@ -137,73 +169,3 @@ def _packing(data: Data, seq_len: int) -> dict[str, Any]:
     if data.packing == "cut":
         return {"packing": "cut"}
     return {"packing": data.packing, "long_documents": data.long_documents, "seq_len": seq_len}
-
-
-class Mixture:
-    """Which source a row is from.
-
-    Args:
-        weights: of the sources.
-        since: the row of each stream from which on these weights count.
-    """
-
-    def __init__(self, weights: Sequence[float], since: int = 0) -> None:
-        numbers = [grain.MapDataset.source([number]).repeat() for number in range(len(weights))]
-        self._sources = grain.MapDataset.mix(numbers, list(weights))
-        self._since = since
-
-    def source(self, stream: int, row: int) -> int:
-        """Return the number of the source of a stream's row; streams are out of step, so that each batch is mixed."""
-        return int(self._sources[row - self._since + stream])  # type: ignore[arg-type]
-
-
-class StreamRows:
-    """The rows of a stream, asked for by rising numbers; those between are left to other ranks.
-
-    Args:
-        parts: the sources.
-        mixture: of them; None: one after another, each once.
-        stream: which of `streams`.
-        streams: how many there are.
-        cursor: where the first row begins.
-        infinite: each source begins anew at its end.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[PackedSource],
-        mixture: Mixture | None,
-        stream: int,
-        streams: int,
-        cursor: Cursor,
-        *,
-        infinite: bool,
-    ) -> None:
-        self._mixture, self._stream = mixture, stream
-        self.cursor = cursor._replace(places=cursor.places or (SourcePlace(),) * len(parts))
-        self._windows = [
-            part.windows(stream, streams, place, infinite=infinite)
-            for part, place in zip(parts, self.cursor.places, strict=True)
-        ]
-
-    def row(self, number: int) -> Row | None:
-        """Return the row of that number; None if the stream has come to its end before."""
-        found = None
-        while self.cursor.windows <= number:
-            found = self._next()
-            if found is None:
-                return None
-        return found
-
-    def _next(self) -> Row | None:
-        wanted: Iterable[int] = range(len(self._windows))
-        if self._mixture is not None:
-            wanted = [self._mixture.source(self._stream, self.cursor.windows)]
-        for source in wanted:
-            if (window := next(self._windows[source], None)) is not None:
-                epoch, document = window.next_document
-                places = list(self.cursor.places)
-                places[source] = SourcePlace(epoch, document, window.next_offset)
-                self.cursor = Cursor(self.cursor.windows + 1, tuple(places))
-                return Row(window, source)
-        return None

@@ -44,6 +44,9 @@ class Window(Generic[P]):
     next_offset: int
     """That token's place in its document; 1 after a conversation."""
 
+    last_read: P | None = None
+    """Of best fit: the last document that was read for this window and those packed with it."""
+
 
 def pack(
     documents: Iterable[tuple[P, np.ndarray]], seq_len: int, offset: int = 0, *, apart: bool = False
@@ -126,9 +129,10 @@ def pack_best_fit(
         found_long: called for each such document.
     """
     part, rows = divmod(offset, ROWS_AT_ONCE)
+    parts = _PartIterator(iter(documents), seq_len, part, drop, found_long)
     packed = iter(
         BestFitPackIterDataset(
-            _Parts(iter(documents), seq_len, part, drop, found_long),
+            _Parts(parts),
             length_struct={"inputs": seq_len, "labels": seq_len},
             num_packing_bins=ROWS_AT_ONCE,
             shuffle_bins=False,
@@ -144,18 +148,19 @@ def pack_best_fit(
             positions=row["inputs_positions"][:n] if apart else np.arange(n),
             next_document=position,
             next_offset=part * ROWS_AT_ONCE + state["next_row"],
+            last_read=parts.position,
         )
 
 
 class _Parts(IterDataset):
     """Documents as Grain packs them: inputs and their labels, no more than a row of them at a time."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, parts: "_PartIterator") -> None:
         super().__init__()
-        self._arguments = arguments
+        self._parts = parts
 
     def __iter__(self) -> "_PartIterator":
-        return _PartIterator(*self._arguments)
+        return self._parts
 
 
 class _PartIterator(DatasetIterator):
@@ -171,7 +176,7 @@ class _PartIterator(DatasetIterator):
     ) -> None:
         super().__init__()
         self._documents, self._seq_len, self._drop, self._found_long = documents, seq_len, drop, found_long
-        self._position, self._tokens = next(documents, (None, np.arange(0)))
+        self.position, self._tokens = next(documents, (None, np.arange(0)))
         self._part = part
         if part == 0:
             self._see()
@@ -192,7 +197,7 @@ class _PartIterator(DatasetIterator):
             if following is None:
                 self._tokens = self._tokens[:0]
                 return
-            (self._position, self._tokens), self._part = following, 0
+            (self.position, self._tokens), self._part = following, 0
             self._see()
 
     def _see(self) -> None:
@@ -205,7 +210,7 @@ class _PartIterator(DatasetIterator):
     def get_state(self) -> Any:
         """Return where the next part is."""
         self._find()
-        return self._position, self._part
+        return self.position, self._part
 
     def set_state(self, state: Any) -> None:
         raise NotImplementedError  # a run goes on by documents from a position on

@@ -18,6 +18,10 @@ class SourcePlace(NamedTuple):
     """The source's own position, a JSON value; None is the epoch's first document."""
     offset: int = 0
     """The token in that document; of whole documents packed together, the row."""
+    digest: str = ""
+    """Of the epoch's documents up to that one; "" if it is not known."""
+    ahead: tuple[Any, str] | None = None
+    """Of whole documents packed together: the last one that the row was packed from, and the digest up to there."""
 
 
 class Cursor(NamedTuple):
@@ -93,6 +97,8 @@ class DataPosition:
     """Of streams that were not begun there is none."""
     weighted_since: int = 0
     """The sequence from which on sources are taken by the weights of today."""
+    rest: bool = False
+    """A stream has ended: the rest of them is read one after another, from the cursors on."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -102,6 +108,7 @@ class DataPosition:
             "sequences": self.sequences,
             "cursors": {str(stream): list(cursor) for stream, cursor in sorted(self.cursors.items())},
             "weighted_since": self.weighted_since,
+            "rest": self.rest,
         }
 
     @classmethod
@@ -109,7 +116,8 @@ class DataPosition:
         """Return the place that `to_json` wrote down."""
         cursors = {int(stream): _cursor(*cursor) for stream, cursor in values["cursors"].items()}
         streams = Streams(values["streams"], values["in_a_row"])
-        return cls(streams, values["sequences"], cursors, values.get("weighted_since", 0))
+        since, rest = values.get("weighted_since", 0), values.get("rest", False)
+        return cls(streams, values["sequences"], cursors, since, rest)
 
 
 def _cursor(*values: Any) -> Cursor:

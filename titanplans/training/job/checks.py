@@ -5,6 +5,7 @@ Each rank can decide this alone, so all ranks refuse alike. Contradictions withi
 """
 
 import importlib.util
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from titanplans import kernels, modeling
@@ -30,18 +32,19 @@ from titanplans.plan.decoder import holds_fla
 from titanplans.split.experts.loads import mixtures
 from titanplans.text import show
 from titanplans.torchrun import restarted
+from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.match import (
     changes,
     check_optimizer,
     check_saved,
+    damaged,
     finished,
     model_card,
     own_folder,
     to_resume,
     weighty,
 )
-from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer
-from titanplans.training.data import check_checkpoint as check_data_position
+from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer, read_place
 from titanplans.training.job import resolve
 from titanplans.training.job.outputs import check_outputs
 from titanplans.training.trainer import documents
@@ -100,7 +103,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
             f"checkpoint.create_seed_checkpoint = true saves unsharded weights from 1 process, not {world_size}; start one"
         )
     if job.checkpoint.enable:
-        check_checkpoint(job, model)
+        check_checkpoint(job, model, world_size)
 
 
 def check_device(job: JobConfig, device_type: str) -> None:
@@ -198,7 +201,7 @@ def check_experts(job: JobConfig, model: PreTrainedModel) -> None:
         _log.info(f"the bias by which {len(biases)} routers keep their experts equally busy {how}")
 
 
-def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
+def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) -> None:
     """Refuse a checkpoint that is not there, is of another model, or can't be resumed from."""
     checkpoint, folder = job.checkpoint, own_folder(job)
     if (done := finished(job, restarted=restarted(os.environ))) is not None:
@@ -211,7 +214,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
         resumes = own.name != "step-0"  # torchtitan takes only the weights from a seed checkpoint
         check_saved(own, model, "checkpoint.folder", resumes=resumes)
         if resumes:
-            _check_resumed(job, model, own, "checkpoint.folder")
+            _check_resumed(job, model, world_size, own, "checkpoint.folder")
     elif checkpoint.load_step != -1:
         raise ConfigError(
             f"checkpoint.load_step = {checkpoint.load_step}: there is no {folder}/step-{checkpoint.load_step}; "
@@ -230,13 +233,22 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
         resumes = not checkpoint.initial_load_model_only
         check_saved(initial, model, _INITIAL, resumes=resumes)
         if resumes:
-            _check_resumed(job, model, initial, _INITIAL)
+            _check_resumed(job, model, world_size, initial, _INITIAL)
 
 
-def _check_resumed(job: JobConfig, model: PreTrainedModel, saved: Path, key: str) -> None:
+def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, saved: Path, key: str) -> None:
     """Refuse a checkpoint from whose place in the data, or optimizer state, the job can't go on."""
     if "dataloader" not in job.checkpoint.exclude_from_loading:
-        check_data_position(saved)
+        from titanplans.training.job.torchtitan_config import open_training_data  # which imports torchtitan
+
+        apart = documents.are_apart(job, documents.keyword(job, model.config))
+        try:
+            if place := read_place(saved):
+                open_training_data(job, world_size, apart=apart, alone=False)[0].check_state(place)
+        except (CheckpointException, json.JSONDecodeError):
+            if (wrong := damage(saved)) is not None:
+                raise damaged(saved, key, wrong) from None
+            raise
     if "optimizer" not in job.checkpoint.exclude_from_loading:
         check_optimizer(saved, group_parameters(model, job.optimizer), key)
 

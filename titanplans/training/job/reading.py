@@ -5,6 +5,7 @@ Readers of Arrow, pickles and tokenizers raise what their own code happens to me
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from titanplans.errors import DataError, UserError
 
@@ -28,3 +29,14 @@ def refusing(what: str, remedy: str, error: type[UserError] = DataError) -> Iter
             raise cause from None
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         raise error(f"{what} ({reason}); {remedy}") from raised
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn the system's refusal to read `file` into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{file} can't be read ({error.strerror}); repair the file or leave it out"
+        ) from error

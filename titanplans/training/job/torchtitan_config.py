@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.tools.profiler import Profiler
 
@@ -87,7 +88,25 @@ def training_loader(job: JobConfig, world_size: int, *, apart: bool) -> TextData
     return replace(
         _dataloader(job, resolve.training_data(job), job.training.dataloader, apart=apart, infinite=True),
         global_batch_size=resolve.global_batch_size(job, resolve.data_parallel_degree(job, world_size)),
+        epochs=job.training.epochs,
     )
+
+
+def open_training_data(
+    job: JobConfig, world_size: int, *, apart: bool, alone: bool
+) -> tuple[TextDataLoader, HuggingFaceTokenizer]:
+    """Return the loader of the first of the data-parallel ranks, or of all as if it were `alone`, and its tokenizer."""
+    tokenizer = HuggingFaceTokenizer(
+        HuggingFaceTokenizer.Config(), tokenizer_path=resolve.tokenizer_path(job)
+    )
+    loader = training_loader(job, world_size, apart=apart).build(
+        dp_rank=0,
+        dp_world_size=1 if alone else resolve.data_parallel_degree(job, world_size),
+        tokenizer=tokenizer,
+        seq_len=job.training.seq_len,
+        local_batch_size=job.training.local_batch_size,
+    )
+    return loader, tokenizer
 
 
 def _dataloader(

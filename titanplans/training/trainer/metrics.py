@@ -78,6 +78,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             grad_norm: 2-norm of all gradients before clipping.
             extra_metrics: more scalars for the writers.
         """
+        if math.isnan(global_max_loss):  # of a rank whose rows of the last step of an epoch are filled up
+            global_max_loss = global_avg_loss
         now = time.perf_counter()
         seconds = now - self.time_last_log
         if step == self._first_step:

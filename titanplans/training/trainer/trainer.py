@@ -21,7 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titanplans.config import rename_option_errors
-from titanplans.errors import Diverged
+from titanplans.errors import DataError, Diverged
 from titanplans.parallel import DDPConfig, FSDP2Config, clip_gradients, ddp
 from titanplans.parallel.compile import async_tp
 from titanplans.parallel.fsdp import gradient_sync
@@ -131,10 +131,12 @@ class Trainer(torchtitan.trainer.Trainer):
             TrainingDone: none are, for `train`.
         """
         if not super().should_continue_training():
+            self._say_what_was_read()
             logger.info("Training completed")
             raise TrainingDone
         if self._ending is not None and self._ending.is_last(self.step):
             self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
+            self._say_what_was_read()
             logger.info(
                 f"SIGTERM: the job ends after step {self.step}, which is saved; the same command resumes"
             )
@@ -174,22 +176,29 @@ class Trainer(torchtitan.trainer.Trainer):
         Validation that is due comes before the step is saved: a run that is killed between the two repeats both.
 
         Raises:
+            DataError: the data can't be read further; the last whole step is saved.
             Diverged: the loss of a logged step is not finite, or its gradient's norm.
             ConfigError: in this run's first step async tensor parallelism fused nothing, or a block that was to be
                 compiled ran eagerly.
         """
+        self.step -= 1  # the last whole one
         try:
-            if self.report.steps_to_measure:
-                with self.report.measuring(self.step, self.lr_schedulers):
-                    self._train_step(data_iterator)
-            else:
-                self._train_step(data_iterator)
+            with self._saved_before_a_data_error():
+                batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         except DataloaderExhaustedError:
-            self.step -= 1
-            logger.info(f'data.exhausted = "end": a source has been read to its end, after step {self.step}')
+            logger.info(
+                f"the data were read to their end, after step {self.step} of at most {self.config.training.steps}"
+            )
             if self._has_trained:
+                self._say_what_was_read()
                 self.checkpointer.save(self.step, last_step=True)
             raise TrainingDone from None
+        self.step += 1
+        if self.report.steps_to_measure:
+            with self.report.measuring(self.step, self.lr_schedulers):
+                self._train_step(iter(batches))
+        else:
+            self._train_step(iter(batches))
         self._has_trained = True
         strategy = self.config.strategy
         if (
@@ -201,7 +210,23 @@ class Trainer(torchtitan.trainer.Trainer):
                 async_tp.check_fused(self.parallel_dims, strategy.async_tensor_parallel_unfused)
             self._checked_async_tp = True
         if self.config.validator.enable and self.validator.should_validate(self.step):
-            self.validator.validate(self.model_parts, self.step)
+            with self._saved_before_a_data_error():
+                self.validator.validate(self.model_parts, self.step)
+
+    @contextlib.contextmanager
+    def _saved_before_a_data_error(self) -> Iterator[None]:
+        """Save the step before a DataError of the body, which all ranks have, ends the run."""
+        try:
+            yield
+        except DataError as error:
+            if not self._has_trained:
+                raise
+            self.checkpointer.save_now(self.step)  # pyrefly: ignore[missing-attribute]
+            raise DataError(f"after step {self.step}: {error}; {self.resume_point()}") from error
+
+    def _say_what_was_read(self) -> None:
+        for line in self.dataloader.read():  # pyrefly: ignore[missing-attribute]
+            logger.info(f"data read of {line}")
 
     def _train_step(self, data_iterator: Iterator[_Batch]) -> None:
         self._batches_done, self._losses = 0, []

@@ -26,6 +26,9 @@ class TextColumn:
 
     def columns(self, there: Sequence[str], where: str) -> list[str]:
         """See RowFormat."""
+        first = self.name.partition(".")[0]
+        if self.name not in there and first in there:
+            return [first]  # a field in a field: "content.body"
         if self.name not in there:
             found = ", ".join(map(repr, sorted(there)))
             raise DataError(
@@ -40,18 +43,25 @@ class TextColumn:
                 f"{where} holds a value of type {type(row).__name__} where there should be an object with "
                 f"{self.name!r}; repair the file or leave it out"
             )
-        self.columns(list(row), where)
-        return {self.name: self._text(row[self.name], where)}
+        (column,) = self.columns(list(row), where)
+        return {self.name: self._text(self._inside(column, row[column]), where)}
+
+    def _inside(self, column: str, value: Any) -> Any:
+        """Return what the field of a column's value holds; None if it is not there."""
+        for key in self.name.split(".")[1:] if column != self.name else ():
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
     def table(self, table: "pyarrow.Table | pyarrow.RecordBatch", file: str, before: int) -> "pyarrow.Table":
         """See RowFormat."""
         import pyarrow
 
-        self.columns(table.schema.names, file)
-        column = table.column(self.name)
-        if column.null_count or str(column.type) not in ("string", "large_string") or not _is_utf8(column):
+        (name,) = self.columns(table.schema.names, file)
+        column = table.column(name)
+        texts = name == self.name and str(column.type) in ("string", "large_string")
+        if column.null_count or not texts or not _is_utf8(column):
             column = [
-                self._scalar(value, f"{file}, row {number}")
+                self._scalar(name, value, f"{file}, row {number}")
                 for number, value in enumerate(column, before + 1)
             ]
         return pyarrow.table({self.name: column})
@@ -64,7 +74,7 @@ class TextColumn:
         """See RowFormat."""
         return part[self.name]
 
-    def _scalar(self, scalar: Any, where: str) -> str:
+    def _scalar(self, name: str, scalar: Any, where: str) -> str:
         try:
             value = scalar.as_py()
         except UnicodeDecodeError as error:
@@ -73,7 +83,7 @@ class TextColumn:
             ) from error
         if "json" in str(scalar.type):  # of a column with rows of several types
             value = json.loads(value)
-        return self._text(value, where)
+        return self._text(self._inside(name, value), where)
 
     def _text(self, value: object, where: str) -> str:
         if not isinstance(value, str):

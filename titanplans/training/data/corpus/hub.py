@@ -44,7 +44,7 @@ class HubStream:
         known, implied_split = _TORCHTITAN_NAMES.get(name, (name, None))
         repository, _, config = known.partition(":")
         split = implied_split or split
-        self._reader, self.summary = reader, None
+        self._reader, self.summary, self.size = reader, None, None
         self._data, first = _open(name, path or repository, config or None, split, reader)
         if first is None:
             raise DataError(f"dataset = {name!r}: its split {split!r} holds no document")

@@ -4,6 +4,7 @@ Documents are indexed (a number of them, each read when it is asked for) and spl
 and .parquet files are in `rows.py`. The order over an epoch is decided in `sources.py`.
 """
 
+import codecs
 import glob
 import itertools
 import os
@@ -15,6 +16,7 @@ import numpy as np
 from titanplans.errors import DataError
 from titanplans.training.data.corpus.pieces import PIECE_BYTES, cut
 from titanplans.training.data.split import VALIDATION_EVERY, check_split, in_split, split_names
+from titanplans.training.job.reading import reading
 
 FORMATS = {"text": (".txt", ".md", ".py"), "json": (".jsonl", ".json"), "parquet": (".parquet",)}
 """Format -> the extensions of its files. The names are those of the `datasets` library's builders."""
@@ -110,16 +112,43 @@ def _parts_before_magic(path: Path) -> list[str]:
     return parts
 
 
+def _check_utf8(file: Path) -> None:
+    decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
+    with reading(file), file.open("rb") as stream:
+        for block in itertools.chain(iter(lambda: stream.read(1 << 20), b""), [b""]):
+            held = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file}: byte {before - held + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
+                ) from error
+            before += len(block)
+
+
 class TextFiles:
     """Documents cut from UTF-8 text files, about `piece_bytes` each, at line ends.
 
-    Opening asks for the files' sizes and reads none of them. A piece holds the lines that begin in its
-    range of bytes (a line longer than that is cut), so the pieces of a file, put together, are the
+    Opening asks for the files' sizes, and reads them only to `check` that they are UTF-8. A piece holds the lines that begin
+    in its range of bytes (a line longer than that is cut), so the pieces of a file, put together, are the
     file. Twenty files or more are split by file; of fewer, every twentieth piece is for validation.
+
+    Raises:
+        DataError: a file is not UTF-8: names it and its first such byte.
     """
 
-    def __init__(self, root: Path, files: Sequence[Path], split: str, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[Path],
+        split: str,
+        piece_bytes: int = PIECE_BYTES,
+        *,
+        check: bool = False,
+    ) -> None:
         check_split(split)
+        for file in files if check else ():
+            _check_utf8(file)
         self.piece_bytes, self.identity = piece_bytes, {"piece_bytes": piece_bytes}
         names = [file.relative_to(root).as_posix() for file in files]
         by_file = len(files) >= VALIDATION_EVERY
@@ -144,7 +173,7 @@ class TextFiles:
         def read(place: int, length: int) -> bytes:
             return os.pread(descriptor, min(length, size - place), place)
 
-        try:
+        with reading(file):
             descriptor = os.open(file, os.O_RDONLY)
             try:
                 begin, end = (
@@ -154,10 +183,6 @@ class TextFiles:
             finally:
                 now = os.fstat(descriptor).st_size
                 os.close(descriptor)
-        except OSError as error:
-            raise DataError(
-                f"{file} can't be read ({error.strerror}); repair the file or leave it out"
-            ) from error
         if now < size:
             raise DataError(
                 f"{file} has {now:,} bytes, and had {size:,} when the job began: it was cut while it was read; restore it "

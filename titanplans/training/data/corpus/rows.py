@@ -119,6 +119,13 @@ def quietly() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+def copies() -> Path:
+    """Return the folder of the copies of corpora, with their locks, in the library's cache."""
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "titanplans"
+
+
 def _stored(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Dataset":
     """The documents in the library's cache, named by their files; the first process to come makes it."""
     from datasets import Dataset, Features, Value
@@ -131,6 +138,7 @@ def _stored(files: Sequence[Path], file_format: str, reader: RowFormat) -> "Data
     ):
         return Dataset.from_generator(
             partial(_parts, files, file_format, reader),
+            cache_dir=str(copies()),
             features=features,
             fingerprint=hashlib.sha256(json.dumps([_LAYOUT, states, reader.key]).encode()).hexdigest()[:32],
         )
@@ -178,7 +186,10 @@ def _objects(file: Path, *, columns: bool) -> Iterator[tuple[str, Any]]:
                     f"{file} can't be read as json (line {number}: {error}); repair the file or leave it out"
                 ) from None
             if first and (isinstance(row, list) or (columns and isinstance(row, dict) and _is_columns(row))):
-                break
+                place, rest = stream.tell(), stream.read()
+                if not rest.strip():
+                    break
+                stream.seek(place)
             first = False
             yield f"{file}, line {number}", row
         else:

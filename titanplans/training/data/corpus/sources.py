@@ -33,6 +33,10 @@ class Source(Protocol):
     def summary(self) -> str | None:
         """Of conversations: how many are read, and how many are left out, in words."""
 
+    @property
+    def size(self) -> int | None:
+        """Documents in an epoch; None if they are not counted."""
+
     files: list[tuple[str, Path]]
     """Names, which are the same wherever the corpus lies, and paths of its files; empty if it is not on this machine."""
 
@@ -53,7 +57,7 @@ class Shuffled:
 
     def __init__(self, corpus: TextFiles | RowDocuments, identity: dict[str, Any], seed: int) -> None:
         self._corpus, self._seed = corpus, seed
-        self.files = corpus.files
+        self.files, self.size = corpus.files, len(corpus)
         self.summary = corpus.summary if isinstance(corpus, Conversations) else None
         self.identity = identity | corpus.identity | {"seed": seed}
 
@@ -76,7 +80,9 @@ def _order(seed: int, epoch: int, documents: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
-def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) -> Shuffled | HubStream:
+def open_source(
+    of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None, check: bool = False
+) -> Shuffled | HubStream:
     """The corpus that the job's settings name.
 
     Args:
@@ -86,6 +92,7 @@ def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) ->
             Hugging Face name, a local copy of it.
         seed: of the order of the documents.
         chat: reads rows as conversations; None: as texts, or text files.
+        check: read text files once, as all others are.
 
     Raises:
         DataError: the corpus isn't there, can't be read or holds nothing.
@@ -112,7 +119,7 @@ def open_source(of: Corpus, *, seed: int = 0, chat: ChatFormat | None = None) ->
     if not local:
         corpus = TextFiles(root, stdlib_files(root), split, STDLIB_PIECE_BYTES)
     elif file_format == "text":
-        corpus = TextFiles(root, files, split)
+        corpus = TextFiles(root, files, split, check=check)
     else:
         at = root, files, file_format, split
         corpus = Conversations(*at, chat) if chat else RowDocuments(*at, reader)

@@ -1,0 +1,174 @@
+"""Every document is read once an epoch, for any batch, ranks, workers, packing and resume; and what is said of it."""
+
+import json
+import multiprocessing
+import os
+from collections import Counter
+from dataclasses import replace
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from titanplans.config.sections.data import Data
+from titanplans.errors import DataError
+from titanplans.loss import IGNORED
+from titanplans.training.data import default_tokenizer_path
+from titanplans.training.data.loader import TextDataLoader
+from titanplans.weights.gather import of_all
+
+SEQ_LEN = 24
+SOURCES = {"a": (57, "0123456789", 3), "b": (23, "uvwxyz", 17), "c": (6, "klmn", 40)}
+"""Documents, words, and the fewest of them in one: the longest of each source is longer than a row."""
+
+
+def texts(name):
+    number, words, least = SOURCES[name]
+    return [" ".join((words * 20)[i : i + least + (5 * i) % 19]) for i in range(number)]
+
+
+def write(folder: Path) -> Data:
+    """Write two sources of rows and one of text files; return their mixture."""
+    for name in "ab":
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(name)))
+    (folder / "c").mkdir()
+    for number, text in enumerate(texts("c")):
+        (folder / "c" / f"{number}.txt").write_text(text)
+    paths = {"a": "a.jsonl", "b": "b.jsonl", "c": "c"}
+    sources = [
+        {"name": name, "dataset_path": str(folder / path), "dataset_split": "all", "weight": weight}
+        for (name, path), weight in zip(paths.items(), (3.0, 1.0, 0.5), strict=True)
+    ]
+    return Data(documents="apart", sources=sources)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("epochs"))
+
+
+def build(data, batch, *, rank=0, ranks=1, workers=0, epochs=1, **options):
+    config = TextDataLoader.Config(
+        data=data, num_workers=workers, global_batch_size=batch, epochs=epochs, **options
+    )
+    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+    return config.build(
+        dp_rank=rank,
+        dp_world_size=ranks,
+        tokenizer=tokenizer,
+        seq_len=SEQ_LEN,
+        local_batch_size=batch // ranks,
+    )
+
+
+def predicted(batches) -> Counter:
+    """Return how often each token is to be predicted behind each."""
+    found: Counter = Counter()
+    for inputs, labels in batches:
+        kept = labels != IGNORED
+        found.update(zip(inputs["input"][kept].tolist(), labels[kept].tolist(), strict=True))
+    return found
+
+
+def wanted(names, epochs) -> Counter:
+    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+    found: Counter = Counter()
+    for text in (text for name in names for text in texts(name)):
+        tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
+        found.update({pair: n * epochs for pair, n in Counter(pairwise(tokens)).items()})
+    return found
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 16), st.integers(1, 16), st.sampled_from(["cut", "best_fit"]), st.integers(1, 2),
+    st.sampled_from(["a", "abc"]), st.integers(0, 40),
+)  # fmt: skip
+def test_every_document_is_read_once_an_epoch(data, batch, other, packing, epochs, names, stop):
+    data = replace(data, packing=packing, sources=tuple(of for of in data.sources if of.name in names))
+    first = build(data, batch, epochs=epochs)
+    batches = iter(first)
+    read = predicted(islice(batches, stop))
+    state = first.state_dict()
+    assert read + predicted(batches) == wanted(names, epochs)
+    assert first.read() == [
+        f"{name}: {epochs}.00 epochs, {epochs * SOURCES[name][0]} documents of {SOURCES[name][0]}"
+        for name in names
+    ]
+    second = build(data, other, epochs=epochs)
+    second.load_state_dict(state)
+    assert read + predicted(second) == wanted(names, epochs)
+
+
+def test_only_the_last_batch_is_filled_up(data):
+    *whole, last = build(data, 7)
+    rows = [(labels != IGNORED).any(1).all() for _, labels in whole]
+    assert all(rows)
+    assert (last[1] != IGNORED).any()
+    assert last[1].shape == (7, SEQ_LEN)
+
+
+def test_workers_read_the_same_documents_once(data):
+    for options in ({}, {"persistent_workers": True}):
+        assert predicted(build(data, 6, workers=2, **options)) == wanted("abc", 1)
+
+
+def test_a_source_keeps_its_share_until_another_is_used_up(data):
+    batches = list(build(data, 9))
+    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+    rows = [tokenizer.decode(row.tolist()) for inputs, _ in batches[:3] for row in inputs["input"]]
+    assert sum(bool(set(row) & set("0123456789")) for row in rows) / len(rows) == pytest.approx(
+        2 / 3, abs=0.04
+    )
+
+
+def on_two_ranks(rank: int) -> list[dict]:
+    """Return what each rank reads: alone, with workers, and resumed by another batch."""
+    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a job
+    data, found = write(Path(os.environ["TEST_FOLDER"]) / str(rank)), {}
+    for batch, workers, packing in ((2, 0, "cut"), (10, 0, "best_fit"), (6, 2, "cut"), (4, 1, "best_fit")):
+        of = replace(data, packing=packing)
+        whole = predicted(build(of, batch, rank=rank, ranks=2, workers=workers))
+        for stop in (0, 3, 11):
+            first = build(of, batch, rank=rank, ranks=2, workers=workers)
+            before = predicted(islice(iter(first), stop))
+            second = build(of, 2 * batch, rank=rank, ranks=2, workers=workers)
+            second.load_state_dict(first.state_dict())
+            found[batch, stop] = before + predicted(second)
+        found[batch, None] = whole
+    try:
+        broken = build(data, 4, rank=rank, ranks=2)
+        for step, _ in enumerate(iter(broken)):
+            if step == 2 and rank == 1:
+                for file in (Path(os.environ["TEST_FOLDER"]) / "1" / "c").iterdir():
+                    file.write_text("")
+        found["error"] = None
+    except DataError as error:
+        found["error"] = str(error)
+    return of_all(found)
+
+
+def test_ranks_read_every_document_once_between_them_and_fail_together(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    os.environ["TEST_FOLDER"] = str(tmp_path)
+    one, two = worlds.run(on_two_ranks, 2)
+    errors = one.pop("error"), two.pop("error")
+    for case, read in one.items():
+        assert read + two[case] == wanted("abc", 1), case
+    assert errors[0] == errors[1]
+    assert "it was cut while it was read" in errors[0]
+
+
+def test_a_token_is_drawn_from_no_random_generator(data):
+    """A job that resumes behind the first stream's end has the random numbers of one that was not stopped."""
+    batches = iter(build(data, 8))
+    next(batches)
+    state = torch.get_rng_state()
+    list(batches)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,104 @@
+"""Whether a job can go on from the place in the data that a checkpoint holds, and where that is for its sources of today."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from titanplans.errors import DataError
+from titanplans.training.data.checks import check_identity
+from titanplans.training.data.fingerprint import Fingerprint, check_files
+from titanplans.training.data.mixture import PackedSource
+from titanplans.training.data.streams import DataPosition, SourcePlace
+
+
+def resume(
+    state: dict[str, Any], parts: Sequence[PackedSource], weights: dict[str, float], identity: dict[str, Any]
+) -> tuple[DataPosition, list[str]]:
+    """Return the place where `parts` go on, and lines for the log about changes.
+
+    Args:
+        state: what a loader's `state_dict` holds.
+        parts: the sources of today; they are those of the checkpoint by their names.
+        weights: of the sources, by name.
+        identity: what must be the same, without the sources' own.
+
+    Raises:
+        DataError: the data are others, or by other settings; or a text has changed that was read.
+    """
+    saved = _sources(state)
+    check_identity(identity | state["identity"], identity)  # which checkpoints of before do not have all
+    if len(saved) == len(parts) == 1:
+        saved = dict(zip([parts[0].name], saved.values(), strict=True))
+    place, said = DataPosition.from_json(state), []
+    there = list(saved)
+    cursors = {
+        stream: cursor._replace(
+            places=tuple(
+                cursor.places[there.index(part.name)] if part.name in saved else SourcePlace()
+                for part in parts
+            )
+        )
+        for stream, cursor in place.cursors.items()
+    }
+    place = replace(place, cursors=cursors)
+    for number, part in enumerate(parts):
+        if part.name in saved:
+            said.append(_check_source(number, part, saved[part.name], place, several=len(parts) > 1))
+        elif part.source.choose_streams([place.streams.count]) != place.streams.count:
+            raise DataError(
+                f"data.sources, {part.name}: it has fewer documents than the {place.streams.count} streams into which the "
+                "checkpoint divides the data; give it more, or start a new run"
+            )
+    before = {name: values["weight"] for name, values in saved.items()}
+    if list(before.items()) != list(weights.items()):
+        place = replace(place, weighted_since=place.sequences)
+        said.append(_changes(before, weights))
+    return place, [line for line in said if line]
+
+
+def _sources(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The saved sources by name; of earlier versions one, without a name."""
+    if "sources" in state:
+        return state["sources"]
+    if "data.sources" in state["identity"]:
+        raise DataError(
+            "the checkpoint's place in a mixture was written by an earlier version, and is not read; start the data anew "
+            'with exclude_from_loading = ["dataloader"] in [checkpoint]'
+        )
+    common = {"infinite"} | {key for key in state["identity"] if key.startswith("tokenizer")}
+    own = {key: state["identity"].pop(key) for key in state["identity"].keys() - common}
+    (weight,) = state.get("weights", {"": 1.0}).values()
+    return {"": {"weight": weight, "identity": own, "files": state["files"]}}
+
+
+def _check_source(
+    number: int, part: PackedSource, saved: dict[str, Any], place: DataPosition, *, several: bool
+) -> str | None:
+    """Refuse a source that is not the saved one; return a line for the log about its files."""
+    current, identity = Fingerprint.of(part.source.files), part.identity
+    files = Fingerprint.from_json(saved["files"], current)
+    before = {"packing": "cut"} | saved["identity"] if "packing" in identity else saved["identity"]
+    if files.files == current.files != {}:  # the same files, wherever they lie now
+        identity = identity | {key: before[key] for key in identity if key == "dataset"}
+    named = f" of {part.name}" if several else ""
+    check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, identity)))
+
+    def reads_the_same() -> bool:
+        return all(
+            part.reads_the_same(stream, place.streams.count, cursor.places[number])
+            for stream, cursor in place.cursors.items()
+        )
+
+    return check_files(files, current, reads_the_same)
+
+
+def _changes(before: dict[str, float], now: dict[str, float]) -> str:
+    """The changes of a mixture, in words; "" where only the order is another."""
+    said = [f"{name} is new, of weight {weight:g}" for name, weight in now.items() if name not in before]
+    said += [f"{name} is left out, and its place given up" for name in before if name not in now]
+    said += [
+        f"{name} has weight {weight:g}, and had {before[name]:g}"
+        for name, weight in now.items()
+        if before.get(name, weight) != weight
+    ]
+    return f"data.sources from here on: {'; '.join(said)}" if said else ""
