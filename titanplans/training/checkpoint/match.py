@@ -5,6 +5,7 @@ all. The model's config is in the card; a checkpoint without a card, torchtitan'
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.config import ConfigError, JobConfig
+from titanplans.config.options import plain, without_none
+from titanplans.config.schema import keys
+from titanplans.config.translate import flatten
 from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.plan.adapted import is_factor
 from titanplans.text import show
@@ -32,6 +36,12 @@ _INCIDENTAL = {
 }  # fmt: skip
 
 _LOAD_STEP = "checkpoint.load_step"
+
+_RESULT = re.compile(
+    r"(lora|data|optimizer|lr_scheduler|loss|quantize)\..*|training\.(?!steps|gc_|dataloader).*|debug\.seed|"
+    r"model\.hf_assets_path|checkpoint\.initial_.*"
+)
+"""Keys of a job, but for its model's and its length, that decide what it learns."""
 
 
 def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
@@ -91,6 +101,33 @@ def finished(job: JobConfig, *, restarted: bool = False) -> Path | None:
     present = folder.steps(path)
     last = present[-1] if present else 0
     return folder.checkpoint_path(path, last) if last >= job.training.steps else None
+
+
+def job_values(job: JobConfig) -> dict[str, Any]:
+    """Return the job's values by dotted key: `Card.job`."""
+    return dict(flatten(without_none(job.to_dict())))
+
+
+def check_finished(last: Path, job: JobConfig) -> None:
+    """Refuse a job that would learn something else than the one that has finished in its folder.
+
+    Raises:
+        ConfigError: with the keys that differ.
+    """
+    card = read_card(last).job if (last / CARD).is_file() else {}
+    theirs, ours = (
+        {
+            name: values.get(name, plain(key.default))
+            for name, key in keys().items()
+            if _RESULT.fullmatch(name)
+        }
+        for values in (card, job_values(job))
+    )
+    if card and (differing := changes(theirs, ours)):
+        raise ConfigError(
+            f"checkpoint.folder: {last} is the end of a finished job with other options ({differing}); name another "
+            "job.dump_folder to train this one, or return to those"
+        )
 
 
 def has_gone_on_from(path: Path, load_step: int) -> bool:

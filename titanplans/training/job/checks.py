@@ -32,6 +32,7 @@ from titanplans.text import show
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.match import (
     changes,
+    check_finished,
     check_optimizer,
     check_saved,
     finished,
@@ -203,6 +204,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
     checkpoint, folder = job.checkpoint, own_folder(job)
     if (done := finished(job, restarted=restarted(os.environ))) is not None:
         check_saved(done, model, "checkpoint.folder", resumes=False)
+        check_finished(done, job)
         return
     own = to_resume(folder, checkpoint.load_step)
     if own is None and checkpoint.initial_adapter_path is not None:

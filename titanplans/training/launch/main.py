@@ -80,20 +80,20 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     if not torchrun and ranks > 1:
         torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
     check_job(job, ranks)
-    if (last := finished(job, restarted=restarted(os.environ))) is not None:
-        if rank == 0:
-            if (wrong := damage(last)) is not None:
-                raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")
-            print(
-                f"{last} is whole: the job has taken its training.steps = {job.training.steps} and is finished"
-            )
-        return 0
-    if not torchrun and (ranks > 1 or restarts):
-        with locked(job):  # by this process, which outlives every rank
-            return launch(job, ranks, restarts)
-    if not torchrun:
-        os.environ.update(_ALONE)
+    # By this process, which outlives every rank: a job that still trains in the folder has not finished.
     with locked(job) if rank == 0 else nullcontext():
+        if (last := finished(job, restarted=restarted(os.environ))) is not None:
+            if rank == 0:
+                if (wrong := damage(last)) is not None:
+                    raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")
+                print(
+                    f"{last} is whole: the job has taken its training.steps = {job.training.steps} and is finished"
+                )
+            return 0
+        if not torchrun and (ranks > 1 or restarts):
+            return launch(job, ranks, restarts)
+        if not torchrun:
+            os.environ.update(_ALONE)
         return run_rank(job)
 
 
