@@ -286,6 +286,8 @@ CONTRADICTIONS = [
     ("[model]\nname = 'gla'\nconfig = 'c.json'", "model.config"),
     ("[model]\nname = 'gla'\nclass = 'a:B'", "model.class"),
     ("[model]\narguments = {a = 1}", "model.arguments"),
+    ("[model]\nclass = 'a:B'\nconfig_overrides = {n_positions = 8}", "model.config_overrides"),
+    ("[model]\nconfig_overrides = {n_positions = 8, hidden_size = 8}", "model.config_overrides"),
     ("[model]\nplan = 'gla'", "model.plan"),
     (
         "[training]\nglobal_batch_size = 8\ngradient_accumulation_steps = 2",

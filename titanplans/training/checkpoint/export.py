@@ -90,7 +90,8 @@ def export(
         adapters = merges(found.adapted)
         if found.alone:
             named = _base(found.base, what)
-            others = of_base(modeling.build(found.config), named, f"{what}: {named}")
+            overrides = found.card.job.get("model.config_overrides", ()) if found.card is not None else ()
+            others = of_base(modeling.build(found.config), named, f"{what}: {named}", overrides)
             weights = beside(weights, others, adapters, given if found.card is None else _dtype(weights))
         weights = merged(*weights, adapters)
     tokenizer = tokenizer or _tokenizer(found)

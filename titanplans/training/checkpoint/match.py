@@ -6,7 +6,7 @@ all. The model's config is in the card; a checkpoint without a card, torchtitan'
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,15 @@ def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
 def weighty(card: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a model's card says how it computes."""
     return {key: value for key, value in card.items() if not key.endswith("token_id")}
+
+
+def without(card: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a model's card, and its text config's, without the fields that a job overrides."""
+    return {
+        key: without(value, overrides) if key == "text_config" else value
+        for key, value in card.items()
+        if key not in overrides
+    }
 
 
 def own_folder(job: JobConfig) -> Path:
@@ -139,7 +148,9 @@ def has_gone_on_from(path: Path, load_step: int) -> bool:
     return damage(newest, names=()) is None and read_card(newest).job.get(_LOAD_STEP) == load_step
 
 
-def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool) -> None:
+def check_saved(
+    checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool, overrides: Collection[str] = ()
+) -> None:
     """Refuse a distributed checkpoint (a step-N folder) that is of another model, or that training can't be resumed from.
 
     Args:
@@ -147,6 +158,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         model: its weights are compared by name and shape; may lie on meta.
         key: the key of the job that leads to it, for the message.
         resumes: whether the job takes more of it than the weights.
+        overrides: fields of the model's config in which it may differ.
 
     Raises:
         ConfigError: with what differs; or it holds the weights alone.
@@ -154,8 +166,10 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
     has_card = (checkpoint / CARD).is_file()
     if has_card and (wrong := damage(checkpoint, names=(".metadata",))) is not None:
         raise _damaged(checkpoint, key, wrong)
+    both = (read_card(checkpoint).model, model_card(model.config)) if has_card else ({}, {})
+    differing = changes(*(without(card, overrides) for card in both))
     if has_card and ".metadata" not in read_card(checkpoint).files:  # a Hugging Face folder
-        if differing := changes(read_card(checkpoint).model, model_card(model.config)):
+        if differing:
             raise _of_another(checkpoint, key, differing)
         if resumes:
             raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
@@ -163,7 +177,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
     index = CheckpointReader(checkpoint).read_metadata()
     if (wrong := cut(checkpoint, index)) is not None:
         raise _damaged(checkpoint, key, wrong)
-    if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config))):
+    if differing:
         raise _of_another(checkpoint, key, differing)
     saved = index.state_dict_metadata
     there = {

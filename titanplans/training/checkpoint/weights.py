@@ -5,7 +5,7 @@ Each is the tensors by the model's own names, on meta, and what reads one of the
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from titanplans import modeling
 from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty
+from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty, without
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.folder import open_folder
@@ -102,8 +102,9 @@ def of_adapter(model: nn.Module, folder: Path) -> Weights:
     return Weights({name: state[name].detach() for name in trained_names(model)}, read)
 
 
-def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
-    """Return the base weights of adapters of the model `plain`, from a Hugging Face folder or a checkpoint.
+def of_base(plain: PreTrainedModel, base: Path, what: str, overrides: Collection[str] = ()) -> Weights:
+    """Return the base weights of adapters of the model `plain`, from a Hugging Face folder or a checkpoint, whose
+    config may differ in the fields `overrides`.
 
     Raises:
         ConfigError, ModelError: it is damaged, or of another model.
@@ -120,7 +121,11 @@ def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
         )
         if os.path.isfile(base / "config.json"):
             theirs = model_card(modeling.load_config_file(base))
-    if theirs is not None and (differing := changes(weighty(theirs), weighty(model_card(plain.config)))):
+    if theirs is not None and (
+        differing := changes(
+            *(without(weighty(card), overrides) for card in (theirs, model_card(plain.config)))
+        )
+    ):
         raise ConfigError(
             f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
         )

@@ -7,7 +7,7 @@ Each rank can decide this alone, so all ranks refuse alike. Contradictions withi
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -40,6 +40,7 @@ from titanplans.training.checkpoint.match import (
     own_folder,
     to_resume,
     weighty,
+    without,
 )
 from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer
 from titanplans.training.data import check_checkpoint as check_data_position
@@ -90,6 +91,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
             "model, or raise vocab_size in the model's config"
         )
     documents.check_documents(job, config)
+    check_positions(job, model)
     check_parallelism(job, model)
     if job.loss.fused:
         FusedLoss(model)
@@ -164,6 +166,23 @@ def _of_source(job: JobConfig, of: DataSource) -> Iterator[None]:
         raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
 
 
+def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
+    """Say that sequences are longer than the model's config has positions; refuse it where those are learned."""
+    config, length = model.config.get_text_config(), job.training.seq_len
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module.num_embeddings == positions != config.vocab_size:
+                raise ConfigError(
+                    f"training.seq_len = {length}: {name} has {positions} learned positions; lower it to that, or train a "
+                    "model with more"
+                )
+        _log.info(
+            f"training.seq_len = {length} exceeds the model's max_position_embeddings = {positions}, which its config.json "
+            "keeps; [model.config_overrides] changes it, and how rope scales"
+        )
+
+
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     """Refuse a model that float8, adapters, the plan, the degree or recomputation does not fit; see `dry_run`."""
     spread = strategy_of(job)
@@ -220,7 +239,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
             "-1 takes the newest"
         )
     elif (published := resolve.published_folder(job)) is not None:
-        check_published(published, model)
+        check_published(published, model, job.model.config_overrides or ())
     elif checkpoint.initial_load_path is not None:
         initial = Path(checkpoint.initial_load_path)
         if not os.path.isfile(initial / ".metadata"):
@@ -230,7 +249,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel) -> None:
                 f'checkpoint.initial_load_path = "{initial}" is not a checkpoint (a step-N directory with .metadata){hint}'
             )
         resumes = not checkpoint.initial_load_model_only
-        check_saved(initial, model, _INITIAL, resumes=resumes)
+        check_saved(initial, model, _INITIAL, resumes=resumes, overrides=job.model.config_overrides or ())
         if resumes:
             _check_resumed(job, model, initial, _INITIAL)
 
@@ -243,8 +262,10 @@ def _check_resumed(job: JobConfig, model: PreTrainedModel, saved: Path, key: str
         check_optimizer(saved, group_parameters(model, job.optimizer), key)
 
 
-def check_published(folder: str, model: PreTrainedModel) -> None:
+def check_published(folder: str, model: PreTrainedModel, overrides: Collection[str] = ()) -> None:
     """Refuse a Hugging Face folder that is damaged, or of another model than `model`, which may lie on meta.
+
+    `overrides` are fields of its config in which it may differ.
 
     Raises:
         ConfigError: its config.json says otherwise than the job.
@@ -252,9 +273,9 @@ def check_published(folder: str, model: PreTrainedModel) -> None:
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
-        if differing := changes(weighty(theirs), weighty(ours)):
+        if differing := changes(*(without(weighty(card), overrides) for card in (theirs, ours))):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
-                "that one, or change its config.json"
+                "that one; lengths, rope and dropout can differ by model.config_overrides"
             )
     match_folder(model, open_folder(folder))
