@@ -123,14 +123,11 @@ def adjusted(config: PretrainedConfig, overrides: Mapping[str, Any]) -> Pretrain
     Raises:
         ModelError: no such field, or a value that it can't have.
     """
-    values, text = config.to_dict(), config.get_text_config()
-    of_text = values if text is config else values["text_config"]
+    text = config.get_text_config()
+    fields = {key: _merged(getattr(text, key, None), value) for key, value in overrides.items()}
     try:
-        _check_fields(text, overrides)
         check_values(overrides, type(text), "its table")
-        for key, value in overrides.items():
-            of_text[key] = _merged(of_text.get(key), value)
-        return type(config).from_dict(values)
+        return type(config).from_dict(_overridden(config, config.to_dict(), fields))
     except _BAD_VALUE as error:
         raise ModelError(f"model.config_overrides = {show(overrides)}: {_line(error)}") from error
 

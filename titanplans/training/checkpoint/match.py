@@ -57,15 +57,6 @@ def weighty(card: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in card.items() if not key.endswith("token_id")}
 
 
-def without(card: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a model's card, and its text config's, without the fields that a job overrides."""
-    return {
-        key: without(value, overrides) if key == "text_config" else value
-        for key, value in card.items()
-        if key not in overrides
-    }
-
-
 def own_folder(job: JobConfig) -> Path:
     """Return the folder of the job's checkpoints."""
     return Path(job.job.dump_folder) / job.checkpoint.folder
@@ -124,13 +115,9 @@ def check_finished(last: Path, job: JobConfig) -> None:
         ConfigError: with the keys that differ.
     """
     card = read_card(last).job if (last / CARD).is_file() else {}
+    decide = {name: plain(key.default) for name, key in keys().items() if _RESULT.fullmatch(name)}
     theirs, ours = (
-        {
-            name: values.get(name, plain(key.default))
-            for name, key in keys().items()
-            if _RESULT.fullmatch(name)
-        }
-        for values in (card, job_values(job))
+        {key: values.get(key, decide[key]) for key in decide} for values in (card, job_values(job))
     )
     if card and (differing := changes(theirs, ours)):
         raise ConfigError(
@@ -166,10 +153,8 @@ def check_saved(
     has_card = (checkpoint / CARD).is_file()
     if has_card and (wrong := damage(checkpoint, names=(".metadata",))) is not None:
         raise _damaged(checkpoint, key, wrong)
-    both = (read_card(checkpoint).model, model_card(model.config)) if has_card else ({}, {})
-    differing = changes(*(without(card, overrides) for card in both))
     if has_card and ".metadata" not in read_card(checkpoint).files:  # a Hugging Face folder
-        if differing:
+        if differing := changes(read_card(checkpoint).model, model_card(model.config), overrides):
             raise _of_another(checkpoint, key, differing)
         if resumes:
             raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
@@ -177,7 +162,7 @@ def check_saved(
     index = CheckpointReader(checkpoint).read_metadata()
     if (wrong := cut(checkpoint, index)) is not None:
         raise _damaged(checkpoint, key, wrong)
-    if differing:
+    if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config), overrides)):
         raise _of_another(checkpoint, key, differing)
     saved = index.state_dict_metadata
     there = {
@@ -257,9 +242,15 @@ def cut(checkpoint: Path, index: Metadata) -> str | None:
     return None
 
 
-def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Return the first five keys with another value, in words; "" if there are none."""
+def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
+    """Return the first five keys with another value, in words; "" if there are none `but` these, of the text config, too."""
+    text, but = "text_config", {*but, "text_config"}
+    theirs, ours = (
+        {**card, **{f"{text}.{key}": value for key, value in card.get(text, {}).items()}}
+        for card in (theirs, ours)
+    )
     differing = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    differing = [key for key in differing if key.removeprefix(f"{text}.") not in but]
     shown = [f"{key} = {_show(theirs.get(key))}, now {_show(ours.get(key))}" for key in differing[:5]]
     more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
     return "; ".join(shown) + more

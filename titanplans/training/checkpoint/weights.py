@@ -22,7 +22,7 @@ from titanplans import modeling
 from titanplans.errors import ConfigError
 from titanplans.precision.nf4 import CODES, SCALES, quantise
 from titanplans.training.checkpoint.card import CARD, damage, read_card
-from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty, without
+from titanplans.training.checkpoint.match import OTHER_STATES, changes, cut, model_card, weighty
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.weights.adapters import WEIGHTS, check_adapter, peft_name, trained_names
 from titanplans.weights.folder import open_folder
@@ -121,11 +121,8 @@ def of_base(plain: PreTrainedModel, base: Path, what: str, overrides: Collection
         )
         if os.path.isfile(base / "config.json"):
             theirs = model_card(modeling.load_config_file(base))
-    if theirs is not None and (
-        differing := changes(
-            *(without(weighty(card), overrides) for card in (theirs, model_card(plain.config)))
-        )
-    ):
+    ours = weighty(model_card(plain.config))
+    if theirs is not None and (differing := changes(weighty(theirs), ours, overrides)):
         raise ConfigError(
             f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
         )

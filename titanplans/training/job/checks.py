@@ -40,7 +40,6 @@ from titanplans.training.checkpoint.match import (
     own_folder,
     to_resume,
     weighty,
-    without,
 )
 from titanplans.training.data import ChatFormat, check_dataset, check_tokenizer
 from titanplans.training.data import check_checkpoint as check_data_position
@@ -273,7 +272,7 @@ def check_published(folder: str, model: PreTrainedModel, overrides: Collection[s
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
-        if differing := changes(*(without(weighty(card), overrides) for card in (theirs, ours))):
+        if differing := changes(weighty(theirs), weighty(ours), overrides):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
                 "that one; lengths, rope and dropout can differ by model.config_overrides"
