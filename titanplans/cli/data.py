@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         own, words = parser().parse_known_args(argv)
         number = from_text(own.rows, PositiveInt, "--rows")
-        job = load_job(words)
+        job = load_job(words, "data")
         _show(job, number)
     except UserError as error:
         return refuse(error, rank=0)

@@ -141,7 +141,7 @@ def import_custom(job: JobConfig) -> None:
 def check_data(job: JobConfig) -> int:
     """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
     tokenizer = resolve.tokenizer_path(job)
-    tokens = check_tokenizer(tokenizer)
+    tokens, notes = check_tokenizer(tokenizer), list[str]()
     wanted = [resolve.training_data(job)]
     if job.validation.enable:
         wanted.append(resolve.validation_data(job))
@@ -150,7 +150,8 @@ def check_data(job: JobConfig) -> int:
             chat = ChatFormat(of.chat, tokenizer, data.seq_len) if of.chat.enable else None
             with _of_source(job, of):
                 said = check_dataset(of, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
-            if said is not None:
+            if said is not None and said not in notes:  # of training and validation, the same split
+                notes.append(said)
                 _log.info(said)
             tokens = max(tokens, chat.vocabulary if chat else 0)
     return tokens

@@ -23,7 +23,7 @@ from titanplans.torchrun import Ranks, read_ranks, restarted
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.orphans import end_with_parent
-from titanplans.training.launch.signals import Stopped, stop_on_signals
+from titanplans.training.launch.signals import stop_on_signals
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 _ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -55,8 +55,6 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         refuse(error, rank)
         return 1
-    except Stopped as stopped:
-        return stopped.exit_status
 
 
 def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
