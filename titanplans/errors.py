@@ -97,8 +97,11 @@ def either(values: Sequence[object]) -> str:
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """Return which of `names` looks most like `name`; None where none does."""
+    """Return which of `names` looks most like `name`; None where none holds it or has half of its letters."""
     alike = difflib.get_close_matches(name, names, n=8, cutoff=0.55)
+    alike = [
+        other for other in alike if name in other or 2 * _edits(name, other) < max(len(name), len(other))
+    ]
     return min(alike, key=lambda other: _edits(name, other), default=None)
 
 

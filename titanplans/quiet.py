@@ -50,8 +50,9 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
             ("log_linear_mamba2", "LogLinearMamba2"),
         )
     },
-    # A debug size has a small vocabulary.
+    # A debug size has a small vocabulary, or few positions.
     "transformers.configuration_utils": ("Model config: ",),
+    "transformers.modeling_rope_utils": ("`rope_parameters`'s high_freq_factor field must be greater",),
 }
 _OF_TRAINING_WARNED: tuple[tuple[str, type[Warning]], ...] = (
     ("The correction_factor is set to 1 by default", UserWarning),

@@ -128,7 +128,7 @@ def test_a_sweep_survives_a_failing_cell_and_is_resumed(folder, capsys, monkeypa
     assert ": training.steps = 3, now 2: --rerun changed " in said.err
     assert said.out == ""
     assert record("first") == first
-    assert main(["sweep.toml", "--only", "contradicts"]) == 0
+    assert main(["sweep.toml", "--only", "contradicts"]) == 2, "all of them refused"
     assert states() == {"first": "outdated", "diverges": "outdated", "contradicts": "refused"}
     assert "8." not in "".join(
         line for line in Path("out/table.md").read_text().splitlines() if line.startswith("|")
@@ -178,9 +178,9 @@ TWO = '[sweep]\nbase = "base.toml"\ndump_folder = "out"\n[grid]\ndebug.seed = [1
 SWEEPER = """
 import sys
 from titanplans.cli.sweep import process
-from titanplans.cli.sweep.main import main
+from titanplans.cli.main import main
 process.TRAIN = [sys.executable, "sleeper.py"]
-sys.exit(main(["sweep.toml"]))
+sys.exit(main(["sweep", "sweep.toml"]))
 """
 
 

@@ -11,6 +11,7 @@ import pytest
 from titanplans.config import ConfigError, JobConfig, OptionError, load_job
 from titanplans.config.lines import line_of
 from titanplans.config.schema import keys
+from titanplans.errors import nearest
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -275,8 +276,25 @@ def test_a_wrong_option_is_named(write, words, named):
     assert refusal([write(""), *words]).startswith(named)
 
 
+def test_false_has_its_no_before_the_key(write):
+    line = refusal([write("[validation]\nenable = true"), "--no-validation.enable"])
+    assert line == "--no-validation.enable: no such option; false is --validation.no-enable"
+
+
+def test_a_job_in_yaml(tmp_path):
+    (tmp_path / "job.yaml").write_text("training:\n  steps: 1\n")
+    assert "a job file is TOML" in refusal([str(tmp_path / "job.yaml")])
+
+
+@pytest.mark.parametrize(("word", "meant"), [("yocco", "yoco"), ("foo", None), ("lama", "llama")])
+def test_a_word_with_half_of_its_letters_is_not_meant(word, meant):
+    assert nearest(word, ["yoco", "llama", "gla"]) == meant
+
+
 def test_no_job_file():
-    assert "see --help" in refusal([])
+    assert "titanplans train JOB.toml" in refusal([])
+    with pytest.raises(ConfigError, match=r"titanplans data JOB\.toml"):
+        load_job([], "data")
 
 
 DDP, CHECKPOINT = "[parallelism]\ndata_parallel_strategy = 'ddp'\n", "[checkpoint]\nenable = true\n"
@@ -286,6 +304,8 @@ CONTRADICTIONS = [
     ("[model]\nname = 'gla'\nconfig = 'c.json'", "model.config"),
     ("[model]\nname = 'gla'\nclass = 'a:B'", "model.class"),
     ("[model]\narguments = {a = 1}", "model.arguments"),
+    ("[model]\nclass = 'a:B'\nconfig_overrides = {n_positions = 8}", "model.config_overrides"),
+    ("[model]\nconfig_overrides = {n_positions = 8, hidden_size = 8}", "model.config_overrides"),
     ("[model]\nplan = 'gla'", "model.plan"),
     (
         "[training]\nglobal_batch_size = 8\ngradient_accumulation_steps = 2",

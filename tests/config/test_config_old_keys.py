@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 
 from titanplans.config import ConfigError, load_job
-from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
+from titanplans.config.other_names import ELSEWHERE, REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.translate import PENDING
 from titanplans.config.usage import tables
@@ -143,6 +143,16 @@ def test_a_renamed_key_is_read_with_a_note(load, old):
     assert node == value
     (note,) = job.notes
     assert f"{old} ({RENAMED[old].of}): read as {RENAMED[old].to} = " in note
+
+
+@pytest.mark.parametrize("section", ["", "training.", "nowhere."])
+def test_a_name_of_another_tool_gets_the_key(load, section):
+    for name, ours in ELSEWHERE.items():
+        assert ours.partition(" = ")[0] in {*keys(), "training.epochs"}
+        if section + name not in keys():
+            with pytest.raises(ConfigError) as caught:
+                load({}, f"--{section}{name}=1")
+            assert str(caught.value) == f"--{section}{name}: no such key; here it is {ours}"
 
 
 @pytest.mark.parametrize("key", [key for key in REFUSED if REFUSED[key].off])

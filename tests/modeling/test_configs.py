@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, ViTConfig
 
 from titanplans import modeling
 from titanplans.modeling import ModelError
+from titanplans.modeling.own import is_own
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -44,6 +45,40 @@ def test_a_nested_override_changes_what_it_names_and_leaves_the_rest():
     assert (config.vision_config.num_hidden_layers, config.text_config.sliding_window) == (1, 4)
     config.vision_config.num_hidden_layers, config.text_config.sliding_window = 2, 8
     assert config.to_dict() == before.to_dict()
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, flavors in modeling.available().items() if "debug" in flavors)
+)
+def test_an_adjusted_config_differs_in_what_is_named_alone(name):
+    config = modeling.load_config(name, "debug")
+    if is_own(config):
+        return
+    before, text = config.to_dict(), config.get_text_config()
+    of_text = before if text is config else before["text_config"]
+    field = next((f for f in ("max_position_embeddings", "n_positions") if f in of_text), None)
+    assert modeling.adjusted(config, {}).to_dict() == before
+    if field is not None:
+        after = modeling.adjusted(config, {field: 77}).to_dict()
+        of_text[field] = 77
+        assert after == before
+
+
+def test_a_table_of_rope_keeps_what_it_does_not_name():
+    config = modeling.load_config("gemma3", "debug")
+    both = modeling.adjusted(config, {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}).text_config
+    assert both.rope_parameters == {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    assert config.text_config.rope_parameters["full_attention"]["rope_theta"] == 1000000.0
+    for overrides, words in [
+        ({"rope_theta": 7.0}, "has no field 'rope_theta'"),
+        ({"attention_dropout": 2.0}, "from 0 to 1"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "above 0"),
+    ]:
+        with pytest.raises(ModelError, match=rf"^model.config_overrides = .*{words}"):
+            modeling.adjusted(config, overrides)
 
 
 def test_a_config_leaves_the_flavor_as_it_was():

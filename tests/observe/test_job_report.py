@@ -10,11 +10,14 @@ import worlds
 from test_trainer import DEGREE, train, write_inputs
 
 STEPS = "--training.steps=2"  # DDP's second is measured
+CONTEXT = "--parallelism.context_parallel_degree=2"
 CASES = {
     "tp": (DEGREE,),
     "accumulated": (DEGREE, "--training.local_batch_size=2", "--training.gradient_accumulation_steps=2"),
     "fsdp": (),
     "ddp": ("--parallelism.data_parallel_strategy=ddp", "--parallelism.data_parallel_replicate_degree=2"),
+    "cp": (CONTEXT,),
+    "cp ddp": (CONTEXT, "--parallelism.data_parallel_strategy=ddp"),
     "float8": (
         DEGREE,
         "--quantize.linear.float8.recipe_name=tensorwise",
@@ -104,7 +107,7 @@ def test_a_job_states_its_parallelism(two, case):
     assert start["step"] is None
     assert start["reasons"]["step"] == "no step was measured yet"
     # DDP sorts its buckets anew after the first step.
-    assert end["measured_after_step"] == (2 if case == "ddp" else 1)
+    assert end["measured_after_step"] == (2 if "ddp" in case else 1)
     assert {
         key: end[key]
         for key in start
@@ -114,7 +117,7 @@ def test_a_job_states_its_parallelism(two, case):
         for key in start
         if key not in ("measured_after_step", "step", "blocks", "other_modules", "graphs", "reasons")
     }
-    assert lines[0].startswith(f"Parallelism: {'ddp' if case == 'ddp' else 'fsdp2'} on 2 ranks")
+    assert lines[0].startswith(f"Parallelism: {'ddp' if 'ddp' in case else 'fsdp2'} on 2 ranks")
     assert any(
         line.startswith(f"Step {end['measured_after_step']}: {end['step']['collectives']} coll")
         for line in lines
@@ -167,6 +170,19 @@ def test_what_is_summed_up_for_the_log_alone_counts_apart(two):
     assert two["tp"][1][-1]["step"]["log"]["collectives"] == 0
     assert two["fsdp"][1][-1]["step"]["by_group"].keys() == {"fsdp"}
     assert two["ddp"][1][-1]["step"]["by_group"].keys() == {"dp_replicate"}
+
+
+def test_a_collective_is_named_by_what_asked_for_it(two):
+    """Under context parallelism of all ranks, heads are exchanged and gradients summed over the same two."""
+    data = {"all_gather": "fsdp", "reduce_scatter": "fsdp", "all_reduce": "fsdp"}
+    for case, sums in (("cp", data), ("cp ddp", {"all_reduce": "dp_cp"})):
+        report = two[case][1][-1]
+        rows = [row for part in (*report["blocks"], *report["other_modules"]) for row in part["collectives"]]
+        held = {(row["operation"], row["group"]) for row in rows if row["phase"] != "update"}
+        assert ("all_to_all", "cp") in held
+        assert {pair for pair in held if pair[1] != "cp"} <= sums.items()
+        assert not {(operation, "cp") for operation in sums} & {p for p in held if p[0] != "all_gather"}
+        assert report["step"]["by_group"]["cp"]["collectives"] > 0
 
 
 def test_compiled_blocks_communicate_as_eager_ones_do(two):

@@ -98,7 +98,7 @@ JOBS = {
 }
 
 
-def test_a_published_model_is_tuned_and_handed_on(tmp_path):
+def test_a_published_model_is_tuned_and_handed_on(tmp_path, capsys):
     """The last step as a folder, `titanplans export` of NF4 weights and adapters, and adapters alone for peft."""
     folder = write_inputs(tmp_path)
     fields = dict(vocab_size=4096, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=128)
@@ -112,10 +112,37 @@ def test_a_published_model_is_tuned_and_handed_on(tmp_path):
         return folder / name / "checkpoint" / "step-2"
 
     assert main(["export", str(step("nf4")), str(folder / "out")]) == 0
+    assert "added to weights rounded to NF4: --adapter" in capsys.readouterr().out
     assert main(["export", str(step("alone")), str(folder / "adapter"), "--adapter"]) == 0
     assert main(["export", str(step("nf4")), str(folder / "adapter of nf4"), "--adapter"]) == 0
     assert main(["export", str(step("alone")), str(folder / "alone, merged")]) == 0
     assert main(["export", str(step("nf4 alone")), str(folder / "nf4 alone, merged")]) == 0
+    capsys.readouterr()
+    assert (
+        main(
+            [
+                "export",
+                str(folder / "adapter of nf4"),
+                str(folder / "nf4, onto the whole base"),
+                "--dtype=float32",
+            ]
+        )
+        == 0
+    )
+    assert "NF4" not in capsys.readouterr().out
+    rounded, whole = (
+        AutoModelForCausalLM.from_pretrained(folder / name) for name in ("out", "nf4, onto the whole base")
+    )
+    update = whole.model.layers[0].mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight
+    assert (
+        torch.linalg.matrix_rank(update, rtol=1e-4) <= 3
+    )  # that of the adapter; the other adds what NF4 rounds, too
+    assert (
+        torch.linalg.matrix_rank(
+            rounded.model.layers[0].mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight, rtol=1e-4
+        )
+        > 3
+    )
     assert main(["export", str(folder / "adapter"), str(folder / "of peft, merged"), "--dtype=float32"]) == 0
     assert damage(step("merged")) is None
     by = {

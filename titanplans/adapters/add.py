@@ -37,7 +37,7 @@ class Adapters:
     """Numbers that train."""
 
     frozen: int
-    """Numbers that don't; of a weight in NF4 its bytes and scales."""
+    """Numbers that don't; of a weight in NF4 those that it stands for."""
 
     unfused: tuple[str, ...]
     """Modules that called a fused kernel on the weight of one with an adapter, and now call the module."""
@@ -84,9 +84,9 @@ def add_adapters(model: nn.Module, options: LoRA, *, seed: int = 0) -> Adapters:
             if not param.is_meta:
                 with torch.no_grad():
                     param.copy_(draw_factor(f"{name}.{factor}", param.shape, seed))
+    parameters = dict(model.named_parameters())
     for name in kept:
         keep_quantised(model.get_submodule(name))  # type: ignore[arg-type]
-    parameters = dict(model.named_parameters())
     for name in saved:
         parameters[name].requires_grad_(True)
     model.__dict__[_CALLS] = Calls(model, chosen, _read_weight)

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             _clean()
             return 0
         number = from_text(own.rows, PositiveInt, "--rows")
-        job = load_job(words)
+        job = load_job(words, "data")
         _show(job, number)
     except UserError as error:
         return refuse(error, rank=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from titanplans.errors import ConfigError, RunError, UserError, nearest
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
-from titanplans.training.launch.signals import Stopped, stop_on_signals
+from titanplans.training.launch.signals import stop_on_signals
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,8 +31,6 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         refuse(error, rank=0)
         return 1
-    except Stopped as stopped:
-        return stopped.exit_status
     return 0
 
 

@@ -30,6 +30,7 @@ from titanplans.disk import is_refusal, reason
 from titanplans.errors import as_line, nearest
 from titanplans.quiet import silence
 from titanplans.training.launch.exit_status import exit_now, finish, mute_stdout
+from titanplans.training.launch.signals import Stopped
 from titanplans.versions import blamed, versions
 
 COMMANDS = {
@@ -115,10 +116,18 @@ def main(argv: list[str]) -> int:
         print(versions())
         return 0
     if command in COMMANDS:
-        module = import_module(f"titanplans.{COMMANDS[command]}")
-        if module.__name__ == "titanplans.cli.verify.main":
-            return module.main(argv, alone=True)
-        return module.main(argv if command in ("export", "import") else rest)
+        try:
+            module = import_module(f"titanplans.{COMMANDS[command]}")
+            if module.__name__ != "titanplans.cli.verify.main":
+                return module.main(argv if command in ("export", "import") else rest)
+            if (status := module.main(argv, alone=True)) in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+                raise Stopped(status - 128)
+            return status
+        except KeyboardInterrupt as error:
+            stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
+            if not stopped.said:
+                print(f"stopped by {stopped}", file=sys.stderr)
+            return stopped.exit_status
     meant = nearest(command, [*COMMANDS])
     remedy = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
     print(as_line(f"error: {command}: no such command; {remedy}"), file=sys.stderr)

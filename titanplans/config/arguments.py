@@ -74,6 +74,9 @@ def _key(name: str, takes_no_value: Callable[[str], bool]) -> tuple[str, bool]:
     positive = f"{section}.{last.removeprefix('no_')}"
     if last.startswith("no_") and not takes_no_value(key) and takes_no_value(positive):
         return positive, True
+    if key.startswith("no_") and takes_no_value(key.removeprefix("no_")):
+        section, _, last = key.removeprefix("no_").rpartition(".")
+        raise ConfigError(f"--{name}: no such option; false is --{section}.no-{last}")
     return key, False
 
 

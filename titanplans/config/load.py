@@ -24,8 +24,8 @@ from titanplans.config.usage import usage
 from titanplans.errors import ConfigError, ModelError, OptionError
 
 
-def load_job(argv: list[str]) -> JobConfig:
-    """Read the job that a command line (without the program's name) asks for.
+def load_job(argv: list[str], command: str = "train") -> JobConfig:
+    """Read the job that a command line (without the program's name and the `command`) asks for.
 
     `--help` and `--print-config` print, on rank 0, and end the process with status 0.
 
@@ -41,7 +41,7 @@ def load_job(argv: list[str]) -> JobConfig:
         _print_and_exit(usage(None if is_job else word))
     if arguments.path is None:
         raise ConfigError(
-            "no job file given: titanplans train JOB.toml [--section.key value ...], see --help"
+            f"no job file given: titanplans {command} JOB.toml [--section.key value ...], see --help"
         )
     path = Path(arguments.path)
     file = read_tables(read_toml(path), TomlSource(arguments.path, path))

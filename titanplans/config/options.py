@@ -234,6 +234,10 @@ def read_toml(path: Path, what: str = "job file") -> dict[str, Any]:
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.toml"))
         raise ConfigError(f"{path}: {reason}" + (f"; there are {', '.join(others)}" if others else ""))
+    if path.suffix in (".yaml", ".yml"):
+        raise ConfigError(
+            f"{path}: a {what} is TOML ([section], key = value), and this is YAML by its name; convert it"
+        )
     return parse_toml(text, str(path))
 
 

@@ -25,7 +25,10 @@ class Refused(NamedTuple):
 _TABLES = tomli.loads(files("titanplans.config").joinpath("other_names.toml").read_text(encoding="utf-8"))
 
 RENAMED = {old: Renamed(to, of) for of, names in _TABLES["renamed"].items() for old, to in names.items()}
-"""Today's key by the old one: torchtitan's and flame's."""
+"""Today's key by the old one: torchtitan's, flame's and NeMo Automodel's."""
+
+ELSEWHERE = {name: ours for ours, names in _TABLES["elsewhere"].items() for name in names}
+"""Today's key by what other tools call it, without its section."""
 
 AUTOMODEL: dict[str, str] = _TABLES["automodel"]
 """Today's option of a strategy by that of NeMo Automodel."""

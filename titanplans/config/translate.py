@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from titanplans.config.lines import KeyInFile, TomlSource, located
-from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
+from titanplans.config.other_names import ELSEWHERE, REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.values import from_text, from_toml
 from titanplans.errors import ConfigError, OptionError, nearest
@@ -180,6 +180,8 @@ def unknown(key: str) -> str:
     section, _, name = key.rpartition(".")
     if key in _sections():
         return f"is a section, not a key; write [{key}]"
+    if name in ELSEWHERE:
+        return f"no such key; here it is {ELSEWHERE[name]}"
     if not section:
         elsewhere = {key.name: dotted for dotted, key in reversed(keys().items())}
         meant = nearest(name, list(elsewhere))

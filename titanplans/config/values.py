@@ -59,7 +59,7 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Name = Annotated[str, Constraint("not empty", lambda value: bool(value.strip()))]
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_WORDS = {Any: "of any kind", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _BOUNDS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
 
 

@@ -7,7 +7,7 @@ of FLA's GPU kernels are in `titanplans.kernels`.
 
 from titanplans.errors import ModelError
 from titanplans.modeling.build import build
-from titanplans.modeling.configs import available, load_config, load_config_file
+from titanplans.modeling.configs import adjusted, available, load_config, load_config_file
 from titanplans.modeling.flops import count_flops
 from titanplans.modeling.initialize import initialize
 from titanplans.modeling.own import own_config
@@ -15,6 +15,7 @@ from titanplans.modeling.samples import build_real, sample_inputs
 
 __all__ = [
     "ModelError",
+    "adjusted",
     "available",
     "build",
     "build_real",

@@ -23,6 +23,7 @@ from titanplans.config.families import Family, families, find_flavor
 from titanplans.errors import ModelError
 from titanplans.modeling.config_values import check_values, unread_keys
 from titanplans.modeling.own import own_config
+from titanplans.text import show
 
 # What a config class raises for a value it does not take: its own checks, those of the typed config dataclasses of
 # transformers 5, and what it comes upon where it computes one field from another.
@@ -114,6 +115,27 @@ def load_config_file(path: str | PathLike[str]) -> PretrainedConfig:
             f"code asks for it{_nearest(key, _fields(owner))}"
         )
     return config
+
+
+def adjusted(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    """The same config, or the text config in it, with other values of fields; a table keeps the keys that it does not name.
+
+    Raises:
+        ModelError: no such field, or a value that it can't have.
+    """
+    text = config.get_text_config()
+    fields = {key: _merged(getattr(text, key, None), value) for key, value in overrides.items()}
+    try:
+        check_values(overrides, type(text), "its table")
+        return type(config).from_dict(_overridden(config, config.to_dict(), fields))
+    except _BAD_VALUE as error:
+        raise ModelError(f"model.config_overrides = {show(overrides)}: {_line(error)}") from error
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+    return new
 
 
 @cache

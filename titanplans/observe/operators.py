@@ -74,6 +74,9 @@ class Collective(NamedTuple):
 
     phase: Phase = "forward"
 
+    of_unit: bool = False
+    """Issued by a unit of FSDP2."""
+
     overlapped: bool = False
     """Of a compiled graph's: products stand between it and its wait, which need nothing of it."""
 

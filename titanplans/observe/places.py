@@ -74,6 +74,11 @@ class Places:
             return None if self._buckets else self._of_node(), "backward"
         return None, self._outside
 
+    @property
+    def in_unit(self) -> bool:
+        """Whether a unit of FSDP2 gathers or reduces."""
+        return bool(self._units)
+
     def log_begins(self) -> None:
         """From now on collectives are for the log alone, and not in every step."""
         self._logging = True

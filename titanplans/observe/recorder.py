@@ -93,4 +93,5 @@ class _Mode(TorchDispatchMode):
         collective = describe(func, args, kwargs, result)
         if collective is not None and collective.ranks > 1:
             module, phase = self.places.now()
-            self.record.collectives.append(collective._replace(module=module, phase=phase))
+            placed = collective._replace(module=module, phase=phase, of_unit=self.places.in_unit)
+            self.record.collectives.append(placed)

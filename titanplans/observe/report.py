@@ -38,8 +38,11 @@ from titanplans.torch_private.modules import ActivationWrapper, checkpointed
 SCHEMA = 2
 """Of the report: counted up when a key changes its meaning or goes."""
 
-_AXES = ("tp", "fsdp", "dp_replicate", "cp", "pp", "dp", "dp_cp")
-"""Names of meshes; of two over the same ranks the first names them."""
+_OF_DATA = ("fsdp", "dp_replicate", "dp", "dp_cp")
+"""Names of meshes over which gradients are summed; of two over the same ranks the first names them."""
+
+_OF_MODEL = ("tp", "cp", "ep", "pp")
+"""Names of meshes over which the model's own code communicates."""
 
 _Row = tuple[tuple[str, Any], ...]
 
@@ -71,7 +74,7 @@ class ParallelismReport:
             "measured_after_step": None,
             "torch": torch.__version__,
         }
-        for name, read in {"meshes": self._meshes, **done}.items():
+        for name, read in {**done, "meshes": self._meshes}.items():
             self._fill((name,), lambda name=name, read=read: {name: read()})
         if self._to_compile("model"):
             check_still_compiled(model, self.blocks)
@@ -152,20 +155,23 @@ class ParallelismReport:
         }
 
     def _named_meshes(self) -> list[tuple[str, Any]]:
-        """The 1-D meshes of more than one rank; of several over the same ranks, the first of `_AXES`."""
-        found: dict[tuple[int, ...], tuple[str, Any]] = {}
-        for axis in _AXES:
+        """The 1-D meshes of more than one rank; of several of data over the same ranks, the first."""
+        found: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        for axis in (*_OF_DATA, *_OF_MODEL):
+            # There may be no mesh of experts, and of FSDP one that DDP does not use.
+            if (axis == "ep" and self.mesh.ep == 1) or (axis == "fsdp" and self.values["strategy"] == "ddp"):
+                continue
             # torchtitan's names of two of them.
             one = self.mesh.get_optional_mesh({"dp": "batch", "dp_cp": "loss"}.get(axis, axis))
             if one is not None and one.size() > 1:
-                found.setdefault(_ranks(one), (axis, one))
+                found.setdefault((_ranks(one), axis in _OF_MODEL and axis), (axis, one))
         return list(found.values())
 
     def _communication(self, record: CollectiveRecord) -> dict[str, Any]:
         """The step's communication: in all (`step`), each kind of block (`blocks`), and `other_modules`."""
-        groups = {_ranks(mesh): name for name, mesh in self._named_meshes()}
-        groups.setdefault(tuple(range(dist.get_world_size())), "world")
-        found = [_Issued(c, groups, self._part(c.module)) for c in record.collectives]
+        groups = {name: _ranks(mesh) for name, mesh in self._named_meshes()}
+        groups["world"] = tuple(range(dist.get_world_size()))
+        found = [_Issued(c, self._group(c, groups), self._part(c.module)) for c in record.collectives]
         every_step = [c for c in found if c.phase != "log"]
         step: dict[str, Any] = _sums(every_step)
         for name in ("group", "phase", "operation"):
@@ -191,6 +197,20 @@ class ParallelismReport:
                 for part in others
             ],
         }
+
+    def _group(self, collective: Collective, groups: Mapping[str, tuple[int, ...]]) -> str:
+        """The name of the mesh for whose sake `collective` is issued, where several have the same ranks."""
+        experts = (self.values["expert_parallel"] or {}).get("experts", ())
+        of_experts = any(f"{collective.module}.".startswith(f"{held}.") for held in experts)
+        of_model = [*(["ep"] if of_experts else []), *_OF_MODEL]
+        # DDP sums buckets, outside of any module; no gradient is summed by an all-to-all.
+        by_data = collective.of_unit or (collective.module is None and collective.operation != "all_to_all")
+        order = [*_OF_DATA, *of_model] if by_data else [*of_model, *_OF_DATA]
+        named = {name: groups[name] for name in (*order, "world") if name in groups}
+        ranks = set(collective.group)
+        return next((name for name, held in named.items() if ranks == set(held)), None) or next(
+            f"part of {name}" for name, held in named.items() if ranks <= set(held)
+        )
 
     def _part(self, module: str | None) -> str | None:
         """The block that the module stands in, or else its own name; None for the model itself, and outside."""
@@ -229,13 +249,10 @@ class ParallelismReport:
 class _Issued:
     """A collective in the report's words."""
 
-    def __init__(self, collective: Collective, groups: Mapping[tuple[int, ...], str], part: str | None):
+    def __init__(self, collective: Collective, group: str, part: str | None):
         self.operation, self.phase, self.fused = collective.operation, collective.phase, collective.fused
         self.bytes = collective.received or 0
-        self.part = part
-        self.group = groups.get(collective.group) or next(
-            f"part of {name}" for ranks, name in groups.items() if set(collective.group) <= set(ranks)
-        )
+        self.part, self.group = part, group
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:

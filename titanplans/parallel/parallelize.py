@@ -42,6 +42,7 @@ from titanplans.precision.autocast import apply_autocast
 from titanplans.precision.float8.all_gather import gather_in_float8
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
+from titanplans.precision.nf4 import quantised
 from titanplans.text import show
 
 _log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ def apply_steps(
         _log.info(
             f"LoRA of rank {config.lora.rank}: {len(adapters.modules)} Linear modules, {len(adapters.left)} left out, "
             f"{adapters.trained:,} of {adapters.trained + adapters.frozen:,} parameters train"
+            + (f", {small} frozen weights in NF4" if (small := len(quantised(model))) else "")
         )
 
     # Before anything wraps a module: a plan names modules as the model has them, and shards whole parameters.

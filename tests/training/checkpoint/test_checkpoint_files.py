@@ -18,7 +18,7 @@ from titanplans.config.schema import build_job
 from titanplans.errors import ConfigError
 from titanplans.training.checkpoint import folder
 from titanplans.training.checkpoint.card import CARD, Card, damage, read_card
-from titanplans.training.checkpoint.match import changes, finished, to_resume
+from titanplans.training.checkpoint.match import changes, check_finished, finished, job_values, to_resume
 from titanplans.training.checkpoint.storage import CheckpointReader, CheckpointWriter, Planner
 
 
@@ -275,3 +275,32 @@ def test_a_job_is_finished_by_a_checkpoint_of_its_own_branch(tmp_path):
     dcp.save(state(1.0), storage_writer=CheckpointWriter(last, card), no_dist=True)
     assert finished(anew) is None
     assert finished(anew, restarted=True) == last
+
+
+def test_a_finished_job_is_another_where_a_key_that_decides_its_result_differs(tmp_path):
+    job = build_job({"checkpoint.folder": str(tmp_path), "training.steps": 4, "optimizer.lr": 0.1})
+    last = write(tmp_path, 4)
+    check_finished(last, job)  # whose card has one key, as that of an earlier release lacks some
+    shutil.rmtree(last)
+    card = Card(4, "weights", {}, job_values(job), {})
+    dcp.save(state(1.0), storage_writer=CheckpointWriter(last, card), no_dist=True)
+    other = {
+        "lora.rank": 8,
+        "optimizer.lr": 0.2,
+        "training.seq_len": 64,
+        "data.packing": "best_fit",
+        "debug.seed": 1,
+    }
+    for key, value in other.items():
+        with pytest.raises(
+            ConfigError, match=rf"other options \({key} = .*, now \"?{value}\"?\); name another"
+        ):
+            check_finished(last, build_job({"optimizer.lr": 0.1, key: value}))
+    alike = {
+        "training.steps": 3,
+        "metrics.log_freq": 1,
+        "parallelism.tensor_parallel_degree": 2,
+        "training.gc_freq": 9,
+    }
+    for key, value in alike.items():
+        check_finished(last, build_job({"optimizer.lr": 0.1, key: value}))

@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from titanplans import kernels, modeling
 from titanplans.cli.main import main
+from titanplans.config.schema import build_job
 from titanplans.training.checkpoint.card import damage, read_card
 from titanplans.training.checkpoint.storage import CheckpointReader, Planner
 from titanplans.training.data.vocabulary import default_tokenizer_path
+from titanplans.training.job.lock import locked
 
 IN_HF = "--checkpoint.last_save_in_hf"
 
@@ -71,6 +73,11 @@ def test_the_job_knows_that_it_is_finished(job, at):
     options = ("--training.steps=2", "--checkpoint.interval=1", IN_HF)
     assert job.run(*options) == 0
     assert "step-2 is whole: the job has taken its training.steps = 2" in job.out
+    assert job.run(*options, "--lora.rank=8") == 2
+    assert "step-2 is the end of a finished job with other options (lora.rank = unset, now 8)" in job.err
+    with locked(build_job({"job.dump_folder": str(job.folder / "out")})):  # another job trains there
+        assert job.run(*options) == 2
+    assert "another job writes to" in job.err
     assert job.run("--training.steps=3", "--checkpoint.load_step=2", IN_HF) == 2
     assert "step-2 holds only the weights (checkpoint.last_save_in_hf)" in job.err
 

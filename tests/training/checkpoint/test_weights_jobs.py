@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from titanplans import kernels, modeling
+from titanplans.cli.main import main
 from titanplans.config import ConfigError, load_job
 from titanplans.errors import UserError
 from titanplans.training.data.vocabulary import default_tokenizer_path
@@ -98,6 +99,29 @@ def test_a_folder_is_all_that_a_job_needs(job):
     assert job.run("--training.steps=2", "--checkpoint.enable") == 0, job.err
     assert "model from gla, tokenizer from gla" in job.out
     assert "bytes on this rank in" in job.out
+
+
+def test_a_longer_context_of_published_weights(job, monkeypatch):
+    monkeypatch.chdir(job.folder)
+    longer = "--model.config_overrides={max_position_embeddings = 4096}"
+    options = ("--training.steps=2", "--lora.rank=2", "--checkpoint.save_adapters_only")
+    assert job.run(*options, "--training.seq_len=3072") == 0, job.err
+    assert "seq_len = 3072 exceeds the model's max_position_embeddings = 2048" in job.out
+    assert job.run(*options, longer, "--job.dump_folder=longer", "--training.seq_len=3072") == 0, job.err
+    assert "exceeds" not in job.out
+    assert refusal(job, *options, longer).endswith(
+        "name another folder, or return to that model"
+    )  # of the first job
+    at = job.folder / "longer" / "checkpoint" / "step-2"
+    assert main(["export", str(at), str(job.folder / "exported"), "--base", str(job.folder / "gla")]) == 0
+    assert (
+        json.loads((job.folder / "exported" / "config.json").read_text())["max_position_embeddings"] == 4096
+    )
+    start = (f"--checkpoint.initial_load_path={job.folder / 'exported'}", "--job.dump_folder=third")
+    assert job.run("--training.steps=1", "--model.config=gla.json", longer, *start) == 0, job.err
+    assert "(max_position_embeddings = 4096, now 2048)" in refusal(
+        job, "--model.config=gla.json", *start[:1], "--job.dump_folder=fourth"
+    )
 
 
 def refusal(job, *options: str) -> str:

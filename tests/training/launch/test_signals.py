@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import Job, descendants, gone
+from jobs import Job, descendants, gone, start
 
 from titanplans.cli.main import main
 from titanplans.training.launch.signals import Stopped, stop_on_signals
@@ -100,6 +100,16 @@ def test_ctrl_c_to_the_group_while_it_saves_is_one_line(job, mode):
     assert job.end(process) == 130
     assert said(job) == ["stopped by SIGINT; finished checkpoints are complete"]
     assert gone(ranks, 1)
+
+
+@on_linux
+@pytest.mark.parametrize("words", [["data", "job.toml"], ["list", "--long"]])
+def test_ctrl_c_of_any_command_is_one_line(job, words):
+    process = start(words, job.folder)
+    time.sleep(1.5)
+    os.kill(process.pid, signal.SIGINT)
+    assert job.end(process) == 130
+    assert said(job) == ["stopped by SIGINT"]
 
 
 def test_a_second_signal_ends_at_once_and_one_that_comes_with_the_first_is_the_same():

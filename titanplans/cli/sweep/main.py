@@ -1,8 +1,8 @@
 """The command line: read the sweep, run the cells that are not done, write the table after each.
 
-    0          every cell finished or was refused
+    0          every cell finished or was refused, not all the latter
     1          a cell failed or exceeded its time limit; the others have been run
-    2          the sweep can't be run as written: one line says why, and nothing was run
+    2          every cell was refused; or the sweep can't be run as written: one line says why, and nothing was run
     128 + N    stopped by signal N; the same command continues
 
 A cell that has finished with the same settings is not run again. One that was refused, failed or was interrupted is run
@@ -13,7 +13,6 @@ checkpoint have changed, the sweep is refused; --rerun deletes what such cells w
 import argparse
 import os
 import shutil
-import signal
 import sys
 from contextlib import redirect_stdout
 from typing import NoReturn
@@ -44,10 +43,6 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {as_line(str(error))}", file=sys.stderr)
         return 2
-    except Stopped as stopped:
-        return stopped.exit_status
-    except KeyboardInterrupt:  # between two cells
-        return 128 + signal.SIGINT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,7 +144,8 @@ def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, l
             print(f"stopped; {tables}; the same command goes on", flush=True)
             raise Stopped(signum)
     print(write_tables(spec, cells))
-    return 1 if any(cell.state in ("failed", "timed out") for cell in chosen) else 0
+    states = {cell.state for cell in chosen}
+    return 2 if states == {"refused"} else int(bool(states & {"failed", "timed out"}))
 
 
 def _run_one(spec: Spec, cell: Cell, lock: int, place: str) -> int | None:

@@ -1,5 +1,6 @@
 """Contradictions within one group of options."""
 
+import re
 from typing import Any
 
 from titanplans.config.compatibility.words import default, fields, get, needs
@@ -60,6 +61,12 @@ OF_ADAM = ("beta1", "beta2", "eps")
 """Keys of [optimizer] and of its groups that one kind of optimizer reads."""
 
 
+_ADJUSTABLE = re.compile(
+    r"max_position_embeddings|n_positions|sliding_window|window_size|.*rope.*|.*(dropout|pdrop)"
+)
+"""Fields of a model's config with which the same weights are another length's, or trained otherwise."""
+
+
 def model(m: Any) -> Refusals:
     """Yield the contradictions within [model]."""
     for option, others in (("class", ("name", "flavor", "config")), ("config", ("name", "flavor"))):
@@ -68,6 +75,12 @@ def model(m: Any) -> Refusals:
             yield option, f"it already names the model; remove {' and '.join(given)}"
     if m.class_ is None and m.arguments is not None:
         yield "arguments", "has no effect unless model.class is set; set it or remove this key"
+    others = [key for key in m.config_overrides or () if not _ADJUSTABLE.fullmatch(key)]
+    if m.class_ is not None and m.config_overrides is not None:
+        yield "config_overrides", "a model of your own has model.arguments; set those"
+    if others:
+        why = f"{others[0]} makes another model, and lengths, rope and dropout alone change here; put it in model.config"
+        yield "config_overrides", why
 
 
 def training(t: Any) -> Refusals:

@@ -41,6 +41,9 @@ class Model(PlanOption, section="model", refuses=groups.model):
     config: FilePath | None = None
     """Path of a Hugging Face config.json, FLA's model types included; instead of name and flavor."""
 
+    config_overrides: dict[str, Any] | None = None
+    """Fields of its config with other values: lengths, rope and dropout. A table keeps the keys that it does not name."""
+
     class_: Name | None = None
     """A model of your own, "module:Class", an nn.Module that transformers need not know; instead of name and flavor."""
 

@@ -85,12 +85,15 @@ def export(
         with written_atomically(folder) as directory:
             write_adapter(directory, adapter_config(found.adapted, found.base), values)
         return f"{folder}: {size_of(folder)}, adapters that peft.PeftModel.from_pretrained reads"
-    weights = found.own
+    weights, rounded = found.own, ""
     if found.adapted is not None:
         adapters = merges(found.adapted)
+        if any(adapter.quantised for adapter in adapters.values()):
+            rounded = "; added to weights rounded to NF4: --adapter, and an export of that folder, add to the whole base"
         if found.alone:
             named = _base(found.base, what)
-            others = of_base(modeling.build(found.config), named, f"{what}: {named}")
+            overrides = found.card.job.get("model.config_overrides", ()) if found.card is not None else ()
+            others = of_base(modeling.build(found.config), named, f"{what}: {named}", overrides)
             weights = beside(weights, others, adapters, given if found.card is None else _dtype(weights))
         weights = merged(*weights, adapters)
     tokenizer = tokenizer or _tokenizer(found)
@@ -104,7 +107,7 @@ def export(
             tokenizer=tokenizer,
         )
     beside_it = f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: --tokenizer names one"
-    return f"{folder}: {size_of(folder)}, {beside_it}"
+    return f"{folder}: {size_of(folder)}, {beside_it}{rounded}"
 
 
 class _Found(NamedTuple):

@@ -184,7 +184,9 @@ class CheckpointManager(CheckpointLoader):
             raise NotSaved(
                 f"step {curr_step} can't be saved in {self.path}: {error}; {self.resume_point()}"
             ) from error
-        logger.info(f"{checkpoint} is a Hugging Face folder, in {self.export_dtype}")
+        rounded = f"; adapters are added to weights rounded to NF4: an export of {published.ADAPTER}/ adds to the whole base"
+        small = self.config.job.get("lora.quantize_base") is not None
+        logger.info(f"{checkpoint} is a Hugging Face folder, in {self.export_dtype}{rounded * small}")
 
     def _wait_for_saving(self) -> None:
         with self._failures_as_one_line(f"a checkpoint can't be saved in {self.path}"):

@@ -5,7 +5,8 @@ all. The model's config is in the card; a checkpoint without a card, torchtitan'
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.config import ConfigError, JobConfig
+from titanplans.config.options import plain, without_none
+from titanplans.config.schema import keys
+from titanplans.config.translate import flatten
 from titanplans.parallel.optimizers.build import ParameterGroup
 from titanplans.plan.adapted import is_factor
 from titanplans.text import show
@@ -32,6 +36,12 @@ _INCIDENTAL = {
 }  # fmt: skip
 
 _LOAD_STEP = "checkpoint.load_step"
+
+_RESULT = re.compile(
+    r"(lora|data|optimizer|lr_scheduler|loss|quantize)\..*|training\.(?!steps|gc_|dataloader).*|debug\.seed|"
+    r"model\.hf_assets_path|checkpoint\.initial_.*"
+)
+"""Keys of a job, but for its model's and its length, that decide what it learns."""
 
 
 def model_card(hf_config: PretrainedConfig) -> dict[str, Any]:
@@ -93,6 +103,29 @@ def finished(job: JobConfig, *, restarted: bool = False) -> Path | None:
     return folder.checkpoint_path(path, last) if last >= job.training.steps else None
 
 
+def job_values(job: JobConfig) -> dict[str, Any]:
+    """Return the job's values by dotted key: `Card.job`."""
+    return dict(flatten(without_none(job.to_dict())))
+
+
+def check_finished(last: Path, job: JobConfig) -> None:
+    """Refuse a job that would learn something else than the one that has finished in its folder.
+
+    Raises:
+        ConfigError: with the keys that differ.
+    """
+    card = read_card(last).job if (last / CARD).is_file() else {}
+    decide = {name: plain(key.default) for name, key in keys().items() if _RESULT.fullmatch(name)}
+    theirs, ours = (
+        {key: values.get(key, decide[key]) for key in decide} for values in (card, job_values(job))
+    )
+    if card and (differing := changes(theirs, ours)):
+        raise ConfigError(
+            f"checkpoint.folder: {last} is the end of a finished job with other options ({differing}); name another "
+            "job.dump_folder to train this one, or return to those"
+        )
+
+
 def has_gone_on_from(path: Path, load_step: int) -> bool:
     """Whether the newest checkpoint is of a job that began at `load_step`: this one, before a launcher restarted it."""
     present = folder.steps(path)
@@ -102,7 +135,9 @@ def has_gone_on_from(path: Path, load_step: int) -> bool:
     return damage(newest, names=()) is None and read_card(newest).job.get(_LOAD_STEP) == load_step
 
 
-def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool) -> None:
+def check_saved(
+    checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: bool, overrides: Collection[str] = ()
+) -> None:
     """Refuse a distributed checkpoint (a step-N folder) that is of another model, or that training can't be resumed from.
 
     Args:
@@ -110,6 +145,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
         model: its weights are compared by name and shape; may lie on meta.
         key: the key of the job that leads to it, for the message.
         resumes: whether the job takes more of it than the weights.
+        overrides: fields of the model's config in which it may differ.
 
     Raises:
         ConfigError: with what differs; or it holds the weights alone.
@@ -118,7 +154,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
     if has_card and (wrong := damage(checkpoint, names=(".metadata",))) is not None:
         raise damaged(checkpoint, key, wrong)
     if has_card and ".metadata" not in read_card(checkpoint).files:  # a Hugging Face folder
-        if differing := changes(read_card(checkpoint).model, model_card(model.config)):
+        if differing := changes(read_card(checkpoint).model, model_card(model.config), overrides):
             raise _of_another(checkpoint, key, differing)
         if resumes:
             raise _weights_alone(checkpoint, key, "checkpoint.last_save_in_hf")
@@ -126,7 +162,7 @@ def check_saved(checkpoint: Path, model: PreTrainedModel, key: str, *, resumes: 
     index = CheckpointReader(checkpoint).read_metadata()
     if (wrong := cut(checkpoint, index)) is not None:
         raise damaged(checkpoint, key, wrong)
-    if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config))):
+    if has_card and (differing := changes(read_card(checkpoint).model, model_card(model.config), overrides)):
         raise _of_another(checkpoint, key, differing)
     saved = index.state_dict_metadata
     there = {
@@ -207,9 +243,15 @@ def cut(checkpoint: Path, index: Metadata) -> str | None:
     return None
 
 
-def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Return the first five keys with another value, in words; "" if there are none."""
+def changes(theirs: Mapping[str, Any], ours: Mapping[str, Any], but: Collection[str] = ()) -> str:
+    """Return the first five keys with another value, in words; "" if there are none `but` these, of the text config, too."""
+    text, but = "text_config", {*but, "text_config"}
+    theirs, ours = (
+        {**card, **{f"{text}.{key}": value for key, value in card.get(text, {}).items()}}
+        for card in (theirs, ours)
+    )
     differing = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    differing = [key for key in differing if key.removeprefix(f"{text}.") not in but]
     shown = [f"{key} = {_show(theirs.get(key))}, now {_show(ours.get(key))}" for key in differing[:5]]
     more = f" and {len(differing) - 5} more keys" if len(differing) > 5 else ""
     return "; ".join(shown) + more

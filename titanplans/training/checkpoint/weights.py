@@ -5,7 +5,7 @@ Each is the tensors by the model's own names, on meta, and what reads one of the
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,8 +102,9 @@ def of_adapter(model: nn.Module, folder: Path) -> Weights:
     return Weights({name: state[name].detach() for name in trained_names(model)}, read)
 
 
-def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
-    """Return the base weights of adapters of the model `plain`, from a Hugging Face folder or a checkpoint.
+def of_base(plain: PreTrainedModel, base: Path, what: str, overrides: Collection[str] = ()) -> Weights:
+    """Return the base weights of adapters of the model `plain`, from a Hugging Face folder or a checkpoint, whose
+    config may differ in the fields `overrides`.
 
     Raises:
         ConfigError, ModelError: it is damaged, or of another model.
@@ -120,7 +121,8 @@ def of_base(plain: PreTrainedModel, base: Path, what: str) -> Weights:
         )
         if os.path.isfile(base / "config.json"):
             theirs = model_card(modeling.load_config_file(base))
-    if theirs is not None and (differing := changes(weighty(theirs), weighty(model_card(plain.config)))):
+    ours = weighty(model_card(plain.config))
+    if theirs is not None and (differing := changes(weighty(theirs), ours, overrides)):
         raise ConfigError(
             f"{what}: it is of another model ({differing}); name the one that the adapters were trained on"
         )

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -35,6 +35,7 @@ from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.card import damage
 from titanplans.training.checkpoint.match import (
     changes,
+    check_finished,
     check_optimizer,
     check_saved,
     damaged,
@@ -92,6 +93,7 @@ def check_job(job: JobConfig, world_size: int) -> None:
             "model, or raise vocab_size in the model's config"
         )
     documents.check_documents(job, config)
+    check_positions(job, model)
     check_parallelism(job, model)
     if job.loss.fused:
         FusedLoss(model)
@@ -142,7 +144,7 @@ def import_custom(job: JobConfig) -> None:
 def check_data(job: JobConfig) -> int:
     """Refuse a data set or tokenizer that is not there; return the number of the tokenizer's tokens."""
     tokenizer = resolve.tokenizer_path(job)
-    tokens = check_tokenizer(tokenizer)
+    tokens, notes = check_tokenizer(tokenizer), list[str]()
     wanted = [resolve.training_data(job)]
     if job.validation.enable:
         wanted.append(resolve.validation_data(job))
@@ -151,7 +153,8 @@ def check_data(job: JobConfig) -> int:
             chat = ChatFormat(of.chat, tokenizer, data.seq_len) if of.chat.enable else None
             with _of_source(job, of):
                 said = check_dataset(of, tokenizer_path=tokenizer, seq_len=data.seq_len, chat=chat)
-            if said is not None:
+            if said is not None and said not in notes:  # of training and validation, the same split
+                notes.append(said)
                 _log.info(said)
             tokens = max(tokens, chat.vocabulary if chat else 0)
     return tokens
@@ -164,6 +167,23 @@ def _of_source(job: JobConfig, of: DataSource) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"data.sources, {of.title}: {error}") if job.data.sources else error from None
+
+
+def check_positions(job: JobConfig, model: PreTrainedModel) -> None:
+    """Say that sequences are longer than the model's config has positions; refuse it where those are learned."""
+    config, length = model.config.get_text_config(), job.training.seq_len
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module.num_embeddings == positions != config.vocab_size:
+                raise ConfigError(
+                    f"training.seq_len = {length}: {name} has {positions} learned positions; lower it to that, or train a "
+                    "model with more"
+                )
+        _log.info(
+            f"training.seq_len = {length} exceeds the model's max_position_embeddings = {positions}, which its config.json "
+            "keeps; [model.config_overrides] changes it, and how rope scales"
+        )
 
 
 def check_parallelism(job: JobConfig, model: nn.Module) -> None:
@@ -206,6 +226,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
     checkpoint, folder = job.checkpoint, own_folder(job)
     if (done := finished(job, restarted=restarted(os.environ))) is not None:
         check_saved(done, model, "checkpoint.folder", resumes=False)
+        check_finished(done, job)
         return
     own = to_resume(folder, checkpoint.load_step)
     if own is None and checkpoint.initial_adapter_path is not None:
@@ -221,7 +242,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
             "-1 takes the newest"
         )
     elif (published := resolve.published_folder(job)) is not None:
-        check_published(published, model)
+        check_published(published, model, job.model.config_overrides or ())
     elif checkpoint.initial_load_path is not None:
         initial = Path(checkpoint.initial_load_path)
         if not os.path.isfile(initial / ".metadata"):
@@ -231,7 +252,7 @@ def check_checkpoint(job: JobConfig, model: PreTrainedModel, world_size: int) ->
                 f'checkpoint.initial_load_path = "{initial}" is not a checkpoint (a step-N directory with .metadata){hint}'
             )
         resumes = not checkpoint.initial_load_model_only
-        check_saved(initial, model, _INITIAL, resumes=resumes)
+        check_saved(initial, model, _INITIAL, resumes=resumes, overrides=job.model.config_overrides or ())
         if resumes:
             _check_resumed(job, model, world_size, initial, _INITIAL)
 
@@ -253,8 +274,10 @@ def _check_resumed(job: JobConfig, model: PreTrainedModel, world_size: int, save
         check_optimizer(saved, group_parameters(model, job.optimizer), key)
 
 
-def check_published(folder: str, model: PreTrainedModel) -> None:
+def check_published(folder: str, model: PreTrainedModel, overrides: Collection[str] = ()) -> None:
     """Refuse a Hugging Face folder that is damaged, or of another model than `model`, which may lie on meta.
+
+    `overrides` are fields of its config in which it may differ.
 
     Raises:
         ConfigError: its config.json says otherwise than the job.
@@ -262,9 +285,9 @@ def check_published(folder: str, model: PreTrainedModel) -> None:
     """
     if not is_own(model.config) and os.path.exists(os.path.join(folder, "config.json")):
         theirs, ours = map(model_card, (modeling.load_config_file(folder), model.config))
-        if differing := changes(weighty(theirs), weighty(ours)):
+        if differing := changes(weighty(theirs), weighty(ours), overrides):
             raise ConfigError(
                 f"the job's model is not the one of {folder} ({differing}): remove model.name, flavor and config to take "
-                "that one, or change its config.json"
+                "that one; lengths, rope and dropout can differ by model.config_overrides"
             )
     match_folder(model, open_folder(folder))

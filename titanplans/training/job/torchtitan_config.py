@@ -15,12 +15,10 @@ from torchtitan.tools.profiler import Profiler
 
 from titanplans.config import JobConfig, strategy_of
 from titanplans.config.compatibility.job import schedule_steps
-from titanplans.config.options import without_none
 from titanplans.config.sections.data import DataLoader
-from titanplans.config.translate import flatten
 from titanplans.torchrun import restarted
 from titanplans.training.checkpoint.manager import CheckpointManager
-from titanplans.training.checkpoint.match import model_card
+from titanplans.training.checkpoint.match import job_values, model_card
 from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.job import resolve
 from titanplans.training.trainer import documents
@@ -174,7 +172,7 @@ def _checkpoint(job: JobConfig) -> CheckpointManager.Config:
             # Without a path it has no effect, and torchtitan warns that it is set: it is its default.
             "initial_load_model_only": initial is not None and job.checkpoint.initial_load_model_only,
             "model": model_card(resolve.hf_config(job)),
-            "job": dict(flatten(without_none(job.to_dict()))),
+            "job": job_values(job),
             "restarted": restarted(os.environ),
             "hf_config": resolve.hf_config(job),
             "tokenizer": resolve.tokenizer_path(job),

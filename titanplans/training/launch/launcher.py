@@ -165,6 +165,7 @@ def _run_ranks(
         except Stopped as stopped:
             _terminate(processes, 3 * _GRACE_SECONDS)  # they have 5 seconds to finish what they write
             print(f"stopped by {stopped}; finished checkpoints are complete", file=sys.stderr)
+            stopped.said = True
             raise
     _terminate(processes, _GRACE_SECONDS)
     return asked, processes, failed

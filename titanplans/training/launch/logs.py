@@ -20,6 +20,12 @@ _NO_NEWS = {
     ("utils", "set_pg_timeouts"),
     ("parallel_dims", "build_mesh"),
 }
+_NO_NEWS_SAID = (
+    "Setting validation steps to -1 might cause hangs",  # a split that ranks can't share evenly is refused
+    "Peak FLOPS used for computing MFU: nan",
+    "Destroying the purge thread",
+)
+"""How other lines of its begin."""
 
 
 def init_logging(rank: int) -> None:
@@ -71,7 +77,8 @@ def _worth_showing(record: logging.LogRecord) -> bool:
     if record.levelno >= logging.ERROR:
         return True
     if record.name == "root":
-        return (record.module, record.funcName) not in _NO_NEWS
+        news = (record.module, record.funcName) not in _NO_NEWS
+        return news and not record.getMessage().startswith(_NO_NEWS_SAID)
     if record.levelno >= logging.WARNING:
         return record.name != "torchao"  # of CUDA libraries that can't be loaded, where none is needed
     return record.name.partition(".")[0] == "titanplans"

@@ -23,7 +23,7 @@ from titanplans.torchrun import Ranks, read_ranks, restarted
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.orphans import end_with_parent
-from titanplans.training.launch.signals import Stopped, stop_on_signals
+from titanplans.training.launch.signals import stop_on_signals
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 _ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -55,8 +55,6 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         refuse(error, rank)
         return 1
-    except Stopped as stopped:
-        return stopped.exit_status
 
 
 def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
@@ -80,20 +78,20 @@ def _run(job: JobConfig, torchrun: Ranks | None, restarts: int) -> int:
     if not torchrun and ranks > 1:
         torch.set_num_threads(1)  # the ranks are forked, which a pool of threads does not survive
     check_job(job, ranks)
-    if (last := finished(job, restarted=restarted(os.environ))) is not None:
-        if rank == 0:
-            if (wrong := damage(last)) is not None:
-                raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")
-            print(
-                f"{last} is whole: the job has taken its training.steps = {job.training.steps} and is finished"
-            )
-        return 0
-    if not torchrun and (ranks > 1 or restarts):
-        with locked(job):  # by this process, which outlives every rank
-            return launch(job, ranks, restarts)
-    if not torchrun:
-        os.environ.update(_ALONE)
+    # By this process, which outlives every rank: a job that still trains in the folder has not finished.
     with locked(job) if rank == 0 else nullcontext():
+        if (last := finished(job, restarted=restarted(os.environ))) is not None:
+            if rank == 0:
+                if (wrong := damage(last)) is not None:
+                    raise ConfigError(f"checkpoint.folder: the job is finished, but {wrong}; {remedy(last)}")
+                print(
+                    f"{last} is whole: the job has taken its training.steps = {job.training.steps} and is finished"
+                )
+            return 0
+        if not torchrun and (ranks > 1 or restarts):
+            return launch(job, ranks, restarts)
+        if not torchrun:
+            os.environ.update(_ALONE)
         return run_rank(job)
 
 

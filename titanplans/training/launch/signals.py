@@ -22,6 +22,9 @@ _OVER = b"\0"
 class Stopped(KeyboardInterrupt):
     """A signal to stop has arrived. A `KeyboardInterrupt`, so that libraries let it pass."""
 
+    said = False
+    """Whether a line has told so."""
+
     def __init__(self, signum: int):
         self.signum = signum
         super().__init__(signal.Signals(signum).name)
