@@ -26,6 +26,7 @@ def configure(world_size: int = 1, **options: object) -> Trainer.Config:
 
 # A value other than the default for keys whose type does not suggest one.
 ANOTHER = {
+    "model.config_overrides": {"max_position_embeddings": 64},
     "data.documents": "joined",
     "data.packing": "best_fit",
     "data.long_documents": "drop",

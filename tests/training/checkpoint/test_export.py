@@ -217,7 +217,7 @@ def test_what_can_not_be_written_is_one_line(job, at, tmp_path, capsys):
     assert ": model.embeddings.weight is (4096, 32)" in other
     metadata = "it holds no distributed checkpoint (.metadata)"
     begin = {
-        "there": "error: /there already exists",
+        "there": "error: export: /there already exists",
         "in hf": f"error: export at/step-2: {metadata}; it already is a Hugging Face",
         "nothing": f"error: export /there: {metadata}; name a step-N",
         "no card": "error: export /plain/step-1: it has no titanplans.json",

@@ -163,7 +163,7 @@ def not_listed(name: str, known: Iterable[str]) -> VerifyError:
     """Return the error for a plan that `list` can't find, with the nearest."""
     meant = nearest(name, list(known))
     return VerifyError(
-        f"list {name}: no plan is registered for it{f'; did you mean {meant}?' if meant else ''}"
+        f"list {name}: no plan is registered for it; {f'did you mean {meant}?' if meant else 'titanplans list has all'}"
     )
 
 
