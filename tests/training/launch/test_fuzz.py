@@ -13,7 +13,7 @@ import shutil
 import time
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import tomli
@@ -449,6 +449,7 @@ def of_type(hint):
         int: st.sampled_from(NUMBERS),
         float: st.sampled_from([0.0, 5e-324, 1e-8, 0.5, 1.0, 2.0, 1e30, 1.7e308]),
         str: st.sampled_from(TEXTS).filter(_is_written),
+        Any: st.booleans() | st.sampled_from(NUMBERS) | st.sampled_from(TEXTS).filter(_is_written),
     }[hint]
 
 
