@@ -1,9 +1,12 @@
 """Data sets as tests name them: the options of one source, by keyword."""
 
 from dataclasses import replace
+from functools import cache
+
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titanplans.config.sections.data import Corpus, Data, DataSource
-from titanplans.training.data import checks, loader
+from titanplans.training.data import checks, default_tokenizer_path, loader
 from titanplans.training.data.corpus import sources
 
 
@@ -25,6 +28,19 @@ def config(dataset="stdlib", dataset_path=None, split="train", text_column="text
         **({} if chat is None else {"chat": vars(chat)}),
     )  # fmt: skip
     return loader.TextDataLoader.Config(data=Data(documents="joined", sources=(source,)), **options)
+
+
+@cache
+def tokenizer():
+    """The tokenizer that jobs have where they name none."""
+    return HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+
+
+def build(data, *, seq_len, batch=8, rank=0, ranks=1, workers=0, **options):
+    """Return the loader of `rank`, whose steps have `batch` sequences on all ranks together."""
+    made = loader.TextDataLoader.Config(data=data, num_workers=workers, global_batch_size=batch, **options)
+    share = {"seq_len": seq_len, "local_batch_size": batch // ranks}
+    return made.build(dp_rank=rank, dp_world_size=ranks, tokenizer=tokenizer(), **share)
 
 
 def other(config, **changes):

@@ -8,6 +8,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from titanplans.errors import NotSaved
 
@@ -22,6 +23,11 @@ def reason(error: OSError) -> str:
 def is_refusal(error: BaseException | None) -> bool:
     """Whether a disk refuses to be written to: it is full, the quota is used up, it fails, or became read-only."""
     return isinstance(error, OSError) and error.errno in _REFUSALS
+
+
+def is_taken(path: Path) -> bool:
+    """Whether something is at `path` that a new folder would overwrite: anything but an empty folder."""
+    return os.path.exists(path) and not (path.is_dir() and not any(path.iterdir()))
 
 
 def sync(path: str | os.PathLike[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from titanplans.disk import is_taken
 from titanplans.errors import ConfigError, RunError, UserError, nearest
 from titanplans.training.launch.exit_status import refuse
 from titanplans.training.launch.logs import init_logging
@@ -44,7 +45,7 @@ def _check_folders(command: str, arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"{command} {source}: there is no such folder{f'; did you mean {source.parent / meant}?' if meant else ''}"
         )
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if is_taken(target):
         raise ConfigError(f"{command}: {target} already exists and is not overwritten; name a new folder")
 
 

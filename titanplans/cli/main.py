@@ -118,11 +118,9 @@ def main(argv: list[str]) -> int:
     if command in COMMANDS:
         try:
             module = import_module(f"titanplans.{COMMANDS[command]}")
-            if module.__name__ != "titanplans.cli.verify.main":
-                return module.main(argv if command in ("export", "import") else rest)
-            if (status := module.main(argv, alone=True)) in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-                raise Stopped(status - 128)
-            return status
+            if module.__name__ == "titanplans.cli.verify.main":
+                return module.main(argv, alone=True)
+            return module.main(argv if command in ("export", "import") else rest)
         except KeyboardInterrupt as error:
             stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
             if not stopped.said:

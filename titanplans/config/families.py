@@ -83,14 +83,14 @@ def find_flavor(name: str, flavor: str) -> Family:
     return known[name]
 
 
-def is_no_plan(name: str) -> list[str] | None:
-    """Return the registered plans if `name` is none of them, without importing one: each is named after its family.
+def plan_names() -> list[str] | None:
+    """Return the names of the registered plans without importing one: each is named after its family.
 
-    None where it is one, or may be: other packages add theirs, or somebody has imported the registry, which then knows.
+    None where there may be others: packages add theirs, or somebody has imported the registry, which then knows.
     """
-    known = sorted(family for family, _ in _files(resources.files(MODELS)))
-    theirs = "titanplans.plan.registry" in sys.modules or metadata.entry_points(group=PLANS)
-    return None if name in known or theirs else known
+    if "titanplans.plan.registry" in sys.modules or metadata.entry_points(group=PLANS):
+        return None
+    return sorted(family for family, _ in _files(resources.files(MODELS)))
 
 
 def check_plan(plan: object) -> None:
@@ -101,7 +101,7 @@ def check_plan(plan: object) -> None:
     """
     if isinstance(plan, str) and ":" in plan:
         check_package(plan, f"plan = '{plan}'")
-    elif isinstance(plan, str) and (known := is_no_plan(plan)):
+    elif isinstance(plan, str) and (known := plan_names()) and plan not in known:
         raise unknown_plan(plan, known)
 
 

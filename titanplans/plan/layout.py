@@ -113,6 +113,13 @@ def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:
     return Rows(dim, tuple(runs))
 
 
+def rows_read(layout: Layout, shape: Sequence[int], ranks: int) -> Rows | None:
+    """Return the rows that each of `ranks` ranks reads of a whole tensor of `shape`; None: all of it."""
+    if layout.rows is not None or not isinstance(layout.placement, Shard):
+        return layout.rows
+    return rows_of(layout.placement.dim, [shape[layout.placement.dim]], ranks)
+
+
 def shard_size(length: int, ranks: int) -> int:
     """Return how much of `length` a rank holds, the last ones perhaps less: as `torch.chunk` and DTensor."""
     return -(length // -ranks)

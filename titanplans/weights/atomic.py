@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titanplans.disk import reason, sync
+from titanplans.disk import is_taken, reason, sync
 from titanplans.errors import ModelError, NotSaved
 from titanplans.weights.gather import from_first, rank
 
@@ -40,7 +40,7 @@ def written_atomically(target: Path) -> Iterator[Path]:
 
 
 def _refuse_existing(target: Path, directory: Path) -> None:
-    if os.path.exists(target) and not (target.is_dir() and not any(target.iterdir())):
+    if is_taken(target):
         raise ModelError(f"{target} already exists and is not overwritten; name a new folder")
     if os.path.exists(directory):
         raise ModelError(

@@ -8,18 +8,16 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
+import data_options
 import pytest
 import torch
 import worlds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError
 from titanplans.loss import IGNORED
-from titanplans.training.data import default_tokenizer_path
-from titanplans.training.data.loader import TextDataLoader
 from titanplans.weights.gather import of_all
 
 SEQ_LEN = 24
@@ -52,18 +50,8 @@ def data(tmp_path_factory):
     return write(tmp_path_factory.mktemp("epochs"))
 
 
-def build(data, batch, *, rank=0, ranks=1, workers=0, epochs=1, **options):
-    config = TextDataLoader.Config(
-        data=data, num_workers=workers, global_batch_size=batch, epochs=epochs, **options
-    )
-    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
-    return config.build(
-        dp_rank=rank,
-        dp_world_size=ranks,
-        tokenizer=tokenizer,
-        seq_len=SEQ_LEN,
-        local_batch_size=batch // ranks,
-    )
+def build(data, batch, *, epochs=1, **options):
+    return data_options.build(data, seq_len=SEQ_LEN, batch=batch, epochs=epochs, **options)
 
 
 def predicted(batches) -> Counter:
@@ -76,7 +64,7 @@ def predicted(batches) -> Counter:
 
 
 def wanted(names, epochs) -> Counter:
-    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+    tokenizer = data_options.tokenizer()
     found: Counter = Counter()
     for text in (text for name in names for text in texts(name)):
         tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
@@ -120,7 +108,7 @@ def test_workers_read_the_same_documents_once(data):
 
 def test_a_source_keeps_its_share_until_another_is_used_up(data):
     batches = list(build(data, 9))
-    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+    tokenizer = data_options.tokenizer()
     rows = [tokenizer.decode(row.tolist()) for inputs, _ in batches[:3] for row in inputs["input"]]
     assert sum(bool(set(row) & set("0123456789")) for row in rows) / len(rows) == pytest.approx(
         2 / 3, abs=0.04

@@ -2,20 +2,19 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
+import data_options
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titanplans.config.sections.data import Data
 from titanplans.errors import DataError, OptionError
 from titanplans.loss import IGNORED
-from titanplans.training.data import default_tokenizer_path
-from titanplans.training.data.loader import TextDataLoader
 from titanplans.training.data.packing import ROWS_AT_ONCE, pack_best_fit
 
 SEQ_LEN = 32
@@ -23,7 +22,7 @@ SEQ_LEN = 32
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=default_tokenizer_path())
+    return data_options.tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +40,8 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def build(tokenizer):
-    def build(data, *, rank=0, ranks=1, of=8, workers=0, seq_len=SEQ_LEN, **options):
-        config = TextDataLoader.Config(data=data, num_workers=workers, global_batch_size=of, **options)
-        return config.build(
-            dp_rank=rank,
-            dp_world_size=ranks,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            local_batch_size=of // ranks,
-        )
-
-    return build
+def build():
+    return partial(data_options.build, seq_len=SEQ_LEN)
 
 
 def rows(batches):

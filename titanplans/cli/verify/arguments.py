@@ -8,7 +8,7 @@ from os.path import abspath, dirname, isdir
 from typing import Any, NoReturn
 
 from titanplans.config import LoRA
-from titanplans.config.families import check_plan, families, find_flavor, is_no_plan
+from titanplans.config.families import check_plan, families, find_flavor, plan_names
 from titanplans.config.options import options_of
 from titanplans.config.values import from_text
 from titanplans.errors import VerifyError, nearest
@@ -99,7 +99,7 @@ def parse(argv: list[str]) -> Namespace:
     request.words = shlex.join(argv)
     if request.command == "list":
         for name in request.model_types:
-            if known := is_no_plan(name):
+            if (known := plan_names()) and name not in known:
                 raise not_listed(name, known)
         return request
     if (

@@ -49,8 +49,6 @@ def main(argv: list[str], *, alone: bool = False) -> int:
             return _verify(request, rank, alone)
     except UserError as error:
         return refuse(error, rank)
-    except Stopped as stopped:
-        return stopped.exit_status
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does: drop the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -114,11 +114,14 @@ def _mixer_faults(plan: ResolvedPlan) -> Iterator[Fault]:
 def _end_faults(plan: ResolvedPlan) -> Iterator[Fault]:
     """Yield an embedding without a style that says where the stream begins, and styles on the stream behind its end."""
     decoder = plan.decoder
-    if plan.source.options.cuts_stream and isinstance(
-        plan.styles.get(decoder.head or ""), ReplicatedOnStream
+    head = decoder.head
+    if (
+        head is not None
+        and plan.source.options.cuts_stream
+        and isinstance(plan.styles.get(head), ReplicatedOnStream)
     ):
         yield (
-            decoder.head or "",
+            head,
             "it makes the logits, and a rank would have those of its tokens alone: give it vocab_head()",
         )
     if not plan.source.options.sequence_parallel:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from titanplans.errors import ParallelError
-from titanplans.plan.layout import Layout, rows_of
+from titanplans.plan.layout import Layout, rows_read
 from titanplans.split.collectives import Group
 from titanplans.split.parameters.local_read import LocalRead, MixerPart, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
@@ -90,6 +90,13 @@ def localize(
     mesh, parts, buffers = placing.mesh, parts or {}, layouts.keys() & module._buffers.keys()
     if mesh is None:  # what is read as it is needs no reader
         layouts = {name: layout for name, layout in layouts.items() if name in parts or layout.hidden}
+    whole = {
+        name: layouts[name]._replace(
+            placement=Replicate(), rows=rows_read(layouts[name], getattr(module, name).shape, group[1])
+        )
+        for name in buffers & layouts.keys()
+    }
+    layouts = {**layouts, **whole}
     for name, layout in layouts.items() if mesh is not None else ():
         if name in buffers:
             continue
@@ -200,7 +207,7 @@ def _kinds(
     layouts: Mapping[str, Layout], buffers: Set[str]
 ) -> dict[tuple[str, ...], Callable[..., type[nn.Module]]]:
     """Return which subclass gives which parameters, in a set order: repeated blocks share one compiled artefact."""
-    exchanged = {name for name, layout in layouts.items() if is_exchanged(layout)} - buffers
+    exchanged = {name for name, layout in layouts.items() if is_exchanged(layout)}
     hidden = {name for name, layout in layouts.items() if layout.hidden}
     kinds = (
         (layouts.keys() - exchanged - hidden - buffers, _read_anywhere),
@@ -232,14 +239,10 @@ def _read_in_part(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
 
     def reader(name: str) -> Any:
         def part(self: Any) -> torch.Tensor:
-            whole, state = self._buffers[name], self._split
-            reading = state.readings[name]
-            layout, ranks = reading.layout, reading.group[1]
-            dim, runs = layout.rows or rows_of(
-                layout.placement.dim, [whole.shape[layout.placement.dim]], ranks
-            )
-            places = [(run.at(reading.rank), run.of(reading.rank)) for run in runs]
-            return _part(of_places(whole, dim, places), None, reading, state)
+            whole, reading = self._buffers[name], self._split.readings[name]
+            if reading.layout.rows is not None:
+                whole = selected(whole, reading.layout, reading.rank, reading.group)
+            return _part(whole, None, reading, self._split)
 
         return property(part)
 

@@ -9,10 +9,8 @@ Head counts, rows, split norms and sums inside of a mixer are those of all tp x 
 among those of its tp rank.
 """
 
-from torch.distributed.tensor import Shard
-
 from titanplans.errors import PlanError
-from titanplans.plan.layout import Layout, rows_of
+from titanplans.plan.layout import Layout, rows_read
 from titanplans.plan.plan import TPOptions
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.base import Style
@@ -163,9 +161,6 @@ class CutByTokens:
 
 def _held(layout: Layout, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, Places] | None:
     """Return the dimension and the rows of a parameter that `rank` uses; None for all."""
-    rows = layout.rows
-    if rows is None:
-        if not isinstance(layout.placement, Shard):
-            return None
-        rows = rows_of(layout.placement.dim, [shape[layout.placement.dim]], ranks)
+    if (rows := rows_read(layout, shape, ranks)) is None:
+        return None
     return rows.dim, tuple((run.at(rank), run.of(rank)) for run in rows.runs)

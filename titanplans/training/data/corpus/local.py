@@ -9,6 +9,7 @@ import glob
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +113,9 @@ def _parts_before_magic(path: Path) -> list[str]:
     return parts
 
 
-def _check_utf8(file: Path) -> None:
+@cache
+def _check_utf8(file: Path, written: int) -> None:
+    """Refuse a file that is not UTF-8; one last `written` then is read once, though its data train and validate."""
     decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
     with reading(file), file.open("rb") as stream:
         for block in itertools.chain(iter(lambda: stream.read(1 << 20), b""), [b""]):
@@ -148,7 +151,7 @@ class TextFiles:
     ) -> None:
         check_split(split)
         for file in files if check else ():
-            _check_utf8(file)
+            _check_utf8(file, file.stat().st_mtime_ns)
         self.piece_bytes, self.identity = piece_bytes, {"piece_bytes": piece_bytes}
         names = [file.relative_to(root).as_posix() for file in files]
         by_file = len(files) >= VALIDATION_EVERY
