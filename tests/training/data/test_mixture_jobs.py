@@ -100,8 +100,7 @@ def test_what_is_not_resumed_is_refused_before_the_model_is_loaded(folder):
         DataError, match=r"^packing of a = 'cut': the checkpoint's data loader had 'best_fit'"
     ):
         check_job(job("--data.packing=cut"), 1)
-    with pytest.raises(DataError, match=r"^seq_len of a = 64: the checkpoint's data loader had 32"):
-        check_job(job("--training.seq_len=64"), 1)
+    check_job(job("--training.seq_len=64"), 1)
 
 
 def on_one_rank_saving(rank: int) -> None:

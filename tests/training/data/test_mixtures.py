@@ -204,6 +204,51 @@ def test_best_fit_predicts_every_token_of_a_document_once_and_goes_on_anywhere(l
     assert stopped.next_offset % ROWS_AT_ONCE < ROWS_AT_ONCE if windows else True
 
 
+@settings(deadline=None)
+@given(documents, st.lists(st.integers(1, 40), min_size=2, max_size=4), st.data())
+def test_another_length_leaves_no_token_of_best_fit_out_and_reads_none_twice(lengths, changes, draw):
+    """The length changes at rows drawn at random, also inside what was packed by the lengths before."""
+    ends = np.cumsum([0, *lengths])
+    of = [(i, np.arange(ends[i], ends[i + 1])) for i in range(len(lengths))]
+    document, offset, packed, taken = 0, 0, (), []
+    for seq_len in changes:
+        windows = list(pack_best_fit(of[document:], seq_len, offset, packed))
+        assert all(1 <= len(w.inputs) <= seq_len for w in windows)
+        if not windows:
+            continue
+        k = draw.draw(st.integers(0, len(windows) - 1))
+        taken += windows[: k + 1]
+        stopped = windows[k]
+        document, offset, packed = stopped.next_document, stopped.next_offset, stopped.packed
+        rest = list(pack_best_fit(of[document:], seq_len, offset, packed))
+        assert [w.inputs.tolist() for w in rest] == [w.inputs.tolist() for w in windows[k + 1 :]]
+        offset, packed = 0, (*packed, (seq_len, offset))
+    taken += pack_best_fit(of[document:], 7, offset, packed)
+    pairs = sorted((int(x), int(y)) for w in taken for x, y in zip(w.inputs, w.labels, strict=True))
+    assert pairs == [(x, x + 1) for _, tokens in of for x in tokens[:-1]]
+
+
+def test_a_job_of_best_fit_goes_on_at_another_length(build, data):
+    """Whatever the length was before, `epochs` reads every token of every document once."""
+    data = replace(data, packing="best_fit")
+
+    def pairs(batches):
+        rows = [(x[y != IGNORED], y[y != IGNORED]) for inputs, y in batches for x in [inputs["input"]]]
+        return [pair for x, y in rows for pair in zip(x.tolist(), y.tolist(), strict=True)]
+
+    once = replace(data, exhausted="end")
+    whole = sorted(pairs(build(once)))
+    for steps in (1, 3):
+        found, first = [], build(once)
+        found += pairs(islice(iter(first), steps))
+        second = build(once, seq_len=17)
+        second.load_state_dict(first.state_dict())
+        found += pairs(islice(iter(second), steps))
+        third = build(once, seq_len=64)
+        third.load_state_dict(second.state_dict())
+        assert sorted(found + pairs(third)) == whole
+
+
 @pytest.mark.parametrize(
     ("values", "option"),
     [

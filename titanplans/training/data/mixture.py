@@ -60,6 +60,7 @@ class PackedSource:
             documents,
             self._seq_len,
             start.offset,
+            start.packed,
             apart=apart,
             drop=self._data.long_documents == "drop",
             found_long=self._count_long,

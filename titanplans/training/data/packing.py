@@ -10,7 +10,7 @@ document on, so a run that goes on with another `seq_len` would leave tokens out
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +46,9 @@ class Window(Generic[P]):
 
     last_read: P | None = None
     """Of best fit: the last document that was read for this window and those packed with it."""
+
+    packed: Sequence[tuple[int, int]] = ()
+    """Of best fit: by which other lengths the documents from `next_document` on have been packed; see `pack_best_fit`."""
 
 
 def pack(
@@ -111,6 +114,7 @@ def pack_best_fit(
     documents: Iterable[tuple[P, np.ndarray]],
     seq_len: int,
     offset: int = 0,
+    packed: Sequence[tuple[int, int]] = (),
     *,
     apart: bool = True,
     drop: bool = False,
@@ -118,19 +122,51 @@ def pack_best_fit(
 ) -> Iterator[Window[P]]:
     """Puts whole documents into rows, each where it leaves the least room.
 
-    To go on after a window, pass the documents from `next_document` on, and `next_offset`.
+    To go on after a window, pass the documents from `next_document` on, its `next_offset` and its `packed`; with another
+    `seq_len`, pass offset 0 and add the pair of the old length and `next_offset` to `packed`.
 
     Args:
         documents: positions and tokens; those of less than two are left out.
         seq_len: inputs in a window.
         offset: rows to leave out, and `ROWS_AT_ONCE` times the parts of the first document.
+        packed: lengths of rows, and offsets, by which the first documents were packed before, one after another.
         apart: as for `pack`.
         drop: documents longer than a row are left out; else they are cut into rows.
         found_long: called for each such document.
     """
+    last_read: Any = None
+
+    def read() -> Iterator[_Pieces[P]]:
+        nonlocal last_read
+        for last_read, tokens in documents:
+            yield last_read, [tokens]
+
+    left = read()
+    for length, before in packed:
+        left = _left(left, length, before, drop)
     part, rows = divmod(offset, ROWS_AT_ONCE)
-    parts = _PartIterator(iter(documents), seq_len, part, drop, found_long)
-    packed = iter(
+    parts = _PartIterator(left, seq_len, part, drop, found_long)
+    first, packer = parts.position, _packer(parts, seq_len)
+    for row in itertools.islice(packer, rows, None):
+        state, n = packer.get_state(), np.count_nonzero(row["inputs_segment_ids"])
+        position, part = state["parent"]
+        yield Window(
+            inputs=row["inputs"][:n],
+            labels=row["labels"][:n],
+            positions=row["inputs_positions"][:n] if apart else np.arange(n),
+            next_document=position,
+            next_offset=part * ROWS_AT_ONCE + state["next_row"],
+            last_read=last_read,
+            packed=packed if position == first else (),
+        )
+
+
+_Pieces = tuple[P, list[np.ndarray]]
+"""The position of a document, and its tokens: whole, or as the pieces of it that are left."""
+
+
+def _packer(parts: "_PartIterator", seq_len: int) -> DatasetIterator[dict[str, np.ndarray]]:
+    return iter(
         BestFitPackIterDataset(
             _Parts(parts),
             length_struct={"inputs": seq_len, "labels": seq_len},
@@ -139,17 +175,26 @@ def pack_best_fit(
             padding_struct={"inputs": 0, "labels": IGNORED},
         )
     )
-    for row in itertools.islice(packed, rows, None):
-        state, n = packed.get_state(), np.count_nonzero(row["inputs_segment_ids"])
-        position, part = state["parent"]
-        yield Window(
-            inputs=row["inputs"][:n],
-            labels=row["labels"][:n],
-            positions=row["inputs_positions"][:n] if apart else np.arange(n),
-            next_document=position,
-            next_offset=part * ROWS_AT_ONCE + state["next_row"],
-            last_read=parts.position,
-        )
+
+
+def _left(documents: Iterator[_Pieces[P]], seq_len: int, offset: int, drop: bool) -> Iterator[_Pieces[P]]:
+    """What rows of `seq_len` have not used at `offset`: pieces, at the first document's position, then whole documents."""
+    part, rows = divmod(offset, ROWS_AT_ONCE)
+    parts = _PartIterator(documents, seq_len, part, drop, lambda: None)
+    first, packer, pieces = parts.position, _packer(parts, seq_len), []
+    for number, row in enumerate(packer):
+        if number >= rows:
+            of = row["inputs_segment_ids"]
+            pieces += [
+                np.append(row["inputs"][of == n], row["labels"][of == n][-1]) for n in range(1, of.max() + 1)
+            ]
+        if packer.get_state()["next_row"] == 0:
+            break
+    _, part = packer.get_state()["parent"]  # where the rows that follow begin
+    yield first, pieces if part == 0 else pieces + parts.parts[part:]
+    if part == 0 and parts.position != first:
+        yield parts.position, parts.pieces
+    yield from documents
 
 
 class _Parts(IterDataset):
@@ -168,44 +213,50 @@ class _PartIterator(DatasetIterator):
 
     def __init__(
         self,
-        documents: Iterator[tuple[Any, np.ndarray]],
+        documents: Iterator[_Pieces[Any]],
         seq_len: int,
         part: int,
         drop: bool,
         found_long: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._documents, self._seq_len, self._drop, self._found_long = documents, seq_len, drop, found_long
-        self.position, self._tokens = next(documents, (None, np.arange(0)))
-        self._part = part
-        if part == 0:
-            self._see()
+        self._documents, self._seq_len, self._drop = documents, seq_len, drop
+        self._found_long = (
+            found_long if part == 0 else lambda: None
+        )  # a part of it was read, so it was counted
+        self.position: Any = None
+        self.pieces: list[np.ndarray] = []
+        self.parts: list[np.ndarray] = []
+        self._read()
+        self._found_long, self._part = found_long, part
 
     def __next__(self) -> dict[str, np.ndarray]:
         self._find()
-        first = self._part * self._seq_len
-        tokens = self._tokens[first : first + self._seq_len + 1]
-        if len(tokens) < 2:
+        if self._part >= len(self.parts):
             raise StopIteration
+        tokens = self.parts[self._part]
         self._part += 1
         return {"inputs": tokens[:-1], "labels": tokens[1:]}
 
     def _find(self) -> None:
         """Go on to a document that has a part left; at the end stay behind the last one."""
-        while len(self._tokens) - 1 <= self._part * self._seq_len:
-            following = next(self._documents, None)
-            if following is None:
-                self._tokens = self._tokens[:0]
-                return
-            (self.position, self._tokens), self._part = following, 0
-            self._see()
+        while self._part >= len(self.parts) and self._read():
+            self._part = 0
 
-    def _see(self) -> None:
-        """Count a document that is longer than a row, and leave it out if that was asked."""
-        if len(self._tokens) - 1 > self._seq_len:
-            self._found_long()
-            if self._drop:
-                self._tokens = self._tokens[:0]
+    def _read(self) -> bool:
+        """Read a document, and cut what is longer than a row into parts, or leave it out; False if there is none."""
+        following = next(self._documents, None)
+        if following is None:
+            return False
+        self.position, self.pieces = following
+        self.parts = []
+        for piece in self.pieces:
+            if is_long := len(piece) - 1 > self._seq_len:
+                self._found_long()
+            if not (is_long and self._drop):
+                firsts = range(0, len(piece) - 1, self._seq_len)
+                self.parts += [piece[first : first + self._seq_len + 1] for first in firsts]
+        return True
 
     def get_state(self) -> Any:
         """Return where the next part is."""

@@ -34,7 +34,9 @@ def resume(
     cursors = {
         stream: cursor._replace(
             places=tuple(
-                cursor.places[there.index(part.name)] if part.name in saved else SourcePlace()
+                _at_length(cursor.places[there.index(part.name)], saved[part.name], part)
+                if part.name in saved
+                else SourcePlace()
                 for part in parts
             )
         )
@@ -80,6 +82,7 @@ def _check_source(
     before = {"packing": "cut"} | saved["identity"] if "packing" in identity else saved["identity"]
     if files.files == current.files != {}:  # the same files, wherever they lie now
         identity = identity | {key: before[key] for key in identity if key == "dataset"}
+    before, identity = ({k: v for k, v in of.items() if k != _LENGTH} for of in (before, identity))
     named = f" of {part.name}" if several else ""
     check_identity(*({f"{key}{named}": value for key, value in of.items()} for of in (before, identity)))
 
@@ -90,6 +93,17 @@ def _check_source(
         )
 
     return check_files(files, current, reads_the_same)
+
+
+_LENGTH = "seq_len"
+
+
+def _at_length(place: SourcePlace, saved: dict[str, Any], part: PackedSource) -> SourcePlace:
+    """The place by rows of today's length: whole documents that were packed by another are packed anew."""
+    length = saved["identity"].get(_LENGTH)
+    if place.document is None or length == part.identity.get(_LENGTH):
+        return place
+    return place._replace(offset=0, packed=[*place.packed, (length, place.offset)])
 
 
 def _changes(before: dict[str, float], now: dict[str, float]) -> str:

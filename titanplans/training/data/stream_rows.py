@@ -108,7 +108,7 @@ def _place(window: Window[Any]) -> SourcePlace:
     ahead = None
     if last is not None:
         ahead = (json.dumps(last[1]), last[2]) if last[0] == epoch else ("", "")
-    return SourcePlace(epoch, document, window.next_offset, digest, ahead)
+    return SourcePlace(epoch, document, window.next_offset, digest, ahead, window.packed)
 
 
 class RestOfStreams:

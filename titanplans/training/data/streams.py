@@ -22,6 +22,8 @@ class SourcePlace(NamedTuple):
     """Of the epoch's documents up to that one; "" if it is not known."""
     ahead: tuple[Any, str] | None = None
     """Of whole documents packed together: the last one that the row was packed from, and the digest up to there."""
+    packed: Sequence[tuple[int, int]] = ()
+    """Of the same: row lengths and offsets by which they were packed before the job's `seq_len` changed."""
 
 
 class Cursor(NamedTuple):
