@@ -98,7 +98,7 @@ def peak(name: str, tokens: int, tp: int, cp: int, layers: int | None = None) ->
     job = load_job([name]) if name.endswith(".toml") else None
     sizes = {} if layers is None else {"num_hidden_layers": layers}
     config = modeling.load_config(family, flavor, **sizes) if job is None else hf_config(job)
-    with fake_ranks(tp * cp, context=cp) as mesh:
+    with fake_ranks(tp * cp, cp=cp) as mesh:
         model: Any = modeling.build(config).to(torch.bfloat16)
         if tp * cp > 1:
             apply_plan(model, mesh, plan=None if job is None else job.model.plan, sum_over_cp=cp == 1)

@@ -51,8 +51,8 @@ from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real
 from titanplans.observe.places import fsdp_units
 from titanplans.observe.recorder import record_collectives
-from titanplans.parallel.mesh.degrees import Degrees
 from titanplans.parallel.mesh.mesh import Mesh, mesh_of_one
+from titanplans.plan.degrees import Degrees
 from titanplans.proof.ranks.fake import fake_ranks
 from titanplans.split.experts.dispatch import ExpertRanks, install_dispatch
 from titanplans.torch_private.dtensor import local_tensor

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from titanplans import check_plan, modeling
+from titanplans.plan.degrees import Degrees
 
 PICTURE = Path(__file__).parent / "block.svg"
 MODEL = "qwen3"
@@ -61,7 +62,9 @@ def of_block() -> dict[str, str]:
     """Return the style of each module of the first block, as a plan's author writes it."""
     model = modeling.build(modeling.load_config(MODEL, "debug", num_hidden_layers=1))
     prefix = "model.layers.0."
-    found = {k.removeprefix(prefix): s for k, s in check_plan(model, 2).items() if k.startswith(prefix)}
+    found = {
+        k.removeprefix(prefix): s for k, s in check_plan(model, Degrees(tp=2)).items() if k.startswith(prefix)
+    }
     return {
         name: re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(s).__name__).lower()
         for name, s in found.items()

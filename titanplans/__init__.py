@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         process_group,
     )
     from titanplans.plan.decoder import find_decoder
-    from titanplans.plan.plan import Plan, TPOptions, TPPlan
+    from titanplans.plan.options import TPOptions
+    from titanplans.plan.plan import Plan, TPPlan
     from titanplans.plan.registry import register_plan, registered_plans
     from titanplans.proof import verify
     from titanplans.weights.adapters import load_adapter, save_adapter

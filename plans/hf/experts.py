@@ -31,7 +31,7 @@ class ExpertsPlan(LlamaPlan):
         experts = getattr(mlp, "experts", None)
         if experts is None:
             return super().mlp_plan(mlp)
-        if self.options.experts > 1:
+        if self.options.degrees.ep > 1:
             return self._by_expert()
         parts = (
             [f"experts.{n}" for n, _ in experts.named_children()]

@@ -12,7 +12,7 @@ from plainly import verify
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from titanplans import PlanError, check_plan, modeling
+from titanplans import Degrees, PlanError, check_plan, modeling
 from titanplans.adapters.low_rank import adapted, draw_factor
 from titanplans.cli.verify.main import main
 from titanplans.errors import OptionError
@@ -154,7 +154,7 @@ def test_options_without_a_rank_are_refused(values):
 def test_dropout_that_can_not_be_the_whole_models_is_refused():
     model = model_of("gla", LoRA(rank=4, dropout=0.1))
     with pytest.raises(PlanError, match=r"gk_proj.0.*has a dropout.*lora.exclude_modules"):
-        check_plan(model, 2)
+        check_plan(model, Degrees(tp=2))
     check_plan(model_of("gla", LoRA(rank=4, dropout=0.1, exclude_modules=("gk_proj.0",))), 2)
 
 

@@ -24,7 +24,7 @@ from mutants.operators import (
     summed_again,
 )
 from mutants.site import Site
-from titanplans import TPOptions, TPPlan
+from titanplans import Degrees, TPOptions, TPPlan
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.plan import Plan
 from titanplans.plan.styles.base import Style
@@ -87,7 +87,7 @@ def mutants(architecture: Architecture) -> Iterator[Mutant]:
     model = architecture.reference().pristine
     for degree in (2, 4):
         for sequence_parallel in (True, False):
-            options = TPOptions(degree, True, sequence_parallel)
+            options = TPOptions(Degrees(tp=degree), True, sequence_parallel)
             yield from _of_styles(architecture, model, options)
             yield from _of_attributes(architecture, model, options)
 

@@ -55,7 +55,7 @@ def _refused(mutant: Mutant) -> str | None:
     options = mutant.options
     try:
         model = mutant.architecture.reference().pristine
-        check_plan(model, options.degree, plan=mutant.plan, **keywords(options))
+        check_plan(model, options.degrees, plan=mutant.plan, **keywords(options))
     except PlanError as error:
         return str(error)
     return None

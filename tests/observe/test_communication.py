@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from titanplans import PlanError, TPOptions, apply_plan, modeling, registered_plans
+from titanplans import Degrees, PlanError, TPOptions, apply_plan, modeling, registered_plans
 from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.styles.region import Region
@@ -123,7 +123,7 @@ def issued(communication: Communication, part: str, direction: str) -> Counter:
     return Counter((c.operation, c.elements) for c in communication.of(part, direction))
 
 
-CHOICES = [TPOptions(2, *o) for o in itertools.product((True, False), (True, False))]
+CHOICES = [TPOptions(Degrees(tp=2), *o) for o in itertools.product((True, False), (True, False))]
 """The number of collectives does not depend on the degree; at 4, where ranks share heads, one model shows it."""
 GRID = [(case, options) for case in CASES for options in CHOICES]
 GRID += [(CASES[0], replace(options, degree=4)) for options in CHOICES]
@@ -178,7 +178,7 @@ def test_every_block_and_end_needs_all_that_it_issues(case, options):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_the_trainers_loss_sends_no_vocabulary(trainers_loss, sequence_parallel):
-    options = TPOptions(4, True, sequence_parallel)
+    options = TPOptions(Degrees(tp=4), True, sequence_parallel)
     communication = count(CASES[0].build, options, loss=trainers_loss)
     assert communication.minimal, communication.lines()
     ends = [c for c in communication.collectives if c.module in (None, "lm_head")]
@@ -187,7 +187,7 @@ def test_the_trainers_loss_sends_no_vocabulary(trainers_loss, sequence_parallel)
 
 
 def test_the_backward_mirrors_the_forward_module_by_module():
-    communication = count(Tiny, TPOptions(2), TinyPlan)
+    communication = count(Tiny, TPOptions(Degrees(tp=2)), TinyPlan)
     forward, backward = (
         [(c.operation, c.module) for c in communication.collectives if c.phase == phase and c.module]
         for phase in ("forward", "backward")
@@ -213,7 +213,9 @@ def test_bytes_on_a_ring():
     received = [
         sum(
             c.received
-            for c in count(Tiny, TPOptions(4, sequence_parallel=sp), TinyPlan).of("layers.1", "backward")
+            for c in count(Tiny, TPOptions(Degrees(tp=4), sequence_parallel=sp), TinyPlan).of(
+                "layers.1", "backward"
+            )
         )
         for sp in (True, False)
     ]
@@ -223,7 +225,7 @@ def test_bytes_on_a_ring():
 # A length that the degree does not divide is filled up to one that it does: 18 to 20.
 @pytest.mark.parametrize(("sequence_parallel", "length"), [(True, 20), (False, 18)])
 def test_uneven_sequences_are_filled_up_in_the_bound(sequence_parallel, length):
-    options = TPOptions(4, sequence_parallel=sequence_parallel)
+    options = TPOptions(Degrees(tp=4), sequence_parallel=sequence_parallel)
     communication = count(Tiny, options, TinyPlan, sequence=18)
     assert communication.minimal, communication.lines()
     assert {a.elements for a in communication.needed("layers.0", "forward")} == {BATCH * length * 16}
@@ -244,7 +246,7 @@ def test_a_block_has_as_many_regions_as_mixers_and_mlps():
         model.layers[1] = NoMLP()
         return model
 
-    communication = count(build, TPOptions(2), TinyPlan)
+    communication = count(build, TPOptions(Degrees(tp=2)), TinyPlan)
     assert communication.minimal
     one = {("all_gather", BATCH * SEQUENCE * 16): 1, ("reduce_scatter", BATCH * SEQUENCE * 16): 1}
     assert (
@@ -304,7 +306,7 @@ class TorchStyles(TinyPlan):
     ],
 )
 def test_a_gather_for_each_projection_is_too_many(plan, projections, sequence_parallel):
-    communication = count(Tiny, TPOptions(2, True, sequence_parallel), plan)
+    communication = count(Tiny, TPOptions(Degrees(tp=2), True, sequence_parallel), plan)
     assert not communication.minimal
     one = "reduce_scatter" if sequence_parallel else "all_reduce"
     for block in communication.decoder.names:
@@ -322,7 +324,9 @@ def test_a_gather_for_each_projection_is_too_many(plan, projections, sequence_pa
 
 
 def test_gathered_logits_are_too_many_where_the_loss_could_work_on_shards():
-    communication = count(CASES[0].build, TPOptions(2, loss_parallel=False), judged=TPOptions(2))
+    communication = count(
+        CASES[0].build, TPOptions(Degrees(tp=2), loss_parallel=False), judged=TPOptions(Degrees(tp=2))
+    )
     (logits,) = communication.exceeding("head", "forward")
     assert (logits.operation, logits.module, logits.elements) == (
         "all_gather",
@@ -335,7 +339,7 @@ def test_a_loss_that_gathers_the_logits_is_found_outside_of_the_model():
     def gathering(logits, labels):
         return torch_loss(logits.redistribute(placements=[Replicate()]).to_local(), labels)
 
-    communication = count(CASES[0].build, TPOptions(2), loss=gathering)
+    communication = count(CASES[0].build, TPOptions(Degrees(tp=2)), loss=gathering)
     (logits,) = communication.exceeding("loss", "forward")
     assert (logits.operation, logits.module) == ("all_gather", None)
 
@@ -351,7 +355,7 @@ def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
 
             return super().attn_plan(attn) | {"q_norm": installed(self.replicated_in_region(), install)}
 
-    communication = count(Tiny, TPOptions(2), Hooked)
+    communication = count(Tiny, TPOptions(Degrees(tp=2)), Hooked)
     for block in communication.decoder.names:
         (gradient,) = communication.exceeding(block, "backward")
         assert (gradient.operation, gradient.module) == ("all_reduce", f"{block}.attn.q_norm")
@@ -359,7 +363,7 @@ def test_a_gradient_that_is_summed_in_the_backward_is_too_many():
 
 
 def test_gradients_of_replicated_parameters_are_counted_apart():
-    communication = count(Tiny, TPOptions(2), TinyPlan)
+    communication = count(Tiny, TPOptions(Degrees(tp=2)), TinyPlan)
     norms = [
         f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attn_norm", "mlp_norm", "attn.q_norm")
     ]
@@ -367,7 +371,7 @@ def test_gradients_of_replicated_parameters_are_counted_apart():
     assert set(communication.gradients) == {*norms, *biases, "norm.weight"}
     assert communication.gradients["layers.0.attn.q_norm.weight"] == 4 * 4
     # A replicated stream gives whole gradients to all but what stands between heads.
-    replicated = count(Tiny, TPOptions(2, sequence_parallel=False), TinyPlan)
+    replicated = count(Tiny, TPOptions(Degrees(tp=2), sequence_parallel=False), TinyPlan)
     assert set(replicated.gradients) == {f"layers.{i}.attn.q_norm.weight" for i in range(2)}
 
 
@@ -397,11 +401,11 @@ def test_checkpointed_activations_are_refused():
         model.layers[0] = checkpoint_wrapper(model.layers[0])
         run = partial(step, model, token_ids(model))
         with pytest.raises(PlanError, match=r"layers\.0\.attn is called again"):
-            count_communication(model, applied, run, TPOptions(2))
+            count_communication(model, applied, run, TPOptions(Degrees(tp=2)))
 
 
 def test_published_sizes_without_their_memory():
-    options, length = TPOptions(8), 4096
+    options, length = TPOptions(Degrees(tp=8)), 4096
     with fake_ranks(8) as mesh:
         model = modeling.build(modeling.load_config("transformer", "7B", num_hidden_layers=2)).to(
             torch.bfloat16
@@ -423,7 +427,7 @@ def test_published_sizes_without_their_memory():
 
 
 def test_the_table_and_its_json():
-    communication = count(Tiny, TPOptions(2), GatherForEachProjection)
+    communication = count(Tiny, TPOptions(Degrees(tp=2)), GatherForEachProjection)
     count_as_json = json.loads(json.dumps(communication.to_dict()))
     assert not count_as_json["minimal"]
     block = count_as_json["parts"][0]

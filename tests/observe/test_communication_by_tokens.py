@@ -7,10 +7,10 @@ import pytest
 import torch
 import zoo
 
-from titanplans import apply_plan
+from titanplans import Degrees, apply_plan
 from titanplans.loss import cross_entropy
 from titanplans.observe.communication import count_communication
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.proof.ranks.fake import fake_ranks
 
 BATCH, SEQUENCE, CONTEXT = 2, 20, 2
@@ -24,8 +24,8 @@ def step(model, inputs):
 
 
 def count(name, degree=1, **sizes):
-    options = TPOptions(degree, context=CONTEXT)
-    with fake_ranks(degree * CONTEXT, context=CONTEXT) as mesh:
+    options = TPOptions(Degrees(tp=degree, cp=CONTEXT))
+    with fake_ranks(degree * CONTEXT, cp=CONTEXT) as mesh:
         model = zoo.build(name, dtype=torch.float32, **sizes).train()
         applied = apply_plan(model, mesh)
         run = partial(step, model, zoo.inputs(name, batch_size=BATCH, seq_len=SEQUENCE))

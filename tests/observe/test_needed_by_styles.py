@@ -5,7 +5,7 @@ import torch
 import zoo
 from faulty import installed
 
-from titanplans import TPOptions, apply_plan, modeling, registered_plans
+from titanplans import Degrees, TPOptions, apply_plan, modeling, registered_plans
 from titanplans.loss import cross_entropy
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.observe.communication import Communication, count_communication
@@ -32,7 +32,11 @@ KINDS = {
 }
 """The number of the variant."""
 
-CHOICES = (TPOptions(2), TPOptions(4, sequence_parallel=False), TPOptions(4, loss_parallel=False))
+CHOICES = (
+    TPOptions(Degrees(tp=2)),
+    TPOptions(Degrees(tp=4), sequence_parallel=False),
+    TPOptions(Degrees(tp=4), loss_parallel=False),
+)
 
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -123,7 +127,7 @@ def with_installation(name, key, install):
     ],
 )
 def test_a_style_that_sends_more_is_found_and_placed(name, key, install, sent):
-    communication = count(name, TPOptions(2), plan=with_installation(name, key, install))
+    communication = count(name, TPOptions(Degrees(tp=2)), plan=with_installation(name, key, install))
     assert not communication.minimal
     for block in communication.decoder.blocks:
         for direction, operation in zip(("forward", "backward"), sent, strict=True):

@@ -45,7 +45,7 @@ from plainly import verify
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from titanplans import PlanError, TPOptions, TPPlan, apply_plan, check_plan
+from titanplans import Degrees, PlanError, TPOptions, TPPlan, apply_plan, check_plan
 from titanplans.plan.custom import DictPlan
 from titanplans.proof.ranks import threads
 from titanplans.split.local_code import PlaceInGroup
@@ -283,7 +283,7 @@ MISUSED = {
 def test_misuse_is_one_sentence(name):
     model, plan, degree, words = MISUSED[name]
     with pytest.raises(PlanError) as error:
-        check_plan(model(), degree, plan=plan)
+        check_plan(model(), Degrees(tp=degree), plan=plan)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -315,7 +315,7 @@ def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused():
 def test_a_foreign_style_takes_no_parameter():
     plan = changed(StateSpacePlan, lambda plan: {"D": ColwiseParallel()})
     with pytest.raises(PlanError, match=r"names a parameter, .*not ColwiseParallel"):
-        check_plan(with_mixer(StateSpace), 2, plan=plan)
+        check_plan(with_mixer(StateSpace), Degrees(tp=2), plan=plan)
 
 
 def test_packed_weights_keep_their_values_and_their_memory_is_split():
@@ -338,7 +338,9 @@ def test_packed_weights_keep_their_values_and_their_memory_is_split():
 
 def test_a_dict_names_parameters():
     """As strings, in a job's TOML."""
-    plan = DictPlan(TPOptions(2), {"layers.*.attn.A_log": "colwise", "layers.*.attn.norm": "split_norm"})
+    plan = DictPlan(
+        TPOptions(Degrees(tp=2)), {"layers.*.attn.A_log": "colwise", "layers.*.attn.norm": "split_norm"}
+    )
     styles = plan.full_plan(with_mixer(StateSpace))
     assert type(styles["layers.1.attn.A_log"]).__name__ == "Colwise"
     assert type(styles["layers.0.attn.norm"]).__name__ == "SplitNorm"

@@ -10,7 +10,7 @@ import torch
 from tiny import Tiny, TinyPlan
 from titanplans.plans.hf.llama import LlamaPlan
 
-from titanplans import PlanError, apply_plan, check_plan, register_plan, registered_plans
+from titanplans import Degrees, PlanError, apply_plan, check_plan, register_plan, registered_plans
 from titanplans.cli.listing import listing
 from titanplans.plan import registry
 from titanplans.proof.ranks import threads
@@ -86,8 +86,8 @@ def test_a_plan_is_found_by_the_config_s_model_type_or_the_class(another, how):
     if how == "class attribute":
         del model.config
         Own.model_type = name
-    styles = check_plan(model, 2)
-    assert styles.keys() == check_plan(model, 2, plan=TinyPlan).keys()
+    styles = check_plan(model, Degrees(tp=2))
+    assert styles.keys() == check_plan(model, Degrees(tp=2), plan=TinyPlan).keys()
 
     def work(rank):
         split = copy.deepcopy(model)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchao import quantization
 
 from titanplans import (
+    Degrees,
     PlanError,
     TPOptions,
     apply_plan,
@@ -46,7 +47,7 @@ def refused(plan, degree=2, model=None, **options) -> str:
     model = model or Tiny()
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     with pytest.raises(PlanError) as error:
-        check_plan(model, degree, plan=plan, **options)
+        check_plan(model, Degrees(tp=degree), plan=plan, **options)
     assert "\n" not in str(error.value)
     with fake_ranks(degree) as mesh, pytest.raises(PlanError):
         apply_plan(model, mesh, plan=plan, **options)
@@ -104,7 +105,9 @@ def test_a_head_on_the_stream_would_make_a_rank_s_logits_alone():
     message = refused(HeadOnStream)
     assert message.startswith("plan key 'lm_head' (ReplicatedOnStream on Linear): it makes the logits")
     assert message.endswith("give it vocab_head()")
-    check_plan(Tiny(), 2, plan=HeadOnStream, sequence_parallel=False)  # where a rank has all tokens
+    check_plan(
+        Tiny(), Degrees(tp=2), plan=HeadOnStream, sequence_parallel=False
+    )  # where a rank has all tokens
 
 
 def test_all_uncovered_parameters_are_told_at_once():
@@ -142,14 +145,14 @@ def test_a_head_is_what_the_plan_says():
     assert message.endswith(
         "add 'head' with a style. What makes the logits, 'head', takes vocab_head() in model_plan"
     )
-    check_plan(model, 2, plan=NamesItsHead)
+    check_plan(model, Degrees(tp=2), plan=NamesItsHead)
     assert find_decoder(model).head == "head"
     assert FusedLoss(model).head is model.head
     with fake_ranks(2) as mesh:
         applied = apply_plan(model, mesh, plan=NamesItsHead)
         assert (applied.decoder.head, find_decoder(model).head) == ("head", "head")
     model = HeadRenamed()
-    check_plan(model, 2, plan=NamesItsHead)
+    check_plan(model, Degrees(tp=2), plan=NamesItsHead)
     assert "'head.weight'" in refused(TinyPlan, model=model), "a plan knows nothing of another"
 
 
@@ -189,7 +192,9 @@ def test_whole_mixer_under_sequence_parallelism():
             return {name: self.replicated_on_stream() for name, _ in attn.named_children()}
 
     assert "the mixer layers.0.attn (Attention) stands in no region" in refused(Plan)
-    check_plan(Tiny(), 8, plan=Plan, sequence_parallel=False)  # and its 4 heads are nobody's business then
+    check_plan(
+        Tiny(), Degrees(tp=8), plan=Plan, sequence_parallel=False
+    )  # and its 4 heads are nobody's business then
 
 
 def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
@@ -198,7 +203,7 @@ def test_a_plan_that_is_named_speaks_for_mixers_registered_elsewhere():
         def attn_plan(self, attn):
             raise AssertionError("not asked")
 
-    check_plan(Tiny(), 2, plan=TinyPlan)
+    check_plan(Tiny(), Degrees(tp=2), plan=TinyPlan)
 
 
 def test_embedding_that_renormalises():
@@ -259,18 +264,18 @@ def test_a_split_mixer_whose_heads_are_not_found():
         def heads(self, attn):
             return {"channels / 4": 4}
 
-    check_plan(model, 4, plan=Counted)
+    check_plan(model, Degrees(tp=4), plan=Counted)
     assert "does not divide channels / 4 = 4" in refused(Counted, degree=8, model=model)
 
     class Whole(TinyPlan):
         def attn_plan(self, attn):
             return {name: self.replicated_on_stream() for name, _ in attn.named_children()}
 
-    check_plan(model, 2, plan=Whole, sequence_parallel=False)  # nothing in it is split
+    check_plan(model, Degrees(tp=2), plan=Whole, sequence_parallel=False)  # nothing in it is split
 
 
 def test_heads_under_mixed_names_and_in_the_config():
-    plan = TinyPlan(TPOptions(4))
+    plan = TinyPlan(TPOptions(Degrees(tp=4)))
     mixer = nn.Module()
     mixer.num_heads, mixer.config = 8, SimpleNamespace(num_attention_heads=16, num_key_value_heads=2)
     assert plan.heads(mixer) == {"num_heads": 8, "num_key_value_heads": 2}
@@ -327,7 +332,7 @@ def test_what_was_applied_is_handed_back():
     assert applied.layouts["layers.0.attn.q_norm.weight"].gradient == Partial()
     assert applied.layouts["layers.0.attn.o_proj.weight"].placement == Shard(1)
     assert isinstance(applied.styles["norm"], ReplicatedOnStream)
-    assert applied.plan.options == TPOptions(2)
+    assert applied.plan.options == TPOptions(Degrees(tp=2))
     assert (applied.decoder.names, applied.crossings) == (("layers.0", "layers.1"), {})
 
 
@@ -360,7 +365,7 @@ def test_more_ranks_than_key_value_heads():
         def attn_plan(self, attn):
             return super().attn_plan(attn) | {n: self.kv_colwise(attn) for n in ("k_proj", "v_proj")}
 
-    check_plan(model, 4, plan=Plan)
+    check_plan(model, Degrees(tp=4), plan=Plan)
     for layer in model.layers:
         layer.attn.num_kv_heads = 3
     assert refused(Plan, degree=4, model=model).endswith("1 would work, or num_kv_heads = 1, 2 or 4")
@@ -401,8 +406,8 @@ def test_dict_plan():
         "norm": "replicated_on_stream",
         "lm_head": "vocab_head",
     }
-    by_class = check_plan(Tiny(), 2, plan=TinyPlan)
-    by_dict = check_plan(Tiny(), 2, plan=patterns)
+    by_class = check_plan(Tiny(), Degrees(tp=2), plan=TinyPlan)
+    by_dict = check_plan(Tiny(), Degrees(tp=2), plan=patterns)
     assert {k: repr(v) for k, v in by_class.items()} == {k: repr(v) for k, v in by_dict.items()}
     assert "plan key 'layers.*.attn.w_proj'" in refused(patterns | {"layers.*.attn.w_proj": "colwise"})
     assert "both match layers.0.attn.q_proj" in refused(patterns | {"layers.0.attn.q_proj": "colwise"})
@@ -421,7 +426,7 @@ def test_a_plan_in_python_takes_patterns_as_a_dict_does():
         def model_plan(self, model):
             return super().model_plan(model) | {"layers.*.mlp.*_proj.bias": self.replicated_in_region()}
 
-    by_pattern, by_name = (check_plan(Tiny(), 2, plan=plan) for plan in (Plan, TinyPlan))
+    by_pattern, by_name = (check_plan(Tiny(), Degrees(tp=2), plan=plan) for plan in (Plan, TinyPlan))
     biases = {f"layers.{n}.mlp.{name}_proj.bias" for n in range(2) for name in ("gate", "up", "down")}
     assert by_pattern.keys() - by_name.keys() == biases
     assert {k: repr(v) for k, v in by_pattern.items() if k in by_name} == {
@@ -493,7 +498,7 @@ def test_an_embedding_with_a_style_of_torch():
             return super().model_plan(model) | {"embed": RowwiseParallel(input_layouts=Replicate())}
 
     assert "'embed' (RowwiseParallel on Embedding): with sequence" in refused(Plan)
-    check_plan(Tiny(), 2, plan=Plan, sequence_parallel=False)
+    check_plan(Tiny(), Degrees(tp=2), plan=Plan, sequence_parallel=False)
 
 
 def test_applied_twice():

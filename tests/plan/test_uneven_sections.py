@@ -6,7 +6,7 @@ import zoo
 from plainly import verify
 from tiny import Tiny
 
-from titanplans import PlanError, check_plan
+from titanplans import Degrees, PlanError, check_plan
 from titanplans.adapters.add import add_adapters
 from titanplans.modeling.samples import build_real
 from titanplans.parallel import LoRA
@@ -53,4 +53,4 @@ def test_equal_to_the_whole_model(model, plan, options):
 
 def test_ranks_without_a_row_are_refused():
     with pytest.raises(PlanError, match=r"degree = 8 leaves .*section 1 of its rows = 9 .* 16"):
-        check_plan(build_real(zoo.config("phi3", intermediate_size=9)), 8)
+        check_plan(build_real(zoo.config("phi3", intermediate_size=9)), Degrees(tp=8))

@@ -12,7 +12,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from worlds import run
 
-from titanplans import PlanError, TPOptions, apply_plan, check_plan, kernels, modeling, registered_plans
+from titanplans import (
+    Degrees,
+    PlanError,
+    TPOptions,
+    apply_plan,
+    check_plan,
+    kernels,
+    modeling,
+    registered_plans,
+)
 from titanplans.apply.check import check
 from titanplans.modeling.samples import build_real, sample_inputs
 from titanplans.parallel import Float8, convert_to_float8
@@ -124,7 +133,7 @@ def test_every_rank_routes_as_the_whole_model_does():
 def test_a_router_that_jitters_is_refused():
     model = modeling.build(config("mixtral", router_jitter_noise=0.1)).train()
     with pytest.raises(PlanError, match=r"layers.0.mlp.jitter_noise = 0.1: .*2 ranks"):
-        check_plan(model, tp_degree=2)
+        check_plan(model, Degrees(tp=2))
 
 
 def test_files_that_call_kernels_of_fla_are_known():
@@ -139,9 +148,9 @@ def test_norms_of_shared_heads_are_refused():
     model = modeling.build(
         modeling.load_config("stablelm", "debug", qk_layernorm=True, num_key_value_heads=2)
     )
-    assert check_plan(model, tp_degree=2)
+    assert check_plan(model, Degrees(tp=2))
     with pytest.raises(PlanError, match=r"num_key_value_heads = 2 below tensor_parallel_degree = 4"):
-        check_plan(model, tp_degree=4)
+        check_plan(model, Degrees(tp=4))
 
 
 class Listed(nn.Module):
@@ -190,7 +199,7 @@ def test_in_float8_the_router_reads_the_sequence_as_it_is():
         return model
 
     model = build()
-    source = registered_plans()["qwen2_moe"](TPOptions(2, float8="tensorwise"))
+    source = registered_plans()["qwen2_moe"](TPOptions(Degrees(tp=2), float8="tensorwise"))
     crossings = check(source, model).crossings
     assert crossings["model.layers.0.mlp"].enter is None  # a dense one
     assert all(crossings["model.layers.1.mlp"])
@@ -214,9 +223,9 @@ def test_widths_that_grouped_mm_does_not_take_are_refused(name, fields, dtype, m
     width = next(iter(fields.values()))
     words = rf"16 bytes, .*grouped_mm .* = {width} .*experts.down_proj.*a width of {multiple}"
     with pytest.raises(PlanError, match=words):
-        check_plan(model, 2, dtype=dtype)
+        check_plan(model, Degrees(tp=2), dtype=dtype)
     with torch.device("meta"):
         fits = modeling.build(config(name, **dict.fromkeys(fields, multiple)))
-    check_plan(fits, 2, dtype=dtype)
+    check_plan(fits, Degrees(tp=2), dtype=dtype)
     model.set_experts_implementation("batched_mm")
-    check_plan(model, 2, dtype=dtype)
+    check_plan(model, Degrees(tp=2), dtype=dtype)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from titanplans import PlanError, check_plan, modeling
+from titanplans import Degrees, PlanError, check_plan, modeling
 
 
 def test_raven_is_refused_with_random_numbers_for_each_head():
     with torch.device("meta"):
         model = modeling.build(modeling.load_config("raven", "debug", add_gumbel_noise=True))
     with pytest.raises(PlanError, match=r"with add_gumbel_noise = True"):
-        check_plan(model, 2)
+        check_plan(model, Degrees(tp=2))
 
 
 def test_deltaformer_is_refused_with_fewer_heads_of_keys():
@@ -18,4 +18,4 @@ def test_deltaformer_is_refused_with_fewer_heads_of_keys():
     with torch.device("meta"):
         model = modeling.build(modeling.load_config("deltaformer", "debug", num_kv_heads=2))
     with pytest.raises(PlanError, match=r"num_kv_heads = 2 with num_heads = 8"):
-        check_plan(model, 2)
+        check_plan(model, Degrees(tp=2))

@@ -13,12 +13,12 @@ from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
 import titanplans.precision.float8.border
 import titanplans.precision.float8.linear
-from titanplans import PlanError, apply_plan, check_plan, modeling
+from titanplans import Degrees, PlanError, apply_plan, check_plan, modeling
 from titanplans.apply.check import check
 from titanplans.kernels.widen import Widen
 from titanplans.parallel import Float8, convert_to_float8
 from titanplans.plan.converted import RECIPES, float8_linears, recipe_of
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.precision.float8.linear import split_linear
 from titanplans.proof.compare.float8 import exact_float8
@@ -151,7 +151,7 @@ def meta(name, recipe="tensorwise", **overrides):
 )
 def test_a_share_that_is_not_aligned_is_refused_with_the_degrees_that_do(overrides, degree, words):
     with pytest.raises(PlanError, match=words):
-        check_plan(meta("llama", **overrides), degree)
+        check_plan(meta("llama", **overrides), Degrees(tp=degree))
 
 
 def test_two_recipes_are_refused():
@@ -189,9 +189,9 @@ def test_torchaos_styles_are_held_to_the_recipe(recipe, words):
 
     model = meta("llama", recipe) if recipe else modeling.build(modeling.load_config("llama", "debug"))
     with pytest.raises(PlanError, match=f"mlp.gate_proj' \\(Float8ColwiseParallel on \\w+\\): .*{words}"):
-        check_plan(model, 2, plan=Theirs)
+        check_plan(model, Degrees(tp=2), plan=Theirs)
     with pytest.raises(PlanError, match=r"which gloo can't: use NCCL"):
-        check(Theirs(TPOptions(2, float8="tensorwise")), meta("llama"), backend="gloo")
+        check(Theirs(TPOptions(Degrees(tp=2), float8="tensorwise")), meta("llama"), backend="gloo")
 
 
 def test_the_plan_knows_the_recipe():
@@ -202,7 +202,7 @@ def test_the_plan_knows_the_recipe():
             seen.append(self.options.float8)
             return super().attn_plan(attn)
 
-    check_plan(meta("llama", "rowwise"), 2, plan=Asks)
+    check_plan(meta("llama", "rowwise"), Degrees(tp=2), plan=Asks)
     assert seen == ["rowwise"]
 
 

@@ -11,7 +11,7 @@ from test_adapters import split
 from torch import nn
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-from titanplans import PlanError, check_plan, modeling
+from titanplans import Degrees, PlanError, check_plan, modeling
 from titanplans.errors import OptionError
 from titanplans.modeling.samples import build_real
 from titanplans.parallel import LoRA, add_adapters
@@ -84,7 +84,7 @@ def test_a_block_that_would_be_cut_is_refused():
     model = modeling.build(zoo.config("qwen3", num_hidden_layers=1, intermediate_size=192))
     add_adapters(model, QLORA)
     with pytest.raises(PlanError, match=r"down_proj.*\[64, 192\] is in NF4.*\[64, 96\].* 3"):
-        check_plan(model, 2)
+        check_plan(model, Degrees(tp=2))
     model = modeling.build(zoo.config("qwen3", num_hidden_layers=1, intermediate_size=48))
     with pytest.raises(OptionError, match=r"down_proj .*\(64, 48\), .*64 inputs"):
         add_adapters(model, QLORA)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mutants.architectures import ARCHITECTURES
 
-from titanplans import TPOptions
+from titanplans import Degrees, TPOptions
 from titanplans.loss import IGNORED, FusedLoss, entropy_and_gradient, fused, shares
 from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Sampler, randomise
@@ -27,7 +27,7 @@ def reference():
 
 def proved(reference):
     scenario = Scenario(reference.scenario.steps, fused=True)
-    work = partial(prove_case, reference, GEMMA.plan, TPOptions(2), scenario)
+    work = partial(prove_case, reference, GEMMA.plan, TPOptions(Degrees(tp=2)), scenario)
     return threads.run(2, torch.device("cpu"), work)
 
 

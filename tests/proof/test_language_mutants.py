@@ -25,7 +25,7 @@ from mutants import faults
 from plainly import verify
 from tiny import Tiny
 
-from titanplans import PlanError, check_plan
+from titanplans import Degrees, PlanError, check_plan
 from titanplans.split.collectives import sum_in_region, sum_ranks
 from titanplans.split.parameters.local_parameters import hidden_bias
 from titanplans.split.root_mean_square import root_ratio
@@ -232,4 +232,4 @@ def test_a_key_that_is_left_out_is_refused_by_name(key):
             return {k: style for k, style in super().attn_plan(attn).items() if k != key}
 
     with pytest.raises(PlanError, match=rf"parameters? 'layers\.\*\.attn\.{key}"):
-        check_plan(state_space(), 2, plan=Forgotten)
+        check_plan(state_space(), Degrees(tp=2), plan=Forgotten)

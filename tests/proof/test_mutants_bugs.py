@@ -42,7 +42,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from titanplans import PlanError, check_plan, modeling
+from titanplans import Degrees, PlanError, check_plan, modeling
 
 MODELS = {architecture.name: architecture for architecture in ARCHITECTURES}
 
@@ -211,7 +211,7 @@ def test_tied_weights_untied(end):
 def test_packed_projection_split_evenly():
     """Each rank's rows are right, and their pairs are not: it shows where they have met, in the same MLP."""
     with pytest.raises(PlanError, match=r"gate and up packed .*24 \+ 24"):
-        check_plan(bugs.packed(), 2, plan=bugs.PackedPlan)
+        check_plan(bugs.packed(), Degrees(tp=2), plan=bugs.PackedPlan)
     said = bugs.changed(bugs.PackedPlan, gate_up_proj=lambda plan, style: plan.colwise(interleaved=True))
     case, where = rejected(bugs.packed, said)
     assert where == {"layers.0.mlp.down_proj"}

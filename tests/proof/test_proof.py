@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanplans import PlanError, TPOptions
+from titanplans import Degrees, PlanError, TPOptions
 from titanplans.proof import verify
 from titanplans.proof.ranks.fake import fake_ranks
 
@@ -30,7 +30,10 @@ def test_the_whole_grid():
     report = verify(lambda: zoo.build("tiny"), TinyPlan, progress=lines.append)
     assert report.passed
     assert [case.options for case in report.cases if case.scenario.dtype == "float64"][:8] == [
-        TPOptions(d, loss, sequence) for d in (2, 4) for loss in (True, False) for sequence in (True, False)
+        TPOptions(Degrees(tp=d), loss, sequence)
+        for d in (2, 4)
+        for loss in (True, False)
+        for sequence in (True, False)
     ]
     assert {case.scenario.dtype for case in report.cases} == {"float64", "float32", "bfloat16"}
     for case in report.cases:

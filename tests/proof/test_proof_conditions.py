@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import Tiny, TinyPlan
 
-from titanplans import PlanError, TPOptions
+from titanplans import Degrees, PlanError, TPOptions
 from titanplans.errors import KernelError
 from titanplans.plan.layout import StreamLayout
 from titanplans.plan.styles.replicated import ReplicatedOnStream
@@ -25,7 +25,7 @@ from titanplans.proof.verify import accepted_cases
 
 TRAINED = trainings(MicroBatch(), 128)
 GRID = [
-    TPOptions(degree, loss, sequence)
+    TPOptions(Degrees(tp=degree), loss, sequence)
     for degree in (2, 4, 8)
     for loss in (True, False)
     for sequence in (True, False)
@@ -109,9 +109,9 @@ def test_a_quick_cover_has_each_condition_once():
 
 def test_cases_over_two_dimensions_of_ranks_hold_every_pair_of_theirs():
     """As many ranks as at degree 4, and the degree of the cheap ones: context parallelism is a condition by itself."""
-    options = [replace(one, context=2) for one in GRID if one.degree == 2]
+    options = [replace(one, degrees=replace(one.degrees, cp=2)) for one in GRID if one.degree == 2]
     grid = [*(one for one in GRID if one.degree == 2), *options]
-    own = [case for case in cover(grid, TRAINED, ("float64",)) if case[0].context == 2]
+    own = [case for case in cover(grid, TRAINED, ("float64",)) if case[0].degrees.cp == 2]
     levels = [(2,), *[(True, False)] * 2, [t.steps for t in TRAINED], *[(True, False)] * 3]
     wanted = {pair for pair in pairs(itertools.product(*levels)) if 0 in (at for at, _ in pair)}
     assert wanted <= pairs(map(settings, own))

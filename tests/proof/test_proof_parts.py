@@ -3,7 +3,7 @@
 import torch
 from tiny import Tiny
 
-from titanplans import TPOptions
+from titanplans import Degrees, TPOptions
 from titanplans.kernels.widen import Widen
 from titanplans.proof.batches.conditions import PLAIN, MicroBatch
 from titanplans.proof.batches.sample import Sampler, randomise
@@ -148,7 +148,7 @@ def test_experts_in_float64_multiply_their_own_rows():
 def test_the_table():
     def case(degree, error, finding=None):
         checks = (Check("loss", 0.5, 700.0), Check("gradients", error, 700.0, "layers.0.norm"))
-        return CaseResult(TPOptions(degree, True, False), PLAIN, checks, finding=finding)
+        return CaseResult(TPOptions(Degrees(tp=degree), True, False), PLAIN, checks, finding=finding)
 
     finding = Finding(
         "backward",
@@ -156,9 +156,10 @@ def test_the_table():
         (Location("layers.0.proj.weight", 1.25, "summed over the ranks"),),
         "exactly 2 times too large: once for each rank",
     )
+    four, eight = Degrees(tp=4), Degrees(tp=8)
     report = Report(
         "Model, Plan", "float64", (case(2, 3.0), case(4, 2e15, finding)),
-        (Refusal((TPOptions(8), TPOptions(8, False, False)), "num_heads = 4"), Refusal((TPOptions(4),), "odd")),
+        (Refusal((TPOptions(eight), TPOptions(eight, False, False)), "num_heads = 4"), Refusal((TPOptions(four),), "odd")),
         (PLAIN,), ("padding: no attention_mask",),
     )  # fmt: skip
     assert not report.passed

@@ -15,7 +15,7 @@ from plainly import verify
 from tiny import Tiny, TinyPlan
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titanplans import PlanError, TPOptions
+from titanplans import Degrees, PlanError, TPOptions
 from titanplans.loss import cross_entropy
 from titanplans.proof.batches.conditions import PLAIN
 from titanplans.proof.case import prove_case
@@ -26,7 +26,7 @@ from titanplans.split.parameters.local_parameters import hidden_bias
 
 CPU = torch.device("cpu")
 BOTH = (True, False)
-CASES = [TPOptions(degree, loss, loss == (degree == 2)) for degree in (2, 4) for loss in BOTH]
+CASES = [TPOptions(Degrees(tp=degree), loss, loss == (degree == 2)) for degree in (2, 4) for loss in BOTH]
 """At each degree every option both ways; the four together are all choices."""
 
 

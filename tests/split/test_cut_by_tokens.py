@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from worlds import run
 
-from titanplans import apply_plan, check_plan, kernels, registered_plans
+from titanplans import Degrees, apply_plan, check_plan, kernels, registered_plans
 from titanplans.config import Float8
 from titanplans.errors import PlanError
 from titanplans.parallel import cross_entropy
@@ -107,14 +107,14 @@ class TorchsInMixer(registered_plans()["llama"]):
 
 def test_a_style_of_torchs_in_a_mixer_is_refused():
     with pytest.raises(PlanError, match=r"q_proj.*ColwiseParallel.*installs its own hooks"):
-        check_plan(zoo.build("llama"), 1, context_degree=2, plan=TorchsInMixer)
+        check_plan(zoo.build("llama"), Degrees(cp=2), plan=TorchsInMixer)
 
 
 def test_float8_is_refused():
     model = zoo.build("llama", dtype=torch.float32)
     convert_to_float8(model, Float8(recipe_name="rowwise", emulate=True), "cpu")
     with pytest.raises(PlanError, match=r"context_parallel_degree = 2: .*float8"):
-        check_plan(model, 1, context_degree=2)
+        check_plan(model, Degrees(cp=2))
 
 
 def test_a_plan_given_as_a_dict_is_cut_by_tokens():

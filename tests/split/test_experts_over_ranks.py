@@ -26,7 +26,7 @@ from plainly import verify
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanplans import PlanError, apply_plan, check_plan, proof, registered_plans
+from titanplans import Degrees, PlanError, apply_plan, check_plan, proof, registered_plans
 from titanplans.plan.layout import Layout
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.proof.ranks import threads
@@ -140,7 +140,7 @@ def test_a_rank_without_rows_is_right_in_every_condition(tp, cp, came):
 def test_every_architecture_with_experts_is_right(name, cpu_kernels):
     report = verify(lambda: zoo.build(name), experts=(2,))
     assert report.passed, report.table()
-    assert {case.options.cut for case in report.cases} == {(2, 1, 2), (1, 2, 2)}
+    assert {case.options.degrees for case in report.cases} == {(2, 1, 2), (1, 2, 2)}
 
 
 def exchanged(change):
@@ -252,7 +252,7 @@ def test_a_rank_that_leaves_out_what_no_row_needs_is_found(instead, words, tp, c
 def test_a_degree_that_does_not_fit_is_refused_in_a_line(name, number, tp, ep, words):
     model = zoo.build(name, **({"num_local_experts": number} if number else {}))
     with pytest.raises(PlanError, match=words) as refused:
-        check_plan(model, tp, expert_degree=ep)
+        check_plan(model, Degrees(tp=tp, ep=ep))
     assert "expert_parallel_degree" in str(refused.value)
     assert "\n" not in str(refused.value)
 

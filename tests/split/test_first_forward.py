@@ -7,7 +7,7 @@ import torch
 from tiny import Tiny, TinyPlan
 from torch import nn
 
-from titanplans import PlanError, apply_plan, check_plan
+from titanplans import Degrees, PlanError, apply_plan, check_plan
 from titanplans.proof.ranks import threads
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_an_adapter_that_came_before_the_split():
     model = Tiny()
     model.layers[1].mlp.down_proj = Adapted(model.layers[1].mlp.down_proj)
     with pytest.raises(PlanError, match=r"lora_A.* is an adapter's"):
-        check_plan(model, 2, plan=TinyPlan)
+        check_plan(model, Degrees(tp=2), plan=TinyPlan)
 
 
 class WithDropout(Tiny):
@@ -105,9 +105,9 @@ class WithDropout(Tiny):
 
 def test_dropout_is_refused_for_training_before_anything_moves():
     with pytest.raises(PlanError, match=r"^layers.1.mlp.act_drop.p = 0.25: "):
-        check_plan(WithDropout(False), 2, plan=TinyPlan)
-    check_plan(WithDropout(False).eval(), 2, plan=TinyPlan)
-    check_plan(WithDropout(False), 1, plan=TinyPlan)
+        check_plan(WithDropout(False), Degrees(tp=2), plan=TinyPlan)
+    check_plan(WithDropout(False).eval(), Degrees(tp=2), plan=TinyPlan)
+    check_plan(WithDropout(False), Degrees(tp=1), plan=TinyPlan)
 
 
 def test_random_numbers_in_a_forward_are_found_when_it_trains():

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from zoo import plan
 
-from titanplans import PlanError, apply_plan, check_plan
+from titanplans import Degrees, PlanError, apply_plan, check_plan
 from titanplans.errors import ParallelError
 from titanplans.loss import added_loss
 from titanplans.parallel import cross_entropy
@@ -526,7 +526,7 @@ def test_a_head_of_ones_own(sequence_parallel):
     on_ranks(work, model=model, sequence_parallel=sequence_parallel, plan=Plan)
     if sequence_parallel:
         with pytest.raises(PlanError, match=r"'score' .*model without a head"):
-            check_plan(model, 2, plan=OnStream)
+            check_plan(model, Degrees(tp=2), plan=OnStream)
 
 
 @pytest.mark.parametrize("name", ["get_output_embeddings", "get_input_embeddings"])
@@ -582,4 +582,4 @@ def test_a_block_that_stands_twice_in_the_list_is_refused():
     model = Tiny()
     model.layers[1] = model.layers[0]
     with pytest.raises(PlanError, match=r"one tensor, .*no style for layers\.1\.attn_norm"):
-        check_plan(model, 2, plan=TinyPlan)
+        check_plan(model, Degrees(tp=2), plan=TinyPlan)

@@ -18,8 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from titanplans import apply_plan
 from titanplans.errors import ParallelError
-from titanplans.parallel.mesh.degrees import Degrees
 from titanplans.parallel.mesh.mesh import Mesh
+from titanplans.plan.degrees import Degrees
 from titanplans.proof.ranks import threads
 from titanplans.split.gradients import check_no_meta, clip_gradients, skip_nonfinite, total_norm
 

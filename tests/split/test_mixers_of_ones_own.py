@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from worlds import run
 
-from titanplans import PlanError, TPPlan, apply_plan, check_plan
+from titanplans import Degrees, PlanError, TPPlan, apply_plan, check_plan
 from titanplans.parallel import cross_entropy
 from titanplans.split.gradients import align_gradients
 
@@ -176,4 +176,4 @@ def test_a_buffer_s_key_gives_each_rank_its_part_or_is_refused():
     with pytest.raises(
         PlanError, match=r"'layers.0.attn.by_head' \(Replicated\) names a buffer, .* leave the key"
     ):
-        check_plan(Model("buffer"), 2, plan=Replicated)
+        check_plan(Model("buffer"), Degrees(tp=2), plan=Replicated)

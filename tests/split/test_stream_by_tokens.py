@@ -41,7 +41,7 @@ class Made(TorchDispatchMode):
 
 @contextmanager
 def split(name, **sizes):
-    with fake_ranks(CONTEXT, context=CONTEXT) as mesh:
+    with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         model = zoo.build(name, dtype=torch.float32, **sizes)
         apply_plan(model, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -67,7 +67,7 @@ def test_no_hidden_states_of_all_tokens_are_made(name, sizes, recomputed):
 
 
 def test_a_fake_tensor_looks_whole():
-    with fake_ranks(CONTEXT, context=CONTEXT) as mesh, FakeTensorMode():
+    with fake_ranks(CONTEXT, cp=CONTEXT) as mesh, FakeTensorMode():
         tokens = OwnTokens(mesh["cp"], 1, mesh["cp"])
         shard = torch.empty(1, LENGTH // CONTEXT, 8, requires_grad=True)
         whole = look_whole(shard, tokens, LENGTH)
@@ -81,7 +81,7 @@ def test_a_fake_tensor_looks_whole():
 
 
 def test_what_looks_whole_is_made_to_require_a_gradient():
-    with fake_ranks(CONTEXT, context=CONTEXT) as mesh:
+    with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = OwnTokens(mesh["cp"], 1, mesh["cp"])
         whole = look_whole(torch.ones(1, LENGTH // CONTEXT, 8), tokens, LENGTH)
         assert whole.requires_grad_() is whole
@@ -106,7 +106,7 @@ class Doubled(torch.autograd.Function):
 
 
 def test_an_autograd_function_saves_numbers():
-    with fake_ranks(CONTEXT, context=CONTEXT) as mesh:
+    with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
         tokens = OwnTokens(mesh["cp"], 1, mesh["cp"])
         shard = torch.ones(1, LENGTH // CONTEXT, 8, requires_grad=True)
         doubled = Doubled.apply(look_whole(shard, tokens, LENGTH, "partial"))

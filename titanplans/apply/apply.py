@@ -19,8 +19,10 @@ from titanplans.errors import PlanError
 from titanplans.plan.converted import Crossing, is_float8
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import Decoder, join
+from titanplans.plan.degrees import Degrees
 from titanplans.plan.layout import Layout
-from titanplans.plan.plan import Plan, TPOptions, TPPlan
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.cut import Cut
@@ -85,10 +87,8 @@ class AppliedPlan:
 
 def check_plan(
     model: nn.Module,
-    tp_degree: int,
+    degrees: Degrees,
     *,
-    context_degree: int = 1,
-    expert_degree: int = 1,
     loss_parallel: bool = True,
     sequence_parallel: bool = True,
     sequence_dim: int = 1,
@@ -99,9 +99,7 @@ def check_plan(
 
     Args:
         model: a causal language model, on any device, meta included.
-        tp_degree: number of ranks over which each layer is to be split.
-        context_degree: number of ranks that are to share a sequence.
-        expert_degree: number of ranks that are to share the experts; 1: each rank of a layer has a share of their width.
+        degrees: over how many ranks: `tp`, `cp` and `ep` count.
         loss_parallel: keep the logits sharded over the vocabulary.
         sequence_parallel: shard the sequence between the regions.
         sequence_dim: the dimension of the hidden states that is the sequence.
@@ -118,9 +116,7 @@ def check_plan(
             a split module stands outside a region; the heads of a split mixer are not found; the degree
             does not divide a size.
     """
-    options = TPOptions(
-        tp_degree, loss_parallel, sequence_parallel, sequence_dim, context_degree, expert_degree
-    )
+    options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
     return check(resolve_plan(plan, model, options), model, dtype=dtype).plan.styles
 
 
@@ -179,14 +175,12 @@ def apply_plan(
         )
     meshes = context_meshes(mesh) if "cp" in names and mesh["cp"].size() > 1 else None
     tp = meshes.tp if meshes is not None else mesh["tp"] if mesh.ndim > 1 else mesh
-    options = TPOptions(
-        1 if tp is None else tp.size(),
-        loss_parallel,
-        sequence_parallel,
-        sequence_dim,
-        1 if meshes is None else meshes.cp.size(),
-        1 if experts is None else experts.size(experts.ndim - 1),
+    degrees = Degrees(
+        tp=1 if tp is None else tp.size(),
+        cp=1 if meshes is None else meshes.cp.size(),
+        ep=1 if experts is None else experts.size(experts.ndim - 1),
     )
+    options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
     checked = check(resolve_plan(plan, model, options), model, dist.get_backend(mesh.get_group(0)), dtype)
     return split(checked, cut_of(checked, tp, meshes, experts, sum_over_cp=sum_over_cp))
 

@@ -65,14 +65,14 @@ def check(
         raise PlanError(reason, key=key, style=plan.styles[key], module=plan.module_at(key))
     check_tied(plan)
     check_experts(plan)
-    check_dropout(model, plan.degree * source.options.context)
+    check_dropout(model, source.options.degrees.sharing)
     check_degree(plan, dtype)
     crossings = check_float8(plan, backend)
     tied = tied_parameters(model)
-    if source.options.context == 1:
+    if source.options.degrees.cp == 1:
         return Checked(plan, crossings, tied, *code_of_ranks(plan))
     of_heads = copy.copy(source)
-    of_heads.options = source.options.of_heads
+    of_heads.options = source.options.for_mixers
     shared = resolve(of_heads, model)
     check_tokens(plan, shared)
     check_degree(shared, dtype)

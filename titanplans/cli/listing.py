@@ -8,7 +8,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.apply.apply import check_plan
 from titanplans.cli.verify.arguments import not_listed
 from titanplans.plan.decoder import find_decoder
-from titanplans.plan.plan import TPOptions, TPPlan
+from titanplans.plan.degrees import Degrees
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import faulty_plans, registered_mixers, registered_plans
 from titanplans.plan.styles.base import own_styles
 from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm
@@ -64,7 +66,7 @@ def _of_debug_flavor(name: str) -> list[str]:
         return [f"{name}: its split is not listed: there is no debug flavor of it to build"]
     kernels.install("cpu")  # some models can't be built without
     model = modeling.build(modeling.load_config(name, "debug"))
-    found = split_by(model, plans[name], check_plan(model, 2))
+    found = split_by(model, plans[name], check_plan(model, Degrees(tp=2)))
     return [
         f"{name}{f', {kind}' if len(found) > 1 else ''}: each rank has its part of {words}"
         for kind, words in found.items()
@@ -88,7 +90,7 @@ def split_by(model: nn.Module, plan: type[TPPlan], styles: Mapping[str, Parallel
         if not any(style.splits for style in own.values()):
             found[kind] = "nothing: whole on every rank" if isinstance(styles.get(key), Whole) else "nothing"
             continue
-        words = [_quoted(plan(TPOptions(2)).plan_of(mixer).heads(mixer))]
+        words = [_quoted(plan(TPOptions(Degrees(tp=2))).plan_of(mixer).heads(mixer))]
         parts = {what: [k for k, s in own.items() if isinstance(s, kinds)] for what, kinds in _WORDS.items()}
         parts["numbers of its own"] = [k for k, s in own.items() if s.splits and k in mixer._parameters]
         words += [f"{what}: {_quoted(keys)}" for what, keys in parts.items() if keys]

@@ -10,6 +10,7 @@ from titanplans import kernels, modeling
 from titanplans.apply.apply import check_plan
 from titanplans.cli.listing import split_by
 from titanplans.errors import PlanError, VerifyError, nearest
+from titanplans.plan.degrees import Degrees
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import faulty_plans, registered_plans
 
@@ -63,7 +64,7 @@ def architectures(model_types: Sequence[str] = ()) -> Iterator[Architecture]:
             name,
             place(plan),
             len(inspect.getsource(plan).splitlines()),
-            split_by(model, plan, check_plan(model, 2)),
+            split_by(model, plan, check_plan(model, Degrees(tp=2))),
             {flavor: largest(name, flavor) for flavor in flavors[name]},
         )
 
@@ -85,7 +86,7 @@ def largest(name: str, flavor: str) -> int:
 def fits(model: nn.Module, degree: int) -> bool:
     """Whether the model's plan accepts this degree."""
     try:
-        check_plan(model, degree)
+        check_plan(model, Degrees(tp=degree))
     except PlanError:
         return False
     return True

@@ -51,7 +51,7 @@ from titanplans.observe.by_tokens import (
 )
 from titanplans.observe.operators import Collective
 from titanplans.plan.decoder import Decoder, within
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.plan.styles.base import Style, own_styles
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead

@@ -21,7 +21,7 @@ from titanplans.observe.by_tokens import ReadWhole, read_whole
 from titanplans.observe.operators import Collective
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.decoder import Decoder, join
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.split.parameters.local_parameters import readings_of
 from titanplans.split.partial_gradients import number_of_sums
 from titanplans.text import columns, counted, in_bytes

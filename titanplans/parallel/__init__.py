@@ -25,12 +25,12 @@ from titanplans.loss import FusedLoss, count_tokens, cross_entropy
 from titanplans.parallel.fsdp.conditions import shard_model
 from titanplans.parallel.fsdp.gradient_sync import unsharded
 from titanplans.parallel.manager import ParallelManager
-from titanplans.parallel.mesh.degrees import Degrees
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.parallel.mesh.process_group import Process, process_group
 from titanplans.parallel.optimizers.build import build_optimizers, group_parameters
 from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.parallelize import parallelize
+from titanplans.plan.degrees import Degrees
 from titanplans.precision.float8.conversion import Conversion, convert_to_float8
 from titanplans.split.gradients import align_gradients, clip_gradients, skip_nonfinite, total_norm
 

@@ -23,7 +23,7 @@ from titanplans.observe.report import ParallelismReport
 from titanplans.parallel import ddp, megatron_fsdp
 from titanplans.parallel.compile import async_tp, compile_loss, compile_optimizer
 from titanplans.parallel.fsdp import gradient_sync
-from titanplans.parallel.mesh.degrees import Degrees, refuse_degrees
+from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.parallel.mesh.process_group import default_device_type
 from titanplans.parallel.optimizers.carry_over import carry_over
@@ -31,6 +31,7 @@ from titanplans.parallel.optimizers.muon import Muon
 from titanplans.parallel.parallelize import apply_steps, check_compatible, on_meta
 from titanplans.parallel.replica_check import check_equal_values
 from titanplans.parallel.report import parallelism_report
+from titanplans.plan.degrees import Degrees
 from titanplans.split import gradients
 from titanplans.text import class_name
 from titanplans.torch_private.distributed import group_device_types

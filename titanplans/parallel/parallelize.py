@@ -37,7 +37,8 @@ from titanplans.parallel.mesh.mesh import mesh_of_one
 from titanplans.parallel.optimizers.roles import find_roles
 from titanplans.parallel.record import record_of
 from titanplans.plan.custom import PlanSource, resolve_plan
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.degrees import Degrees
+from titanplans.plan.options import TPOptions
 from titanplans.precision.autocast import apply_autocast
 from titanplans.precision.float8.all_gather import gather_in_float8
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
@@ -116,7 +117,7 @@ def apply_steps(
     heads, experts = meshes_of_heads(mesh), meshes_of_experts(mesh)
     shared = tp if heads is None else heads.heads
     backend = None if shared is None else dist.get_backend(shared.get_group())
-    checked = _prepare(model, config, (mesh.tp, mesh.cp, mesh.ep), over.device_type, backend)
+    checked = _prepare(model, config, Degrees(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep), over.device_type, backend)
     if (converted := record.float8) is not None:
         _log.info(_words(converted))
     if (adapters := record.adapters) is not None:
@@ -160,10 +161,8 @@ def apply_steps(
         apply_data_parallelism(model, mesh, config)
 
 
-def dry_run(model: nn.Module, config: Config, degrees: tuple[int, int, int], device_type: str) -> None:
+def dry_run(model: nn.Module, config: Config, degrees: Degrees, device_type: str) -> None:
     """Take the steps of `parallelize` that need no mesh, on a model on meta, which is of no use afterwards.
-
-    `degrees`: of tensor, context and expert parallelism.
 
     What depends on the meshes is refused in `parallelize`.
 
@@ -177,7 +176,7 @@ def dry_run(model: nn.Module, config: Config, degrees: tuple[int, int, int], dev
 def _prepare(
     model: nn.Module,
     config: Config,
-    degrees: tuple[int, int, int],
+    degrees: Degrees,
     device_type: str,
     backend: str | None = None,
 ) -> Checked | None:
@@ -195,9 +194,8 @@ def _prepare(
     done = {"float8": record.float8, "LoRA": record.adapters, "freezing": frozen}
     record.steps += [step for step, change in done.items() if change is not None]
     checked = None
-    if max(degrees) > 1:
-        tp, cp, ep = degrees
-        options, weights = TPOptions(tp, context=cp, experts=ep), None
+    if degrees != Degrees():
+        options, weights = TPOptions(degrees), None
         if isinstance(config, FSDP2Config):
             weights = dtype(config.mixed_precision_param)
             options = replace(

@@ -76,13 +76,13 @@ def _tensor_parallel(record: ParallelRecord) -> dict[str, Any] | None:
 
 
 def _context_parallel(record: ParallelRecord) -> dict[str, Any] | None:
-    if record.plan is None or record.plan.plan.options.context == 1:
+    if record.plan is None or record.plan.plan.options.degrees.cp == 1:
         return None
     return {**_plan(record.plan), "regions": sorted(token_regions(record.plan.resolved))}
 
 
 def _expert_parallel(record: ParallelRecord) -> dict[str, Any] | None:
-    if record.plan is None or record.plan.plan.options.experts == 1:
+    if record.plan is None or record.plan.plan.options.degrees.ep == 1:
         return None
     experts = [entry.key for entry in record.plan.resolved.entries if isinstance(entry.style, ByExpert)]
     return {**_plan(record.plan), "experts": experts}

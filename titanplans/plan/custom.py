@@ -18,7 +18,8 @@ from titanplans.config.families import unknown_plan
 from titanplans.errors import PlanError
 from titanplans.plan.converted import recipe_of
 from titanplans.plan.decoder import find_decoder, spelled_out
-from titanplans.plan.plan import Plan, TPOptions, TPPlan
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.registry import faulty_plans, plan_for_model, registered_plans
 from titanplans.user_code import as_user_error, import_module, meant_in
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from titanplans.errors import PlanError
 from titanplans.plan.decoder import find_block, find_decoder, join, spelled_out
 from titanplans.plan.local_code import Functions, count_once, over_all_ranks, summed
-from titanplans.plan.plan_styles import Plan, PlanStyles, TPOptions
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan_styles import Plan, PlanStyles
 from titanplans.plan.registry import mixer_plan_of, plan_for_mixer
 from titanplans.plan.styles.projections import Colwise, KVColwise
 

@@ -4,14 +4,13 @@ The declarations are in `plan.styles`; this gives them the plan's options.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from titanplans.plan.converted import Recipe
-from titanplans.plan.layout import Section, Shared, StreamLayout, rows_of
+from titanplans.plan.layout import Section, Shared, rows_of
+from titanplans.plan.options import TPOptions
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.plan.styles.norms import GatheredInRegion, SplitNorm, Statistic
 from titanplans.plan.styles.projections import Colwise, Packed, Rowwise, RowwiseInRegion
@@ -27,74 +26,6 @@ from titanplans.plan.styles.replicated import (
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 
 Plan = dict[str, ParallelStyle]
-
-
-@dataclass(frozen=True)
-class TPOptions:
-    """What a plan has to honour or refuse."""
-
-    degree: int
-    """Number of ranks over which a layer is split."""
-
-    loss_parallel: bool = True
-    """The logits stay sharded over the vocabulary, for a loss that works on shards."""
-
-    sequence_parallel: bool = True
-    """Between regions, each rank holds its shard of the sequence."""
-
-    sequence_dim: int = 1
-    """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
-
-    context: int = 1
-    """Number of ranks that share a sequence: each of them has a part of the heads that a rank of `degree` has."""
-
-    experts: int = 1
-    """Number of ranks that share the experts, each holding some of them whole; 1: all ranks share each one's width."""
-
-    shares_heads: bool = False
-    """`degree` counts all ranks that share the heads of a mixer, those of `context` too."""
-
-    float8: Recipe | Literal["none"] = "none"
-    """The recipe by which the model's Linear modules were converted to float8."""
-
-    @property
-    def stream(self) -> StreamLayout:
-        """How the residual stream lies between regions."""
-        return StreamLayout(self.sequence_dim if self.sequence_parallel and not self.is_whole else None)
-
-    @property
-    def is_whole(self) -> bool:
-        """Nothing is cut by weights, but by tokens or experts alone."""
-        return self.degree == 1 and (self.context > 1 or self.experts > 1)
-
-    @property
-    def cuts_stream(self) -> bool:
-        """Whether a rank has a part of the tokens between regions."""
-        return self.sequence_parallel or self.context > 1
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that work on the same batch."""
-        return self.degree if self.shares_heads else self.degree * self.context
-
-    @property
-    def of_heads(self) -> "TPOptions":
-        """The same for a mixer, whose heads are shared by the ranks of `context`, too."""
-        return replace(self, degree=self.degree * self.context, shares_heads=True)
-
-    @property
-    def cut(self) -> tuple[int, int, int]:
-        """The degrees of tensor, context and expert parallelism."""
-        return self.degree, self.context, self.experts
-
-    @property
-    def words(self) -> str:
-        """The degree, as an error names it."""
-        if not self.shares_heads:
-            return f"tensor_parallel_degree = {self.degree}"
-        if self.degree == self.context:
-            return f"context_parallel_degree = {self.context}"
-        return f"tensor_parallel_degree x context_parallel_degree = {self.degree // self.context} x {self.context}"
 
 
 class PlanStyles:

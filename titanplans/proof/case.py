@@ -14,7 +14,7 @@ from torch import nn
 from titanplans.apply.apply import AppliedPlan, apply_plan
 from titanplans.errors import PlanError, VerifyError
 from titanplans.plan.custom import PlanSource
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.plan.styles.base import Style
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.compare.comparison import Comparison
@@ -53,7 +53,7 @@ def prove_case(
     start = time.perf_counter()
     applied: AppliedPlan | None = None
     training: TrainingRun | None = None
-    comparison = Comparison(reference, world, options.degree if options.context > 1 else 1)
+    comparison = Comparison(reference, world, options.degrees.tp if options.degrees.cp > 1 else 1)
 
     def take() -> CaseResult:
         nonlocal applied, training
@@ -104,8 +104,8 @@ def split(model: nn.Module, plan: PlanSource, options: TPOptions, world: World) 
         VerifyError: it changes code that the whole model runs, too.
     """
     with unpatched(model):
-        mesh = world.mesh_of(options.context)
-        experts = None if options.experts == 1 else world.mesh_of.of_experts(options.experts)
+        mesh = world.mesh_of(options.degrees.cp)
+        experts = None if options.degrees.ep == 1 else world.mesh_of.of_experts(options.degrees.ep)
         return apply_plan(model, mesh, plan=plan, experts=experts, **keywords(options))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from titanplans.plan.converted import float8_linears
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.decoder import find_decoder
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.batches.cover import STEPS, cover, trainings
 from titanplans.proof.batches.sample import Sampler, longest_block
@@ -150,15 +150,15 @@ class Proof:
                 self.progress(case_name(options))
             return prove_case(reference, self.plan, options, scenario, world)
 
-        result = self.worlds.run(options.ranks, prove)
+        result = self.worlds.run(options.degrees.sharing, prove)
         for number in (DRAWS,) if reference.tolerance.exact else (DRAWS, MORE_DRAWS):
             if result.beyond_tolerance and reference.draws < number:
                 self.progress("more perturbed runs of the whole model")
                 reference.draw(number)
-                result = self.worlds.run(options.ranks, prove)
+                result = self.worlds.run(options.degrees.sharing, prove)
         # A plan that asks for a rank's number in the world may act differently in the other replica.
         if result.passed and result.notes:
-            result = self.worlds.run(options.ranks, prove, replica=0)
+            result = self.worlds.run(options.degrees.sharing, prove, replica=0)
         return result
 
 
@@ -167,4 +167,4 @@ def by_reference(cases: Sequence[Case]) -> list[list[int]]:
     groups: dict[Scenario, list[int]] = {}
     for at, (_, scenario) in enumerate(cases):
         groups.setdefault(scenario.whole, []).append(at)
-    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].ranks for at in group))
+    return sorted(groups.values(), key=lambda group: -sum(cases[at][0].degrees.sharing for at in group))

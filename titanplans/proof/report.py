@@ -63,12 +63,12 @@ def _table(report: Report) -> str:
     """Return `report` as text, its numbers in epsilons."""
     found = dict.fromkeys(check.what for case in report.cases for check in case.checks)
     checks = (*CHECKS, *(what for what in found if what == SCALE or what.endswith(" loss")))
-    cuts = {"tp": "degree"}  # the degrees that some case has, and the name of each in its options
-    for name, field in (("cp", "context"), ("ep", "experts")):
-        if any(getattr(case.options, field) > 1 for case in report.cases):
-            cuts[name] = field
+    others = [
+        name for name in ("cp", "ep") if any(getattr(case.options.degrees, name) > 1 for case in report.cases)
+    ]
+    cuts = ("tp", *others)
     head = (*cuts, "loss", "sequence", "training", *checks, "verdict", "worst")
-    rows = [head, *(_row(case, checks, training(case, report), [*cuts.values()]) for case in report.cases)]
+    rows = [head, *(_row(case, checks, training(case, report), cuts) for case in report.cases)]
     first = len(cuts) + 3
     lines = [
         f"{report.subject}, {report.dtype}, ranks: {report.ranks}",
@@ -95,7 +95,7 @@ def _row(case: CaseResult, checks: Sequence[str], trained: str, cuts: Sequence[s
     if case.missing:
         errors["gradients"] = "missing"
     return (
-        *(str(getattr(case.options, name)) for name in cuts),
+        *(str(getattr(case.options.degrees, name)) for name in cuts),
         "sharded" if case.options.loss_parallel else "whole",
         "sharded" if case.options.sequence_parallel else "whole",
         trained,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
 
 
@@ -138,9 +138,7 @@ class Refusal:
 
 def case_name(*cases: TPOptions) -> str:
     """Return the common options of cases of one degree, in words: "tp 2, loss sharded, sequence whole"."""
-    first = cases[0]
-    words = [f"tp {first.degree}" if first.context == 1 else f"tp {first.degree} x cp {first.context}"]
-    words += [f"ep {first.experts}"] if first.experts > 1 else []
+    words = [str(cases[0].degrees)]
     losses, sequences = {case.loss_parallel for case in cases}, {case.sequence_parallel for case in cases}
     for what, sharded in (("loss", losses), ("sequence", sequences)):
         if len(sharded) == 1:
@@ -149,17 +147,15 @@ def case_name(*cases: TPOptions) -> str:
 
 
 def keywords(options: TPOptions) -> dict[str, Any]:
-    """Return `options` as the keywords of `apply_plan` and `check_plan`, without the degree."""
+    """Return `options` as the keywords of `apply_plan` and `check_plan`, without the degrees."""
     names = ("loss_parallel", "sequence_parallel", "sequence_dim")
     return {name: getattr(options, name) for name in names}
 
 
 def options_as_json(options: TPOptions) -> dict[str, Any]:
     """Return the options that tell a case from the others of a report."""
-    return {
-        name: getattr(options, name)
-        for name in ("degree", "context", "experts", "loss_parallel", "sequence_parallel")
-    }
+    sharded = {name: getattr(options, name) for name in ("loss_parallel", "sequence_parallel")}
+    return {name: getattr(options.degrees, name) for name in ("tp", "cp", "ep")} | sharded
 
 
 def epsilons(error: float) -> str:

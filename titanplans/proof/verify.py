@@ -14,7 +14,9 @@ from titanplans.apply.apply import check_plan
 from titanplans.errors import PlanError, either
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import name_head
-from titanplans.plan.plan import Plan, TPOptions
+from titanplans.plan.degrees import Degrees
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import Plan
 from titanplans.plan.resolve import head_of
 from titanplans.proof.batches.conditions import MicroBatch, Scenario
 from titanplans.proof.batches.sample import Inputs, Sampler, randomise
@@ -28,12 +30,9 @@ from titanplans.proof.ranks.world import Worlds, group_degree
 from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
 
-DEGREES = (2, 4, 8)
-BY_TOKENS = ((1, 2), (2, 2))
-"""Degrees of tensor and of context parallelism that are proved besides `DEGREES`."""
+CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
+"""What is proved where none is named."""
 BOTH = (True, False)
-Cut = tuple[int, int, int]
-"""Degrees of tensor, context and expert parallelism."""
 
 
 def verify(
@@ -77,7 +76,7 @@ def verify(
         degrees: to prove; None for those of 2, 4 and 8 that the model allows, or over a process group its size. A
             group of 1 runs the split model's code and kernels, and splits nothing.
         contexts: degrees of context parallelism to prove, each with each of `degrees`, or alone if these are None. None for
-            1, and if `degrees` are None for `BY_TOKENS`, too, where the model allows it.
+            1, and if `degrees` are None for 2, too, where the model allows it.
         experts: degrees of expert parallelism to prove, each with each of `degrees` and `contexts`; if both are None, over
             as many ranks of tensor parallelism and over as many of context parallelism. None: 1.
         loss_parallel: True or False; None for both where weights are cut, else they are the same.
@@ -119,12 +118,12 @@ def verify(
     if ranks == "process_group" and contexts is None:
         degrees = [group_degree(degrees)]
     cuts = cuts_of(degrees, contexts, experts)
-    products = tuple(degree * context for degree, context, _ in cuts)
-    for (degree, context, shared), together in zip(cuts, products, strict=True):
-        if together % shared:
-            works = [n for n in range(1, together + 1) if together % n == 0]
+    products = tuple(cut.sharing for cut in cuts)
+    for cut in cuts:
+        if cut.sharing % cut.ep:
+            works = [n for n in range(1, cut.sharing + 1) if cut.sharing % n == 0]
             raise PlanError(
-                f"experts = {shared}: it does not divide degrees x contexts = {degree} x {context}, the proof's ranks: "
+                f"experts = {cut.ep}: it does not divide degrees x contexts = {cut.tp} x {cut.cp}, the proof's ranks: "
                 f"{either(works)} would work"
             )
     if ranks == "process_group":
@@ -177,7 +176,7 @@ def _name(dtype: torch.dtype) -> str:
 def accepted_cases(
     model: nn.Module,
     plan: PlanSource,
-    cuts: Sequence[Cut],
+    cuts: Sequence[Degrees],
     loss_parallel: bool | None,
     sequence_parallel: bool | None,
     sequence_dim: int = 1,
@@ -194,26 +193,24 @@ def accepted_cases(
         VerifyError: the plan changes code that the whole model runs, too.
     """
     grid = [
-        TPOptions(degree, loss, sequence, sequence_dim, context, shared)
-        for degree, context, shared in cuts
+        TPOptions(cut, loss, sequence, sequence_dim)
+        for cut in cuts
         for loss, sequence in itertools.product(
-            *(_choices(asked, degree, context) for asked in (loss_parallel, sequence_parallel))
+            *(_choices(asked, cut) for asked in (loss_parallel, sequence_parallel))
         )
     ]
     accepted: dict[TPOptions, Plan] = {}
     refused, errors = [], []
     with unpatched(model):
-        for cut, group in itertools.groupby(grid, key=lambda options: options.cut):
+        for cut, group in itertools.groupby(grid, key=lambda options: options.degrees):
             reasons: dict[str, list[TPOptions]] = {}
             for options in group:
                 try:
-                    degree, context, shared = cut
-                    given = dict(context_degree=context, expert_degree=shared, plan=plan)
-                    accepted[options] = check_plan(model, degree, **given, **keywords(options))
+                    accepted[options] = check_plan(model, cut, plan=plan, **keywords(options))
                 except PlanError as error:
                     errors.append(error)
                     reasons.setdefault(str(error), []).append(options)
-            if named and not any(options.cut == cut for options in accepted):
+            if named and not any(options.degrees == cut for options in accepted):
                 raise errors[-1]
             refused += [Refusal(tuple(those), reason) for reason, those in reasons.items()]
     if not accepted:
@@ -223,20 +220,21 @@ def accepted_cases(
 
 def cuts_of(
     degrees: Sequence[int] | None, contexts: Sequence[int] | None, experts: Sequence[int] | None = None
-) -> tuple[Cut, ...]:
+) -> tuple[Degrees, ...]:
     """Return the degrees of tensor, context and expert parallelism to prove; arguments as in `verify`."""
     if degrees is None and contexts is None:
         if experts is not None:
-            return tuple(cut for ep in experts for cut in ((ep, 1, ep), (1, ep, ep)))
-        return tuple((degree, context, 1) for degree, context in (*((d, 1) for d in DEGREES), *BY_TOKENS))
-    return tuple(itertools.product(degrees or (1,), contexts or (1,), experts or (1,)))
+            return tuple(Degrees(ep=ep, **{dim: ep}) for ep in experts for dim in ("tp", "cp"))
+        return CUTS
+    grid = itertools.product(degrees or (1,), contexts or (1,), experts or (1,))
+    return tuple(Degrees(tp=tp, cp=cp, ep=ep) for tp, cp, ep in grid)
 
 
-def _choices(asked: bool | None, degree: int, context: int) -> tuple[bool, ...]:
+def _choices(asked: bool | None, cut: Degrees) -> tuple[bool, ...]:
     """Return the values of an option to prove: unless asked, both; one where no weight is cut, since it changes nothing."""
     if asked is not None:
         return (asked,)
-    return (True,) if degree == 1 and context > 1 else BOTH
+    return (True,) if cut.tp == 1 and cut.cp > 1 else BOTH
 
 
 def _without_values(model: nn.Module) -> nn.Module:

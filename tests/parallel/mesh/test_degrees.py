@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.mesh.degrees import Degrees, refuse_degrees
+from titanplans.parallel.mesh.degrees import refuse_degrees
+from titanplans.plan.degrees import Degrees
 
 NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 degree = st.integers(1, 8)

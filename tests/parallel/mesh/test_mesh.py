@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.mesh.degrees import Degrees
 from titanplans.parallel.mesh.mesh import Mesh
+from titanplans.plan.degrees import Degrees
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 COMBINED = {

@@ -22,7 +22,8 @@ from titanplans.observe.communication import Communication, count_communication
 from titanplans.parallel.mesh.process_group import available_cores
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder
-from titanplans.plan.plan import TPOptions, TPPlan
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import TPPlan
 from titanplans.proof import Report, verify
 from titanplans.proof.batches.sample import moved
 from titanplans.proof.compare.forward import backward, call, logits_of
@@ -109,7 +110,7 @@ def prove(
     )
     if device.type == "cpu" and isinstance(model, PreTrainedModel):
         check_cpu(model)
-    copies = 0 if dist.is_initialized() else max(options.ranks for options in accepted)
+    copies = 0 if dist.is_initialized() else max(options.degrees.sharing for options in accepted)
     check_memory(model, prepared.batch_size * prepared.seq_len, prepared.dtype, device, copies)
     if fork and is_small(model, prepared.dtype):
         processes = available_cores()
@@ -158,7 +159,7 @@ def prove(
         plain = prepared.inputs(prepared.batch_size, prepared.seq_len, 0)
         inputs = moved(plain, device, prepared.dtype)
         counts = _counts(model, subject.plan, report, inputs)
-        if any(case.options.experts > 1 for case in report.cases):
+        if any(case.options.degrees.ep > 1 for case in report.cases):
             notes += (
                 "collectives with experts over ranks are not counted: how many rows are sent depends on values of all ranks",
             )
@@ -180,9 +181,9 @@ def _counts(
         return []  # without blocks there is no bound to compare with
     chosen: dict[tuple[bool, ...], TPOptions] = {}
     for case in report.cases:
-        if case.passed and case.options.experts == 1:
+        if case.passed and case.options.degrees.ep == 1:
             options = case.options
-            cuts = (options.degree > 1, options.context > 1)
+            cuts = (options.degrees.tp > 1, options.degrees.cp > 1)
             chosen.setdefault((options.loss_parallel, options.sequence_parallel, *cuts), options)
     return [(options, _count(model, plan, options, inputs)) for options in chosen.values()]
 
@@ -192,10 +193,10 @@ def _count(
 ) -> Communication:
     if dist.is_initialized():
         device = next(model.parameters()).device
-        shape = mesh_sizes(options.ranks, options.context)
+        shape = mesh_sizes(options.degrees.sharing, options.degrees.cp)
         made = nullcontext(init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)))
     else:
-        made = fake_ranks(options.ranks, context=options.context)
+        made = fake_ranks(options.degrees.sharing, cp=options.degrees.cp)
     with made as mesh:
         split = copy.deepcopy(model)
         applied = apply_plan(split, mesh, plan=plan, **keywords(options))
@@ -205,7 +206,7 @@ def _count(
             labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
             backward(logits, labels, labels.numel())
 
-        if options.context > 1:
+        if options.degrees.cp > 1:
             call(split, inputs)  # in the first forward each projection is exchanged by itself
         return count_communication(split, applied, run, options)
 

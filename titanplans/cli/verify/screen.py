@@ -112,7 +112,7 @@ def _communication(outcome: Outcome) -> list[str]:
         table = communication.lines()
         name = case_name(options)
         title = f"collectives, {name}"
-        kind = options.sequence_parallel, options.context > 1
+        kind = options.sequence_parallel, options.degrees.cp > 1
         if kind in shown:  # the loss changes nothing but the head
             table = [line for line in table if line.startswith("more")]
             title += "" if table else ": no more than is needed"

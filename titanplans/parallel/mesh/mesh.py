@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanplans.errors import ParallelError
-from titanplans.parallel.mesh.degrees import Degrees
+from titanplans.plan.degrees import Degrees
 from titanplans.torch_private.distributed import default_timeout, set_group_timeout
 from titanplans.torch_private.dtensor import concatenate_meshes, flatten_mesh
 

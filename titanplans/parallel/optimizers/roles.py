@@ -13,7 +13,9 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.plan.custom import PlanSource, resolve_plan
 from titanplans.plan.decoder import find_decoder, join
-from titanplans.plan.plan import Plan, TPOptions
+from titanplans.plan.degrees import Degrees
+from titanplans.plan.options import TPOptions
+from titanplans.plan.plan import Plan
 from titanplans.plan.registry import model_type_of, registered_plans
 from titanplans.plan.styles.base import held
 from titanplans.plan.styles.projections import Packed
@@ -123,7 +125,7 @@ def _ends(model: nn.Module) -> Iterator[nn.Module]:
 def _styles(model: nn.Module, plan: PlanSource) -> Plan:
     if plan is None and model_type_of(model) not in registered_plans():
         return {}
-    source = resolve_plan(plan, model, TPOptions(1))
+    source = resolve_plan(plan, model, TPOptions(Degrees(tp=1)))
     with as_user_error(f"plan {type(source).__name__}"):
         return source.full_plan(model)
 

@@ -36,7 +36,7 @@ class Size(NamedTuple):
 def check_degree(plan: ResolvedPlan, dtype: torch.dtype | None) -> None:
     """Refuse a degree that does not suit every size, with the degrees that do; `dtype` is that of weights in products."""
     degree = plan.degree
-    of_heads = plan.source.options.shares_heads
+    of_heads = plan.source.options.in_mixers
     sizes = [*_sizes(plan)] if of_heads else [*_sizes(plan), *_widths_of_experts(plan, dtype)]
     for size in sizes:
         if not size.suits(degree):
@@ -56,7 +56,7 @@ def _sizes(plan: ResolvedPlan) -> Iterator[Size]:
     uneven, as long as every rank holds something.
     """
     decoder, degree = plan.decoder, plan.degree
-    regions = token_regions(plan) if plan.source.options.shares_heads else None
+    regions = token_regions(plan) if plan.source.options.in_mixers else None
     for name, mixer in decoder.mixers.items():
         if plan.split_key(name) is not None:
             shared = any(entry.style.shares_heads for entry in plan.within(name))

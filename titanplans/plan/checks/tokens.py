@@ -23,7 +23,7 @@ def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
     """
     if linears := float8_linears(plan.model):
         raise PlanError(
-            f"context_parallel_degree = {plan.source.options.context}: {next(iter(linears))} is float8, whose scales are "
+            f"context_parallel_degree = {plan.source.options.degrees.cp}: {next(iter(linears))} is float8, whose scales are "
             "those of all tokens, and a rank has its own: remove float8, or set context_parallel_degree = 1"
         )
     find_decoder(plan.model)  # or it has no blocks
@@ -40,7 +40,7 @@ def check_tokens(plan: ResolvedPlan, of_heads: ResolvedPlan) -> None:
             )
     for key, style in plan.styles.items():
         if not isinstance(style, Style) and (
-            plan.source.options.is_whole or any(within(key, r) for r in regions)
+            plan.source.options.keeps_weights or any(within(key, r) for r in regions)
         ):
             raise PlanError(
                 "context parallelism cuts what a plan declares, and this style installs its own hooks: give the module a "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import FROZEN, MicroBatch, Scenario
 
 # Every pair of two columns is in one of the rows ("block" counts as long); the two batches of a step differ in length.
@@ -91,12 +91,12 @@ def cover(
     """
     blocks = (False, True) if recompute else (False,)
     states = list(itertools.product(range(len(trained)), (False, True), blocks, (False, True)))
-    smallest = min(options.ranks for options in grid)
-    cheap = [options for options in grid if options.ranks == smallest]
+    smallest = min(options.degrees.sharing for options in grid)
+    cheap = [options for options in grid if options.degrees.sharing == smallest]
     parts = _single if quick else _pairs
     rows = [(o, d) for o in cheap for d in dtypes]
     if not quick:
-        rows += [(o, dtypes[0]) for o in grid if o.ranks != smallest]
+        rows += [(o, dtypes[0]) for o in grid if o.degrees.sharing != smallest]
     every = [(*row, *state) for row in rows for state in states]
     covered: set[Any] = set()
 
@@ -128,17 +128,17 @@ def cover(
 
 def _apart(options: TPOptions, grid: Sequence[TPOptions]) -> int:
     """Return how far `options` are from the first of `grid`: an even number away lie each degree and each choice."""
-    first, degrees = grid[0], list(dict.fromkeys(one.cut for one in grid))
+    first, degrees = grid[0], list(dict.fromkeys(one.degrees for one in grid))
     others = (
         options.loss_parallel != first.loss_parallel,
         options.sequence_parallel != first.sequence_parallel,
     )
-    return degrees.index(options.cut) + sum(others)
+    return degrees.index(options.degrees) + sum(others)
 
 
 def _single(row: tuple) -> set[Any]:
     options, *rest = row
-    return set(enumerate((options.cut, options.loss_parallel, options.sequence_parallel, *rest)))
+    return set(enumerate((options.degrees, options.loss_parallel, options.sequence_parallel, *rest)))
 
 
 def _pairs(row: tuple) -> set[Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import Scenario
 from titanplans.proof.compare.record import module_name
 from titanplans.proof.compare.reference import Point, ReferenceRun

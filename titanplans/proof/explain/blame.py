@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from titanplans.errors import PlanError
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.proof.batches.conditions import MicroBatch, Scenario, words
 from titanplans.proof.result import CaseResult
 

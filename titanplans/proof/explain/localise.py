@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.decoder import within
 from titanplans.plan.layout import Section
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import ResolvedPlan
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import Packed
@@ -156,7 +156,7 @@ class _Search:
         if not self.world.first:
             return None
         expected, unit = self.reference.expected[at], self.reference.units[at]
-        if self.options.context > 1 and self._is_by_expert(point, key, expected):
+        if self.options.degrees.cp > 1 and self._is_by_expert(point, key, expected):
             return None  # each rank sorts the rows of its own tokens
         partial = may_be_partial(module_name(key), self.plan.styles)
         if not partial and self.options.cuts_stream and self._is_one_token(expected):

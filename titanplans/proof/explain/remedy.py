@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titanplans.plan.decoder import Decoder, within
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.plan.styles.base import own_styles
 from titanplans.plan.styles.replicated import Whole
 

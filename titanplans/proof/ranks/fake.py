@@ -12,8 +12,8 @@ from titanplans.torch_private.dtensor import clear_sharding_cache
 
 
 @contextmanager
-def fake_ranks(number: int, device_type: str = "cpu", context: int = 1) -> Iterator[DeviceMesh]:
-    """Give a mesh of `number` ranks: "tp", or "cp" and "tp" with `context` ranks in "cp".
+def fake_ranks(number: int, device_type: str = "cpu", cp: int = 1) -> Iterator[DeviceMesh]:
+    """Give a mesh of `number` ranks: "tp", or "cp" and "tp" with `cp` ranks in the former.
 
     This process is the first, and the others do not exist. A collective returns the right shape and arbitrary values.
 
@@ -25,16 +25,16 @@ def fake_ranks(number: int, device_type: str = "cpu", context: int = 1) -> Itera
     try:
         # DTensor remembers shardings by mesh, and takes a mesh of the same shape, whose process group is gone, for equal.
         clear_sharding_cache()
-        shape = mesh_sizes(number, context)
+        shape = mesh_sizes(number, cp)
         yield init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     finally:
         dist.destroy_process_group()
         clear_sharding_cache()
 
 
-def mesh_sizes(ranks: int, context: int) -> dict[str, int]:
-    """Return the dimensions of a mesh of so many ranks, in which groups of `context` share a sequence."""
-    return {"tp": ranks} if context == 1 else {"cp": context, "tp": ranks // context}
+def mesh_sizes(ranks: int, cp: int) -> dict[str, int]:
+    """Return the dimensions of a mesh of so many ranks, in which `cp` neighbours each share a sequence."""
+    return {"tp": ranks} if cp == 1 else {"cp": cp, "tp": ranks // cp}
 
 
 def refuse_a_rank() -> None:

@@ -173,9 +173,9 @@ class Meshes:
         self.device_type, self.ranks = device_type, ranks
         self._made: dict[tuple[str, int], DeviceMesh] = {}
 
-    def __call__(self, context: int) -> DeviceMesh:
+    def __call__(self, cp: int) -> DeviceMesh:
         """Return the mesh "tp", or "cp" and "tp", with so many ranks in "cp"."""
-        return self._mesh("", context, mesh_sizes(len(self.ranks), context))
+        return self._mesh("", cp, mesh_sizes(len(self.ranks), cp))
 
     def of_experts(self, ranks: int) -> DeviceMesh:
         """Return the mesh "ep" of neighbours that share experts, behind a dimension of copies where there are more ranks."""

@@ -11,7 +11,7 @@ among those of its tp rank.
 
 from titanplans.errors import PlanError
 from titanplans.plan.layout import Layout, rows_read
-from titanplans.plan.plan import TPOptions
+from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.norms import EPSILONS, GatheredInRegion, SplitNorm

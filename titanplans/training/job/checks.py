@@ -29,6 +29,7 @@ from titanplans.parallel.optimizers.build import group_parameters
 from titanplans.parallel.optimizers.experts import PUBLISHED
 from titanplans.parallel.parallelize import dry_run
 from titanplans.plan.decoder import holds_fla
+from titanplans.plan.degrees import Degrees
 from titanplans.split.experts.loads import mixtures
 from titanplans.text import show
 from titanplans.torchrun import restarted
@@ -191,7 +192,9 @@ def check_parallelism(job: JobConfig, model: nn.Module) -> None:
     spread = strategy_of(job)
     with rename_option_errors():
         p = job.parallelism
-        degrees = p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree
+        degrees = Degrees(
+            tp=p.tensor_parallel_degree, cp=p.context_parallel_degree, ep=p.expert_parallel_degree
+        )
         dry_run(model, spread, degrees, default_device_type())
     if default_device_type() == "cpu" and spread.autocast_dtype is not None and holds_fla(model):
         key = "autocast_dtype" if job.training.autocast_dtype else "mixed_precision_param"

@@ -1,0 +1,110 @@
+"""How many ranks each way of parallelism has, and the arithmetic with the number of processes."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from titanplans.errors import ParallelError, either, near_multiples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """The degrees of parallelism; the product of all but `ep` is the number of processes.
+
+    At most one may be -1: it is inferred from the number of processes. `as_sizes` has the order of the mesh's axes.
+    """
+
+    dp_replicate: int = 1
+    """Copies of the (sharded) model, each with other data."""
+    dp_shard: int = -1
+    """Ranks over which FSDP shards the parameters, each with other data."""
+    cp: int = 1
+    """Ranks that share one sequence (context parallelism)."""
+    tp: int = 1
+    """Ranks that share one layer (tensor parallelism)."""
+    pp: int = 1
+    """Stages of consecutive layers (pipeline parallelism)."""
+    ep: int = 1
+    """Ranks that share the experts, among those of dp_shard, cp and tp: neighbours, those of tp first."""
+
+    def __post_init__(self) -> None:
+        for name, degree in (*self._items(), ("ep", self.ep)):
+            if not isinstance(degree, int) or isinstance(degree, bool):
+                raise ParallelError(
+                    f"{name} = {degree!r}: a degree is a whole number, 1 or more, or -1 to infer it"
+                )
+            if degree < 1 and (degree != -1 or name == "ep"):
+                inferred = "" if name == "ep" else ", or -1 to infer it"
+                raise ParallelError(f"{name} = {degree}: a degree is 1 or more{inferred}")
+        free = [name for name, degree in self._items() if degree == -1]
+        if len(free) > 1:
+            raise ParallelError(
+                f"{' and '.join(free)} are -1, and only one degree can be inferred: "
+                f"set {' and '.join(free[1:])} to a number"
+            )
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that work on the same batch, and share the heads of a mixer."""
+        return self.tp * self.cp
+
+    def as_sizes(self) -> dict[str, int]:
+        """Return the degrees by name, outermost axis of the mesh first."""
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+
+    def resolve(self, world_size: int) -> "Degrees":
+        """Return the degrees with the -1 inferred, if there is one, and their product checked.
+
+        Raises:
+            ParallelError: the product is not `world_size`, or no whole number makes it so.
+        """
+        known = math.prod(degree for _, degree in self._items() if degree != -1)
+        product = f"{' x '.join(f'{n} {d}' for n, d in self._items() if d != -1)} = {known}"
+        free = next((name for name, degree in self._items() if degree == -1), None)
+        if free is not None:
+            if world_size % known:
+                raise ParallelError(
+                    f"{free} = -1 can't be inferred: {_processes(world_size)} can't be divided by {product}; "
+                    f"start {near_multiples(world_size, known)}, or choose degrees whose product divides {world_size}"
+                )
+            return replace(self, **{free: world_size // known})
+        if known != world_size:
+            raise ParallelError(
+                f"{product}, but there are {_processes(world_size)}: {self._remedy(world_size)}"
+            )
+        return self
+
+    def refuse_experts(self) -> None:
+        """Refuse a number of ranks that share experts which does not go with the other degrees, all known.
+
+        Raises:
+            ParallelError: they are not all of tp, or their number does not divide dp_shard x cp x tp.
+        """
+        ranks = self.dp_shard * self.cp * self.tp
+        if self.ep == 1 or (ranks % self.ep == 0 and self.ep % self.tp == 0):
+            return
+        works = [n for n in range(1, ranks + 1) if ranks % n == 0 and n % self.tp == 0]
+        raise ParallelError(
+            f"ep = {self.ep}: experts are shared by neighbours among dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
+            f"{self.tp} ranks, all {self.tp} of a layer among them: {either([1, *works])} would work"
+        )
+
+    def __str__(self) -> str:
+        cp, ep = f" x cp {self.cp}" if self.cp > 1 else "", f", ep {self.ep}" if self.ep > 1 else ""
+        return f"tp {self.tp}{cp}{ep}"
+
+    def _remedy(self, world_size: int) -> str:
+        product = math.prod(degree for _, degree in self._items())
+        ways = [
+            f"set {name} to {world_size * degree // product}"
+            for name, degree in self._items()
+            if name in ("dp_shard", "tp") and world_size * degree % product == 0
+        ]
+        return ", or ".join([*ways, f"start {_processes(product)}"])
+
+    def _items(self) -> list[tuple[str, Any]]:
+        return [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "ep"]
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

@@ -1,0 +1,65 @@
+"""What a plan has to honour or refuse: the degree of each way to cut, and whether the stream and the logits are sharded."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from titanplans.plan.converted import Recipe
+from titanplans.plan.degrees import Degrees
+from titanplans.plan.layout import StreamLayout
+
+
+@dataclass(frozen=True)
+class TPOptions:
+    """What a plan has to honour or refuse."""
+
+    degrees: Degrees
+
+    loss_parallel: bool = True
+    """The logits stay sharded over the vocabulary, for a loss that works on shards."""
+
+    sequence_parallel: bool = True
+    """Between regions, each rank holds its shard of the sequence."""
+
+    sequence_dim: int = 1
+    """Dimension of the hidden states that is the sequence: 1 in [batch, sequence, hidden]."""
+
+    in_mixers: bool = False
+    """For the modules of a mixer, whose heads tp x cp ranks share; else for all others, which tp ranks share."""
+
+    float8: Recipe | Literal["none"] = "none"
+    """The recipe by which the model's Linear modules were converted to float8."""
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks that share what a plan splits."""
+        return self.degrees.sharing if self.in_mixers else self.degrees.tp
+
+    @property
+    def stream(self) -> StreamLayout:
+        """How the residual stream lies between regions."""
+        return StreamLayout(self.sequence_dim if self.sequence_parallel and not self.keeps_weights else None)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether each rank has all weights, but those of experts: nothing is cut but tokens and experts."""
+        return self.degrees.tp == 1 and max(self.degrees.cp, self.degrees.ep) > 1
+
+    @property
+    def cuts_stream(self) -> bool:
+        """Whether a rank has a part of the tokens between regions."""
+        return self.sequence_parallel or self.degrees.cp > 1
+
+    @property
+    def for_mixers(self) -> "TPOptions":
+        """The same for the modules of a mixer."""
+        return replace(self, in_mixers=True)
+
+    @property
+    def words(self) -> str:
+        """The degree, as an error names it."""
+        tp, cp = self.degrees.tp, self.degrees.cp
+        if not self.in_mixers:
+            return f"tensor_parallel_degree = {tp}"
+        if tp == 1:
+            return f"context_parallel_degree = {cp}"
+        return f"tensor_parallel_degree x context_parallel_degree = {tp} x {cp}"
