@@ -126,10 +126,11 @@ def split(model: Ends, mesh: DeviceMesh) -> None:
     from titanplans.plan.layout import StreamLayout
     from titanplans.plan.resolve import Entry
     from titanplans.plan.styles.vocab import VocabHead
+    from titanplans.split.meshes import meshes_of
     from titanplans.split.state import make_state
-    from titanplans.split.tensors.cut import CutByWeights
+    from titanplans.split.tensors.by_weights import CutByWeights
 
-    head, cut = model.lm_head, CutByWeights(mesh, StreamLayout(None))
+    head, cut = model.lm_head, CutByWeights(meshes_of(mesh), StreamLayout(sharded=False))
     style = VocabHead(loss_parallel=True)
     entry = Entry("lm_head", style, "lm_head", head, None, dict(style.layouts(head)))
     cut.lay_out(entry)

@@ -8,7 +8,8 @@ from torch import nn
 
 from titanplans.plan.styles.base import Style
 from titanplans.split.stream import Border
-from titanplans.split.tensors.cut import RULES, rule_of
+from titanplans.split.tensors.by_weights import RULES, rule_of
+from titanplans.split.tensors.rules import Site
 
 Install = Callable[[nn.Module, Border], None]
 """Puts a style's hooks on a module."""
@@ -25,12 +26,14 @@ def installed(style: Any, install: Callable[[Install, nn.Module, Border], None],
     """Return a copy of `style` that is installed by `install(right, module, border)`; `right` installs as the cut does."""
     rule = rule_of(style)
 
-    def right(module: nn.Module, border: Border) -> None:
-        if rule.install is not None:
-            rule.install(style, module, border)
+    def wrong(_: Any, module: nn.Module, site: Site) -> None:
+        def right(module: nn.Module, border: Border) -> None:
+            rule.install(style, module, site._replace(border=border))
+
+        install(right, module, site.border)
 
     fault = subclassed(style, name)
-    RULES[type(fault)] = rule._replace(install=lambda _, module, border: install(right, module, border))
+    RULES[type(fault)] = rule._replace(install=wrong)
     return fault
 
 

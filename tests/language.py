@@ -517,7 +517,7 @@ class ExpertsPlan(TinyPlan):
         }
 
     def model_functions(self, model):
-        return {"balance_of": self.alike} if isinstance(model, Balanced) else {}
+        return {"balance_of": self.count_once} if isinstance(model, Balanced) else {}
 
 
 class BoundedBlock(Block):

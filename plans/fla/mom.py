@@ -31,4 +31,4 @@ class MomPlan(MixerPlan):
         return super().attn_plan(attn) | self.attn_region(float8_input=False) | memories
 
     def model_functions(self, model: nn.Module) -> dict[str, Any]:
-        return {"load_balancing_loss_func": self.alike}
+        return {"load_balancing_loss_func": self.count_once}

@@ -74,4 +74,4 @@ class ExpertsPlan(LlamaPlan):
         return {f"experts.{name}": style for name, style in plan.items()}
 
     def model_functions(self, model: nn.Module):
-        return {} if self.balance is None else {self.balance: self.alike}
+        return {} if self.balance is None else {self.balance: self.count_once}

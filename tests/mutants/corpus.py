@@ -30,7 +30,8 @@ from titanplans.plan.plan import Plan
 from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import KVColwise
 from titanplans.plan.styles.replicated import ReplicatedOffStream
-from titanplans.split.tensors.cut import rule_of
+from titanplans.split.tensors.by_weights import rule_of
+from titanplans.split.tensors.rules import Rule
 
 LOCAL_ATTRIBUTES = "local_attributes"
 """The one operator that is not done to a style: a mixer keeps the attributes of the whole one."""
@@ -56,7 +57,7 @@ class Mutant:
     def effect(self) -> object:
         """What two mutants have in common that differ in their words only: styles without hooks, the same layouts."""
         style = self.change
-        if not isinstance(style, Style) or rule_of(style).install is not None:
+        if not isinstance(style, Style) or rule_of(style).install is not Rule().install:
             return self
         module = self.architecture.reference().pristine.get_submodule(self.key)
         return self.key, self.options, tuple(sorted(style.layouts(module).items()))

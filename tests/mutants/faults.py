@@ -17,7 +17,7 @@ from titanplans.plan.styles.base import Style
 from titanplans.plan.styles.projections import Rowwise
 from titanplans.plan.styles.vocab import VocabEmbedding
 from titanplans.split.parameters.local_parameters import readings_of
-from titanplans.split.stream import Border, Stream
+from titanplans.split.stream import Border
 
 
 def on_stream(style: Style, stream: StreamLayout) -> Style:
@@ -25,7 +25,7 @@ def on_stream(style: Style, stream: StreamLayout) -> Style:
     other = copy.copy(style)
     if hasattr(style, "stream"):
         other.stream = stream  # type: ignore[attr-defined]
-    return installed(other, lambda right, module, border: right(module, Border(border.mesh, Stream(stream))))
+    return installed(other, lambda right, module, border: right(module, Border(border.meshes, stream)))
 
 
 def with_option(style: Style, **options: Any) -> Style:
@@ -140,7 +140,12 @@ def entry_summed_again(style: Style) -> Style:
 
 
 def _at_border(style: Style, kind: type[Border]) -> Style:
-    return installed(style, lambda right, module, border: right(module, kind(border.mesh, border.stream)))
+    def install(right: Install, module: nn.Module, border: Border) -> None:
+        other = copy.copy(border)
+        other.__class__ = kind
+        right(module, other)
+
+    return installed(style, install)
 
 
 # Values.

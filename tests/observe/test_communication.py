@@ -18,6 +18,7 @@ import torch.distributed as dist
 import zoo
 from faulty import installed
 from tiny import Tiny, TinyPlan
+from titanplans.split.tensors.region import REGION
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
@@ -33,7 +34,6 @@ from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.styles.region import Region
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.tensors.region import REGION
 
 BATCH, SEQUENCE = 2, 16
 

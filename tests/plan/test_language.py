@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from titanplans import Degrees, PlanError, TPOptions, TPPlan, apply_plan, check_plan
 from titanplans.plan.custom import DictPlan
 from titanplans.proof.ranks import threads
-from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.local_code import HeadRanks
 
 
 class BiasBeforeSum(TinyPlan):
@@ -306,7 +306,7 @@ def test_a_convolution_that_counts_the_channels_of_all_ranks():
 
 
 def test_a_bias_in_the_kernel_of_norm_and_projection_is_refused():
-    function = TPPlan.over_all_ranks(norm_linear, PlaceInGroup(rank=0, degree=2, group=("none", 2)))
+    function = TPPlan.over_all_ranks(norm_linear, HeadRanks(0, 2, ("none", 2), None, (0, 1)))
     x, weight = torch.ones(1, 4), torch.ones(2, 4)
     with pytest.raises(PlanError, match=r"norm_linear: .*takes no linear_bias"):
         function(x, torch.ones(4), None, weight, torch.ones(2))
@@ -347,6 +347,6 @@ def test_a_dict_names_parameters():
 
 
 def test_a_norm_fused_with_a_product_takes_no_bias():
-    fused = TinyPlan.over_all_ranks(norm_linear, PlaceInGroup(0, 2, ("", 2)))
+    fused = TinyPlan.over_all_ranks(norm_linear, HeadRanks(0, 2, ("", 2), None, (0, 1)))
     with pytest.raises(PlanError, match=r"norm_linear: .*takes no norm_bias"):
         fused(torch.ones(1, 4), torch.ones(4), torch.ones(4), torch.ones(2, 4), None)

@@ -23,7 +23,7 @@ from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.precision.float8.linear import split_linear
 from titanplans.proof.compare.float8 import exact_float8
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.local_code import HeadRanks
 from titanplans.torch_private.torchao import float8_data
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -94,7 +94,7 @@ def test_rows_scaled_by_a_rank_for_itself_are_found(monkeypatch):
 
 # What a rank computes is torchao's.
 
-ALONE = ReplicatedInRegion(), PlaceInGroup(rank=0, degree=1, group=("no group", 1))
+ALONE = ReplicatedInRegion(), HeadRanks(0, 1, ("no group", 1), None, (0,))
 """A Linear that is whole, on the one rank of a group."""
 
 

@@ -9,7 +9,7 @@ from plainly import verify
 
 from titanplans import registered_plans
 from titanplans.split.collectives import collect
-from titanplans.split.tokens.own import OwnTokens
+from titanplans.split.own_tokens import OwnTokens
 
 PLANS = registered_plans()
 
@@ -70,7 +70,7 @@ WRONG = {
         ("mixtral", without("mixtral", "balance", None), {}),
         "gradient of the output of model.layers.1.mlp.gate",  # not at experts' rows, which each rank sorts for itself
         "the model adds a loss to that of its logits, and model_functions of Without is empty: name the function that "
-        "computes it there with self.alike",
+        "computes it there with self.count_once",
     ),
     "a count of all heads": (
         ("mamba2", without("mamba2", "local_attributes", lambda self, attn: {}), {}),

@@ -9,9 +9,9 @@ from torch.overrides import get_overridable_functions, get_testing_overrides, re
 from torch.utils._pytree import tree_leaves
 
 from titanplans import PlanError
+from titanplans.split.own_tokens import OwnTokens
 from titanplans.split.tokens import looks_whole
 from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
-from titanplans.split.tokens.own import OwnTokens
 
 LENGTH, RANKS, WIDTH = 5, 2, 4
 WHOLE = torch.linspace(-0.9, 1.3, 2 * LENGTH * WIDTH, dtype=torch.float64).sin().view(2, LENGTH, WIDTH)

@@ -96,7 +96,7 @@ class Plan(TPPlan):
         return on_stream | attention | mixture
 
     def model_functions(self, model):
-        return {"balance": self.alike}
+        return {"balance": self.count_once}
 
 
 def a_balance_by_hand(rank, axis):

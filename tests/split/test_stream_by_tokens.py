@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from titanplans import apply_plan
 from titanplans.loss import cross_entropy
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.own_tokens import OwnTokens
 from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
-from titanplans.split.tokens.own import OwnTokens
 
 LENGTH, CONTEXT = 24, 2
 
@@ -68,7 +68,7 @@ def test_no_hidden_states_of_all_tokens_are_made(name, sizes, recomputed):
 
 def test_a_fake_tensor_looks_whole():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh, FakeTensorMode():
-        tokens = OwnTokens(mesh["cp"], 1, mesh["cp"])
+        tokens = OwnTokens(mesh["cp"], 1)
         shard = torch.empty(1, LENGTH // CONTEXT, 8, requires_grad=True)
         whole = look_whole(shard, tokens, LENGTH)
         assert isinstance(whole, LooksWhole)
@@ -82,7 +82,7 @@ def test_a_fake_tensor_looks_whole():
 
 def test_what_looks_whole_is_made_to_require_a_gradient():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
-        tokens = OwnTokens(mesh["cp"], 1, mesh["cp"])
+        tokens = OwnTokens(mesh["cp"], 1)
         whole = look_whole(torch.ones(1, LENGTH // CONTEXT, 8), tokens, LENGTH)
         assert whole.requires_grad_() is whole
         assert not whole.read, "it was gathered"
@@ -107,7 +107,7 @@ class Doubled(torch.autograd.Function):
 
 def test_an_autograd_function_saves_numbers():
     with fake_ranks(CONTEXT, cp=CONTEXT) as mesh:
-        tokens = OwnTokens(mesh["cp"], 1, mesh["cp"])
+        tokens = OwnTokens(mesh["cp"], 1)
         shard = torch.ones(1, LENGTH // CONTEXT, 8, requires_grad=True)
         doubled = Doubled.apply(look_whole(shard, tokens, LENGTH, "partial"))
         assert type(doubled) is torch.Tensor, "made of tokens whose graph the function has not"

@@ -104,9 +104,9 @@ class LowRankDropout(nn.Module):
         if not self.training:
             return x
         first, own, width = self.split or (0, x.shape[-1], x.shape[-1])
-        shape, tokens = [*x.shape[:-1], width], None if self.border is None else self.border.tokens
-        if tokens is not None:
-            shape[tokens.dim] = length = self.border.length_of_own(x)  # type: ignore[union-attr]
+        shape, border = [*x.shape[:-1], width], self.border
+        if border is not None and (tokens := border.tokens).ranks > 1:
+            shape[tokens.dim] = length = border.length_of_own(x)
             if x.shape[tokens.dim] != shard_size(length, tokens.ranks):
                 raise PlanError(
                     f"the dropout of an adapter got {x.shape[tokens.dim]} tokens where its rank of context parallelism has "
@@ -114,8 +114,8 @@ class LowRankDropout(nn.Module):
                     "set lora.dropout to 0, or leave the module out by lora.exclude_modules"
                 )
         kept = torch.rand(shape, device=x.device) >= self.p
-        if tokens is not None:
-            kept = tokens.own(kept)
+        if border is not None:
+            kept = border.tokens.own(kept)
         return x * kept.narrow(-1, first, own) / (1 - self.p)
 
 

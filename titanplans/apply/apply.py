@@ -26,19 +26,19 @@ from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.cut import Cut
-from titanplans.split.experts.cut import CutByExperts
+from titanplans.split.experts.by_experts import CutByExperts
 from titanplans.split.guards.first_forward import check_first_forward
 from titanplans.split.guards.generation import let_generate
 from titanplans.split.guards.inputs import Forwards, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.local_code import set_attributes, set_functions
+from titanplans.split.meshes import Meshes, meshes_of
 from titanplans.split.parameters.block_parameters import read_together
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.state import make_state
 from titanplans.split.stream import Border
-from titanplans.split.tensors.cut import CutByWeights
-from titanplans.split.tokens.cut import CutByTokens
-from titanplans.split.tokens.meshes import ContextMeshes, context_meshes
+from titanplans.split.tensors.by_weights import CutByWeights
+from titanplans.split.tokens.by_tokens import CutByTokens
 from titanplans.split.untouched import Untouched
 
 
@@ -81,8 +81,7 @@ class AppliedPlan:
     @property
     def mesh(self) -> DeviceMesh:
         """The 1-D mesh of the ranks that work on the same batch."""
-        assert self.border.everyone is not None
-        return self.border.everyone
+        return self.border.meshes.sharing
 
 
 def check_plan(
@@ -173,35 +172,26 @@ def apply_plan(
             f"experts needs a mesh of 'ep', or of copies and 'ep', got {experts.ndim} dimensions {experts.mesh_dim_names}: "
             "slice it, as mesh['efsdp', 'ep']"
         )
-    meshes = context_meshes(mesh) if "cp" in names and mesh["cp"].size() > 1 else None
-    tp = meshes.tp if meshes is not None else mesh["tp"] if mesh.ndim > 1 else mesh
+    meshes = meshes_of(mesh)
     degrees = Degrees(
-        tp=1 if tp is None else tp.size(),
-        cp=1 if meshes is None else meshes.cp.size(),
+        tp=1 if meshes.tp is None else meshes.tp.size(),
+        cp=1 if meshes.cp is None else meshes.cp.size(),
         ep=1 if experts is None else experts.size(experts.ndim - 1),
     )
     options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
     checked = check(resolve_plan(plan, model, options), model, dist.get_backend(mesh.get_group(0)), dtype)
-    return split(checked, cut_of(checked, tp, meshes, experts, sum_over_cp=sum_over_cp))
+    return split(checked, cut_of(checked, meshes, experts, sum_over_cp=sum_over_cp))
 
 
-def cut_of(
-    checked: Checked,
-    tp: DeviceMesh | None,
-    meshes: ContextMeshes | None,
-    experts: DeviceMesh | None = None,
-    *,
-    sum_over_cp: bool,
-) -> Cut:
-    """Return the cut of a checked plan: by weights over `tp`, or by tokens too over `meshes`; and by experts."""
+def cut_of(checked: Checked, meshes: Meshes, experts: DeviceMesh | None = None, *, sum_over_cp: bool) -> Cut:
+    """Return the cut of a checked plan over `meshes`: by weights, or by tokens too; and by experts over theirs."""
     cut: Cut
-    if meshes is None:
-        assert tp is not None
-        alone = tp.size() == 1 and experts is not None
-        cut = Untouched(tp) if alone else CutByWeights(tp, checked.plan.source.options.stream)
+    if checked.in_mixers is not None:
+        cut = CutByTokens(checked.plan, checked.in_mixers, meshes, summed=sum_over_cp)
+    elif meshes.sharing.size() == 1 and experts is not None:
+        cut = Untouched(meshes.sharing)
     else:
-        assert checked.of_heads is not None
-        cut = CutByTokens(checked.plan, checked.of_heads, meshes, summed=sum_over_cp)
+        cut = CutByWeights(meshes, checked.plan.source.options.stream)
     return cut if experts is None or experts.size(experts.ndim - 1) == 1 else CutByExperts(cut, experts)
 
 
@@ -210,7 +200,7 @@ def split(checked: Checked, cut: Cut) -> AppliedPlan:
     plan, model = checked.plan, checked.plan.model
     whole = parameters_of(model)
     for name, functions in checked.functions.items():
-        set_functions(model.get_submodule(name), functions, cut.place)
+        set_functions(model.get_submodule(name), functions, cut.ranks)
     for key, style in plan.styles.items():
         if (entry := plan.by_key.get(key)) is not None:
             _cut(entry, cut, checked.crossings.get(key))
@@ -248,7 +238,7 @@ def _cut(entry: Entry, cut: Cut, crossing: Crossing | None) -> None:
             from titanplans.precision.float8.linear import split_linear  # imports torchao
 
             split_linear(
-                module, entry.style, cut.place
+                module, entry.style, cut.ranks
             )  # before the parameters: a packed weight is read around it
         if by_weights and crossing is not None and None in crossing:
             from titanplans.precision.float8.border import Float8Border  # imports torchao
@@ -268,7 +258,7 @@ def _guard(plan: ResolvedPlan, border: Border) -> None:
     heads = [entry.key for entry in plan.entries if isinstance(entry.style, VocabHead)]
     known = Forwards(
         border,
-        own_loss=not loss_parallel and not fused_loss and border.tokens is None,
+        own_loss=not loss_parallel and not fused_loss and border.tokens.ranks == 1,
         has_head=decoder.head is not None,
         ends_early=decoder.base != "" and decoder.head in heads,
         begins_at_embedding=border.stream.is_cut and plan.begins_at is None,

@@ -42,7 +42,7 @@ class Checked:
     """What the code of a split mixer or MLP counts on each rank, by the module's name."""
     functions: dict[str, Functions]
     """Which functions the code of a split mixer, and of the model, calls, by the module's name."""
-    of_heads: ResolvedPlan | None = None
+    in_mixers: ResolvedPlan | None = None
     """The plan for all ranks that share the heads of a mixer, with context parallelism."""
 
 
@@ -71,9 +71,9 @@ def check(
     tied = tied_parameters(model)
     if source.options.degrees.cp == 1:
         return Checked(plan, crossings, tied, *code_of_ranks(plan))
-    of_heads = copy.copy(source)
-    of_heads.options = source.options.for_mixers
-    shared = resolve(of_heads, model)
+    for_mixers = copy.copy(source)
+    for_mixers.options = source.options.for_mixers
+    shared = resolve(for_mixers, model)
     check_tokens(plan, shared)
     check_degree(shared, dtype)
     attributes, functions = code_of_ranks(shared, of_width=False)

@@ -21,7 +21,7 @@ _EXPERTS_A_TOKEN = ("num_experts_per_tok", "topk")
 def added_loss(model: nn.Module, output: Any, data: Group | None = None) -> torch.Tensor | None:
     """Return what `model` adds to the mean cross entropy of its batch: its routers' balance, weighted; a scalar or None.
 
-    With context parallelism, this rank's part of it, as `TPPlan.alike` makes it: all of them together make the whole.
+    With context parallelism, this rank's part of it, as `TPPlan.count_once` makes it: all of them together make the whole.
 
     A model returns it as `aux_loss`, and its config holds the weight. One that returns its routers' logits, and computes
     their balance only together with its own loss, gets it by the function of its file that does so.
@@ -78,7 +78,7 @@ def _of_all(model: nn.Module, logits: torch.Tensor, data: Group | None) -> torch
     if data is None or data[1] == 1:
         return logits
     border = border_of_model(model)
-    if border is not None and border.tokens is not None:
+    if border is not None:
         logits = border.all_tokens(logits)
     return gather(logits, 0, len(logits) * data[1], data)
 

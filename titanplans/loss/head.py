@@ -106,12 +106,10 @@ class FusedLoss:
             raise NotFused(f"the forward of {self._model} did not call its head")
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, objective: Objective) -> DeferredLogits:
-        tokens = None if self._border is None else self._border.tokens
         given = labels
-        if tokens is not None:
+        if self._border is not None and (tokens := self._border.tokens).ranks > 1:
             # Of sequences packed into one row hidden states are [1, B * L, H].
-            labels = labels.reshape(*hidden.shape[: tokens.dim], -1)
-            labels = tokens.own(labels, fill=IGNORED)
+            labels = tokens.own(labels.reshape(*hidden.shape[: tokens.dim], -1), fill=IGNORED)
         if labels.numel() != hidden.shape[:-1].numel():
             raise NotFused(
                 f"{labels.numel()} labels for hidden states of shape {tuple(hidden.shape)} at the head",

@@ -57,7 +57,7 @@ from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.costs import Call, ExpectedCollective, even
 from titanplans.split.parameters.local_parameters import is_exchanged
-from titanplans.split.tensors.cut import expected_collectives
+from titanplans.split.tensors.by_weights import expected_collectives
 
 
 class Allowance(NamedTuple):

@@ -73,7 +73,7 @@ class ReadWhole(NamedTuple):
 def read_whole(applied: AppliedPlan, calls: Calls) -> ReadWhole:
     """Return which collectives of a split model are what its code reads of all tokens; `calls` of one forward."""
     border, decoder = applied.border, applied.decoder
-    if border.tokens is None:
+    if border.tokens.mesh is None:
         return ReadWhole()
     mixers = tuple(dict.fromkeys((*within_mixers(applied).values(), *decoder.mixers)))
     entered = [call.elements for name in mixers for call in calls.get(name, ())]
@@ -84,7 +84,7 @@ def read_whole(applied: AppliedPlan, calls: Calls) -> ReadWhole:
 def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
     """Return the mixer of each module that stands in one which is cut by tokens; of that itself, its own name."""
     plan = applied.resolved
-    if applied.border.tokens is None:
+    if applied.border.tokens.ranks == 1:
         return {}
     regions = token_regions(plan)
     found = {entry.path: region_of(entry, regions, plan) for entry in plan.entries}
@@ -96,7 +96,7 @@ def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
     shape, tokens = x.shape, border.tokens
     if isinstance(x, LooksWhole):
         return x.shard.shape
-    if tokens is None or not whole_ids or x.ndim <= tokens.dim:
+    if tokens.ranks == 1 or not whole_ids or x.ndim <= tokens.dim:
         return shape
     return torch.Size(
         (*shape[: tokens.dim], shard_size(shape[tokens.dim], tokens.ranks), *shape[tokens.dim + 1 :])
@@ -105,7 +105,6 @@ def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
 
 def of_all_tokens(call: Call, applied: AppliedPlan) -> Call:
     """Return the call of a mixer as what works inside of it sees it: with all tokens, among all that share the heads."""
-    assert applied.border.tokens is not None
     whole = torch.Size((call.tokens * applied.border.tokens.ranks, call.given[0][-1]))
     return Call((whole,), None, applied.mesh.size())
 
@@ -115,7 +114,6 @@ def exchanged_rows(module: nn.Module, border: Border) -> int:
     state = state_of(module)
     if state is None or state.heads is None or not state.reads_all:
         return 0
-    assert border.tokens is not None
     return border.tokens.ranks * state.heads.share.rows
 
 

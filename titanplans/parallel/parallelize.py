@@ -30,7 +30,7 @@ from titanplans.parallel.compile import apply_compile, compile_options, one_grap
 from titanplans.parallel.compile.async_tp import has_nccl
 from titanplans.parallel.ddp import apply_ddp, refuse_model
 from titanplans.parallel.fsdp import check_shard, shard
-from titanplans.parallel.mesh.context import meshes_of_heads
+from titanplans.parallel.mesh.context import meshes_to_cut
 from titanplans.parallel.mesh.degrees import refuse_degrees
 from titanplans.parallel.mesh.experts import meshes_of_experts
 from titanplans.parallel.mesh.mesh import mesh_of_one
@@ -44,6 +44,7 @@ from titanplans.precision.float8.all_gather import gather_in_float8
 from titanplans.precision.float8.conversion import Conversion, check_float8_options
 from titanplans.precision.float8.scales import seek_scales_together
 from titanplans.precision.nf4 import quantised
+from titanplans.split.meshes import meshes_of
 from titanplans.text import show
 
 _log = logging.getLogger(__name__)
@@ -113,10 +114,8 @@ def apply_steps(
 ) -> None:
     """Do what `parallelize` does once nothing is to be refused; the arguments are its."""
     record, over = record_of(model), fsdp_mesh(mesh)
-    tp = mesh.get_mesh("tp") if mesh.tp > 1 else None
-    heads, experts = meshes_of_heads(mesh), meshes_of_experts(mesh)
-    shared = tp if heads is None else heads.heads
-    backend = None if shared is None else dist.get_backend(shared.get_group())
+    meshes, experts = meshes_to_cut(mesh), meshes_of_experts(mesh)
+    backend = None if meshes is None else dist.get_backend(meshes.sharing.get_group())
     checked = _prepare(model, config, Degrees(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep), over.device_type, backend)
     if (converted := record.float8) is not None:
         _log.info(_words(converted))
@@ -131,9 +130,9 @@ def apply_steps(
     if checked is not None:
         # Data parallelism is over all ranks that see other tokens, and sums their gradients.
         sharing = None if experts is None else experts.sharing
-        if tp is None and heads is None:  # experts alone
-            tp = mesh_of_one(over.device_type)
-        record.plan = split(checked, cut_of(checked, tp, heads, sharing, sum_over_cp=False))
+        if meshes is None:  # experts alone
+            meshes = meshes_of(mesh_of_one(over.device_type))
+        record.plan = split(checked, cut_of(checked, meshes, sharing, sum_over_cp=False))
         counts = Counter(type(style).__name__ for style in record.plan.styles.values())
         degrees = {
             name: degree

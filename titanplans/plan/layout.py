@@ -18,10 +18,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class StreamLayout(NamedTuple):
-    """How the residual stream lies between regions."""
+    """How the residual stream [..., sequence, hidden] lies between regions, on the ranks of tensor parallelism."""
 
-    dim: int | None
-    """The dimension of the sequence, which is sharded over the ranks; None: every rank has the whole stream."""
+    sequence_dim: int = 1
+    sharded: bool = True
+    """Over the sequence; else every rank has the whole stream."""
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that is sharded; None: every rank has the whole stream."""
+        return self.sequence_dim if self.sharded else None
 
     @property
     def placement(self) -> Placement:

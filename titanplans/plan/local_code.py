@@ -15,8 +15,8 @@ import torch
 from titanplans.errors import PlanError
 
 
-class Place(Protocol):
-    """Where a rank stands among those that share the heads, and sums over them."""
+class Ranks(Protocol):
+    """The ranks that share the heads, this one's number among them, and sums over them."""
 
     @property
     def rank(self) -> int: ...
@@ -47,7 +47,7 @@ class Place(Protocol):
         ...
 
 
-Functions = Mapping[str, Callable[[Callable[..., Any], Place], Callable[..., Any]]]
+Functions = Mapping[str, Callable[[Callable[..., Any], Ranks], Callable[..., Any]]]
 """By the name under which a module's code calls a function: the maker of this rank's function from it.
 
 "F.linear" is a function of the file `F`; "retention.decay" one that the function `retention` calls.
@@ -85,7 +85,7 @@ def _names(code: CodeType) -> set[str]:
     )
 
 
-def count_once(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def count_once(function: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     """Return `function` of tensors that every rank has whole: its gradient is divided by the ranks, which sum theirs.
 
     For a loss besides that of the logits, such as the balance of a router inside a region. With context parallelism, where
@@ -94,19 +94,19 @@ def count_once(function: Callable[..., Any], place: Place) -> Callable[..., Any]
 
     @wraps(function)
     def computed(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = place.all_tokens((args, kwargs))
+        args, kwargs = ranks.all_tokens((args, kwargs))
         value = function(*args, **kwargs)
         if not isinstance(value, torch.Tensor):
             return value
-        value = value / place.parts
+        value = value / ranks.parts
         if value.requires_grad:
-            value.register_hook(lambda grad: grad / place.copies)
+            value.register_hook(lambda grad: grad / ranks.copies)
         return value
 
     return computed
 
 
-def summed(function: Callable[..., torch.Tensor], place: Place) -> Callable[..., torch.Tensor]:
+def summed(function: Callable[..., torch.Tensor], ranks: Ranks) -> Callable[..., torch.Tensor]:
     """Return `function`, whose result is a part of a sum on each rank, with the sum on every rank; the region goes on.
 
     For a product that a mixer's code computes itself, with a weight whose inputs are split.
@@ -114,12 +114,12 @@ def summed(function: Callable[..., torch.Tensor], place: Place) -> Callable[...,
 
     @wraps(function)
     def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return place.sum(function(*args, **kwargs))
+        return ranks.sum(function(*args, **kwargs))
 
     return computed
 
 
-def over_all_ranks(function: Callable[..., Any], place: Place) -> Callable[..., torch.Tensor]:
+def over_all_ranks(function: Callable[..., Any], ranks: Ranks) -> Callable[..., torch.Tensor]:
     """Return `function`, a root-mean-square norm fused with a product of its output, for a width that the ranks share.
 
     It takes `x` [..., width] and `eps` and may gate behind the norm, as FLA's `rms_norm_linear` and
@@ -142,6 +142,6 @@ def over_all_ranks(function: Callable[..., Any], place: Place) -> Callable[..., 
                     "the norm's; split the norm and the product apart, by split_norm() or gathered_in_region()"
                 )
         output = function(*args, **kwargs)
-        return (output * place.root_ratio(given["x"], given["eps"])).to(output.dtype)
+        return (output * ranks.root_ratio(given["x"], given["eps"])).to(output.dtype)
 
     return local

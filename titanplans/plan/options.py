@@ -37,7 +37,7 @@ class TPOptions:
     @property
     def stream(self) -> StreamLayout:
         """How the residual stream lies between regions."""
-        return StreamLayout(self.sequence_dim if self.sequence_parallel and not self.keeps_weights else None)
+        return StreamLayout(self.sequence_dim, self.sequence_parallel and not self.keeps_weights)
 
     @property
     def keeps_weights(self) -> bool:

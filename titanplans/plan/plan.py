@@ -143,8 +143,9 @@ class TPPlan(PlanStyles):
         """Return makers of this rank's versions of functions that a mixer's code calls, by name.
 
         For functions with global knowledge, such as a decay that depends on a head's number. Each gets the function and
-        the rank's `Place`, and returns the function to call instead. `self.over_all_ranks` makes one for a norm over the
-        whole width that is fused with the product behind it, `self.summed` for a product that the ranks hold as summands.
+        the `Ranks` that share the heads, and returns the function to call instead. `self.over_all_ranks` makes one for a
+        norm over the whole width that is fused with the product behind it, `self.summed` for a product that the ranks hold
+        as summands.
         """
         return {}
 
@@ -160,11 +161,11 @@ class TPPlan(PlanStyles):
         """Return what makes this rank's functions of those that the model's own code calls, as `local_functions` does.
 
         A dotted name is that of a module in it, outside of the mixers, and of what the module's code calls.
-        For a loss that the model adds of what every rank has whole, such as the balance of a router: `self.alike`.
+        For a loss that the model adds of what every rank has whole, such as the balance of a router: `self.count_once`.
         """
         return {}
 
-    alike = staticmethod(count_once)
+    count_once = staticmethod(count_once)
     over_all_ranks = staticmethod(over_all_ranks)
     summed = staticmethod(summed)
 

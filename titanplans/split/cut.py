@@ -5,7 +5,7 @@ from typing import Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.plan.resolve import Entry
-from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.local_code import HeadRanks
 from titanplans.split.stream import Border
 
 
@@ -22,8 +22,8 @@ class Cut(Protocol):
     """Parameters become DTensors."""
     sums: bool
     """Whoever aligns gradients sums their parts; False: FSDP2 or DDP over a mesh that holds the ranks of "cp" does."""
-    place: PlaceInGroup
-    """Where this rank stands among those that share the heads."""
+    ranks: HeadRanks
+    """Those that share the heads of a mixer."""
     border: Border
     """Of the residual stream."""
 

@@ -20,33 +20,31 @@ from titanplans.split.stream import Border
 from titanplans.torch_private.dispatch import tree_map
 
 
-class PlaceInGroup(NamedTuple):
-    """Where a rank stands among those that share the heads."""
+class HeadRanks(NamedTuple):
+    """The ranks that share the heads of a mixer, as a plan's functions get them (`titanplans.plan.local_code.Ranks`)."""
 
     rank: int
     degree: int
     group: Group
     """For the collectives of `titanplans.split.collectives`."""
-    order: tuple[int, ...] = ()
-    """The number in the group of each rank; () for the same."""
-    border: Any = None
-    """Where tokens are cut, too: that of the stream."""
+    border: Any
+    """That of the stream: a `Border`."""
+    order: tuple[int, ...]
+    """The number in the group of each rank."""
 
     @property
     def copies(self) -> int:
         """The number of ranks that compute the same, whose gradients are summed."""
-        return self.degree if self.border is None else self.border.group[1]
+        return self.border.group[1]
 
     @property
     def parts(self) -> int:
         """The number of ranks that share a sequence, whose losses are summed."""
-        return 1 if self.border is None or self.border.tokens is None else self.border.tokens.ranks
+        return self.border.tokens.ranks
 
     def all_tokens(self, value: Any) -> Any:
         """Return `value` with all tokens in each tensor in it that has those of this rank alone (`Border.all_tokens`)."""
-        border: Border | None = self.border
-        if border is None or border.tokens is None:
-            return value
+        border: Border = self.border
         return tree_map(lambda x: border.all_tokens(x) if isinstance(x, torch.Tensor) else x, value)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -72,47 +70,47 @@ def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
         setattr(holder, last, value)
 
 
-def set_functions(module: nn.Module, functions: Functions, place: PlaceInGroup) -> None:
+def set_functions(module: nn.Module, functions: Functions, ranks: HeadRanks) -> None:
     """Let the methods of `module` call this rank's functions in place of those that their file imports or defines."""
     if functions:
-        specialise(module, _calling(type(module), tuple(sorted(functions.items())), place))
+        specialise(module, _calling(type(module), tuple(sorted(functions.items())), ranks))
 
 
 @cache
 def _calling(
-    cls: type[nn.Module], functions: tuple[tuple[str, Any], ...], place: PlaceInGroup
+    cls: type[nn.Module], functions: tuple[tuple[str, Any], ...], ranks: HeadRanks
 ) -> type[nn.Module]:
     """Subclass `cls`, once for modules with the same functions: repeated blocks share one compiled artefact."""
     replaced: dict[str, Any] = {}
     for method_name, method in methods(cls).items():
         for name, local in functions:
             if calls(method, name):
-                method = replaced[method_name] = _with(method, name, local, place)
+                method = replaced[method_name] = _with(method, name, local, ranks)
     return subclass(cls, replaced)
 
 
-def _replaced(value: Any, path: list[str], local: Any, place: PlaceInGroup) -> Any:
+def _replaced(value: Any, path: list[str], local: Any, ranks: HeadRanks) -> Any:
     """Return `value`, a function, or a file of functions or a function that calls them, with this rank's at `path`."""
     if not path:
-        return local(value, place)
+        return local(value, ranks)
     if isinstance(value, FunctionType):
-        return _with(value, ".".join(path), local, place)
-    inner = _replaced(getattr(value, path[0]), path[1:], local, place)
+        return _with(value, ".".join(path), local, ranks)
+    inner = _replaced(getattr(value, path[0]), path[1:], local, ranks)
     return SimpleNamespace(**{**vars(value), path[0]: inner})
 
 
-def _with(function: FunctionType, name: str, local: Any, place: PlaceInGroup) -> FunctionType:
+def _with(function: FunctionType, name: str, local: Any, ranks: HeadRanks) -> FunctionType:
     """Return `function` with this rank's function under `name` in its code, or in that of the function that it decorates."""
     known, closure = function.__globals__, function.__closure__
     if looks_up(function, name):
         first, *path = name.split(".")
         # A compiler that finds the name of a file among them reads that file's functions in place of these.
         known = {name: value for name, value in known.items() if name != "__name__"}
-        known[first] = _replaced(function.__globals__[first], path, local, place)
+        known[first] = _replaced(function.__globals__[first], path, local, ranks)
     inner = getattr(function, "__wrapped__", None)
     decorates = isinstance(inner, FunctionType) and calls(inner, name)
     if decorates:
-        changed = _with(inner, name, local, place)
+        changed = _with(inner, name, local, ranks)
         closure = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
     made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, dict(function.__dict__)

@@ -31,7 +31,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.errors import PlanError, either
@@ -46,7 +45,8 @@ from titanplans.split.collectives import (
     sum_ranks,
     take_shard,
 )
-from titanplans.split.tokens.own import OwnTokens
+from titanplans.split.meshes import Meshes
+from titanplans.split.own_tokens import OwnTokens
 from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
 
 REMEMBERED = 1024
@@ -179,7 +179,9 @@ class Stream:
 
 
 class Border:
-    """The border between the residual stream and the regions of one 1-D TP mesh; None for a mesh: nothing is cut by weights.
+    """The border between the residual stream and the regions of one model.
+
+    `mesh` is that of tensor parallelism, 1-D; None: nothing is cut by weights.
 
     With B sequences of L tokens, hidden size H and N ranks, the stream's local tensor is [B, L, H] where every rank has the
     whole stream, and [B, ceil(L / N), H] where it is sharded (`StreamLayout`), shorter on the last ranks where N does not
@@ -189,16 +191,11 @@ class Border:
     side a sequence has all of them.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh | None,
-        stream: Stream,
-        tokens: OwnTokens | None = None,
-        everyone: DeviceMesh | None = None,
-    ):
-        self.stream, self.mesh, self.tokens = stream, mesh, tokens
-        self.everyone = mesh if everyone is None else everyone
-        """1-D, of the ranks that work on the same batch."""
+    def __init__(self, meshes: Meshes, layout: StreamLayout):
+        self.meshes, self.mesh = meshes, meshes.tp
+        self.tokens = OwnTokens(meshes.cp, layout.sequence_dim)
+        self.stream = Stream(layout, self.tokens.ranks)
+        mesh = meshes.tp
         self.group: Group = ("", 1) if mesh is None else group_of(mesh)
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.within = torch.Size()
@@ -215,18 +212,14 @@ class Border:
 
         The work before it is the same on every rank, and so is its gradient, which the backward gathers.
         """
-        if (tokens := self.tokens) is not None:
-            self.stream.length, x = x.shape[tokens.dim], tokens.own(x)
-        if self.stream.dim is None:
-            return x
-        if tokens is None:
-            self.stream.length = x.shape[self.stream.dim]
-        return take_shard(x, self.stream.dim, self.rank, self.group)
+        if self.stream.is_cut:
+            self.stream.length = x.shape[self.tokens.dim]
+        return self.shard(x)
 
     def holds_shard(self, x: torch.Tensor) -> bool:
         """Whether `x` looks like a shard of the hidden states, [..., sequence, hidden], and not like all of them."""
-        dim = self.stream.dim if self.tokens is None else self.tokens.dim
-        if dim is None or isinstance(x, DTensor) or x.ndim != dim + 2:
+        dim = self.tokens.dim
+        if not self.stream.is_cut or isinstance(x, DTensor) or x.ndim != dim + 2:
             return False
         ranks = 1 if self.stream.dim is None else self.group[1]
         return x.shape[dim] == shard_size(shard_size(self.stream.length, self.stream.parts), ranks)
@@ -244,11 +237,10 @@ class Border:
 
         Anything else comes back as it is.
         """
-        assert self.tokens is not None
+        if self.tokens.ranks == 1 or not x.is_floating_point():
+            return x
         batch, length = self.within[:2]
         own = shard_size(length, self.tokens.ranks)
-        if not x.is_floating_point():
-            return x
         if x.ndim > 2 and x.shape[:2] == (batch, own):
             return self.tokens.gather(x, length)
         if x.ndim > 0 and len(x) == batch * own:
@@ -257,7 +249,6 @@ class Border:
 
     def length_of_own(self, x: torch.Tensor) -> int:
         """Return the length of the whole sequence, given all tokens `x` that the ranks of this mesh share."""
-        assert self.tokens is not None
         return self.stream.length_of(x.shape[self.tokens.dim], 1)
 
     def shared_tokens(self, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -267,13 +258,11 @@ class Border:
         return collect(x, self.stream.dim, shard_size(length, self.stream.parts), self.rank, self.group)
 
     def _whole(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        x = self.shared_tokens(x, length)
-        return x if self.tokens is None else self.tokens.gather(x, length)
+        return self.tokens.gather(self.shared_tokens(x, length), length)
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard [B, ceil(L / N), H] of `x` [B, L, H], which is the same on every rank."""
-        if self.tokens is not None:
-            x = self.tokens.own(x)
+        x = self.tokens.own(x)
         return x if self.stream.dim is None else take_shard(x, self.stream.dim, self.rank, self.group)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:

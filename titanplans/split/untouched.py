@@ -4,9 +4,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.plan.layout import StreamLayout
 from titanplans.plan.resolve import Entry
-from titanplans.split.collectives import Group
-from titanplans.split.local_code import PlaceInGroup
-from titanplans.split.stream import Border, Stream
+from titanplans.split.local_code import HeadRanks
+from titanplans.split.meshes import Meshes
+from titanplans.split.stream import Border
 
 
 class Untouched:
@@ -15,9 +15,8 @@ class Untouched:
     distributes, sums = False, True
 
     def __init__(self, alone: DeviceMesh):
-        group: Group = (alone.get_group().group_name, 1)
-        self.mesh, self.place = alone, PlaceInGroup(0, 1, group)
-        self.border = Border(None, Stream(StreamLayout(None)), everyone=alone)
+        self.mesh, self.border = alone, Border(Meshes(None, None, alone, alone), StreamLayout(sharded=False))
+        self.ranks = HeadRanks(0, 1, (alone.get_group().group_name, 1), self.border, (0,))
 
     def lay_out(self, entry: Entry) -> None:
         """Leave the parameters of `entry` plain."""

@@ -20,7 +20,8 @@ from titanplans.parallel.compile import async_tp
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
 from titanplans.plan.layout import StreamLayout
 from titanplans.proof.ranks.fake import fake_ranks
-from titanplans.split.stream import Border, Stream
+from titanplans.split.meshes import meshes_of
+from titanplans.split.stream import Border
 from titanplans.torch_private.compile import LAST_PASSES, own_passes
 
 RANKS, BATCH, TOKENS, WIDTH = 2, 2, 8, 16
@@ -42,9 +43,9 @@ def mesh():
 def border(mesh):
     with fresh_cache():
         # The sequence comes first: gathered along another dimension, shards are put together by a kernel of C++.
-        stream = Stream(StreamLayout(0))
-        stream.length = TOKENS
-        yield Border(mesh.get_mesh("tp"), stream)
+        border = Border(meshes_of(mesh.get_mesh("tp")), StreamLayout(0))
+        border.stream.length = TOKENS
+        yield border
         torch._dynamo.reset()
         inductor.post_grad_custom_pre_pass = inductor.post_grad_custom_post_pass = None
 

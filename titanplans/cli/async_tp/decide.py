@@ -13,8 +13,8 @@ from torch import nn
 from titanplans import modeling
 from titanplans.apply.apply import apply_plan
 from titanplans.cli.async_tp.gpu_breaks import graphs_end_as_on_a_gpu
-from titanplans.cli.verify.alike import kind
 from titanplans.cli.verify.prepare import Prepared, prepare
+from titanplans.cli.verify.repeated_blocks import kind
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
 from titanplans.observe.async_tp.capture import Captured, capture, graph_breaks

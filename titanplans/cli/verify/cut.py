@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.cli.verify.alike import first_that_hold_all, kinds, plans
+from titanplans.cli.verify.repeated_blocks import first_that_hold_all, kinds, plans
 from titanplans.cli.verify.subject import Subject
 from titanplans.errors import VerifyError
 from titanplans.modeling.own import is_own

@@ -1,18 +1,19 @@
-"""The meshes over which a model is cut by tokens, out of those of a job."""
+"""The meshes over which a model is cut by weights and tokens, out of those of a job."""
 
 from typing import Any
 
 from titanplans.parallel.mesh.mesh import Mesh
-from titanplans.split.tokens.meshes import ContextMeshes, context_meshes
+from titanplans.split.meshes import Meshes, meshes_of
 
 
-def meshes_of_heads(mesh: Any) -> ContextMeshes | None:
-    """Return the meshes of context parallelism of `mesh`; None where a rank has whole sequences.
+def meshes_to_cut(mesh: Any) -> Meshes | None:
+    """Return the meshes of tensor and context parallelism of `mesh`; None where both degrees are 1.
 
     Args:
-        mesh: a `Mesh`, or torchtitan's ParallelDims, where the first call is collective if cp and tp are above 1.
+        mesh: a `Mesh`, or torchtitan's ParallelDims, where the first call is collective if both are above 1.
     """
-    if mesh.cp == 1:
+    names = [name for name in ("cp", "tp") if getattr(mesh, name) > 1]
+    if not names:
         return None
-    both = mesh.get_mesh(["cp", "tp"] if mesh.tp > 1 else ["cp"])
-    return context_meshes(both, mesh.get_mesh("heads") if isinstance(mesh, Mesh) else None)
+    heads = mesh.get_mesh("heads") if len(names) > 1 and isinstance(mesh, Mesh) else None
+    return meshes_of(mesh.get_mesh(names if len(names) > 1 else names[0]), heads)

@@ -39,7 +39,7 @@ class Float8Border(Border):
     """
 
     def __init__(self, of: Border, module: nn.Module, *, enter: bool, leave: bool):
-        super().__init__(of.mesh, of.stream)
+        vars(self).update(vars(of))
         linear = next(iter(float8_linears(module).values()))
         self.casts_input, self.casts_gradient = enter, leave
         self.mm_config = linear.linear_mm_config

@@ -31,7 +31,7 @@ from titanplans.plan.styles.projections import Colwise, KVColwise, Rowwise, Roww
 from titanplans.plan.styles.replicated import ReplicatedInRegion
 from titanplans.plan.styles.vocab import VocabHead
 from titanplans.split.collectives import Group, all_gather, all_reduce
-from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.local_code import HeadRanks
 from titanplans.split.state import make_state, specialise, subclass
 
 _TOKENS, _OUTPUTS = 0, -1
@@ -54,29 +54,29 @@ class Split:
     """Consecutive ranks with the same outputs; each has a summand of their gradient."""
 
 
-def split_linear(module: nn.Module, style: Style, place: PlaceInGroup) -> None:
+def split_linear(module: nn.Module, style: Style, ranks: HeadRanks) -> None:
     """Let `module`, a Float8Linear that `style` cuts by weights, use the scales of the whole one; in place.
 
     With the recipe tensorwise, `SplitState.weight_scale` may be set to the scale of the whole weight; otherwise each
     product seeks it.
     """
-    if (product := _product_of(style, place)) is not None:
+    if (product := _product_of(style, ranks)) is not None:
         make_state(module).product = product
         specialise(module, _with_split_product(type(module)))
 
 
-def _product_of(style: Style, place: PlaceInGroup) -> Split | None:
+def _product_of(style: Style, ranks: HeadRanks) -> Split | None:
     """Return how the product of a Linear with `style` lies on the ranks; None if it is whole on each."""
-    of = place.group, place.rank
+    of = ranks.group, ranks.rank
     match style:
         case KVColwise():
-            return Split(*of, outputs=True, sharing=max(1, place.degree // style.heads))
+            return Split(*of, outputs=True, sharing=max(1, ranks.degree // style.heads))
         case Colwise() | VocabHead():
             return Split(*of, outputs=True)
         case Rowwise() | RowwiseInRegion():
             return Split(*of, inputs=True)
         case ReplicatedInRegion():
-            return Split(*of, sharing=place.degree)
+            return Split(*of, sharing=ranks.degree)
     return None
 
 

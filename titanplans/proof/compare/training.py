@@ -34,7 +34,6 @@ from titanplans.proof.compare.forward import (
 )
 from titanplans.proof.compare.record import Recorder
 from titanplans.proof.compare.scale import recorded
-from titanplans.split.collectives import all_reduce
 from titanplans.split.gradients import align_gradients, total_norm
 from titanplans.split.state import border_of_model
 
@@ -167,13 +166,13 @@ class TrainingRun:
     def _summed(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of all tokens, where ranks have their own."""
         border = border_of_model(self.model)
-        return all_reduce(loss, border.tokens.group) if border is not None and border.tokens else loss
+        return loss if border is None else border.tokens.total(loss)
 
     @property
     def _has_own_tokens(self) -> bool:
         """Whether the logits are this rank's tokens', on which others' losses do not work."""
         border = border_of_model(self.model)
-        return border is not None and border.tokens is not None
+        return border is not None and border.tokens.ranks > 1
 
     def _fusing(self, name: str, labels: torch.Tensor) -> AbstractContextManager[None]:
         """Return the context of a forward at the point `name`: of the last step the head may compute the loss in chunks."""

@@ -12,7 +12,7 @@ from titanplans.plan.styles.projections import Packed
 
 ADDED_LOSS = (
     "the model adds a loss to that of its logits, and model_functions of {} is empty: name the function that computes it "
-    "there with self.alike, or each rank counts it by itself"
+    "there with self.count_once, or each rank counts it by itself"
 )
 
 

@@ -26,10 +26,10 @@ class ExpertRanks(NamedTuple):
     """The ranks that share experts, and those among them that have the same rows."""
 
     group: Group
-    alike: int
+    tp: int
     """So many ranks have the same rows: those of tensor parallelism."""
-    rank: int
-    """Of this rank among those."""
+    tp_rank: int
+    """This rank's number among those."""
 
 
 def install_dispatch(module: nn.Module, ranks: ExpertRanks) -> None:
@@ -61,8 +61,8 @@ def _through_experts(
     """Return this rank's summand [N, H] of what the experts [N, k] make of `x` [N, H], weighted by `weights` [N, k]."""
     ranks: ExpertRanks = module._split.experts
     group, each = ranks.group, experts.shape[-1]
-    shares = [len(part) for part in experts.tensor_split(ranks.alike)]
-    own, experts, weights = (y.split(shares)[ranks.rank] for y in (x, experts, weights))
+    shares = [len(part) for part in experts.tensor_split(ranks.tp)]
+    own, experts, weights = (y.split(shares)[ranks.tp_rank] for y in (x, experts, weights))
 
     order = experts.flatten().argsort(stable=True)
     counts = experts.new_zeros(group[1] * module.num_experts, dtype=torch.long)
@@ -76,7 +76,7 @@ def _through_experts(
     back = exchange_rows(made, sent, received, group)
     of_rows = back[order.argsort()].unflatten(0, (-1, each)) if len(own) else back[:, None]
     mixed = (of_rows * weights[..., None]).sum(1).to(x.dtype)
-    before = sum(shares[: ranks.rank])
+    before = sum(shares[: ranks.tp_rank])
     return nn.functional.pad(mixed, (0, 0, before, len(x) - before - len(own)))
 
 

@@ -36,10 +36,9 @@ def _generating(cls: type[nn.Module]) -> type[nn.Module]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         border = border_of_model(self)
         assert border is not None
-        assert border.everyone is not None
         before, border.stream.whole_logits = border.stream.whole_logits, True
         try:
-            with _draws_of_the_first_rank(border.everyone):
+            with _draws_of_the_first_rank(border.meshes.sharing):
                 return theirs(self, *args, **kwargs)
         finally:
             border.stream.whole_logits = before

@@ -139,7 +139,7 @@ def _before(
 def _refuse(known: Forwards, is_model: bool, module: nn.Module, given: Mapping[str, Any]) -> None:
     """Refuse what the code of `module` would get wrong with its arguments as `given`, by name."""
     name = class_name(module)
-    if is_model and known.border.tokens is not None and given.get("labels") is not None:
+    if is_model and known.border.tokens.ranks > 1 and given.get("labels") is not None:
         raise PlanError(
             f"{name} was called with labels, but with context parallelism a rank has the logits of its own tokens "
             "alone, where the model's own loss is wrong: leave labels out, and give them with its logits to "

@@ -9,29 +9,27 @@ from torch import nn
 from titanplans.plan.styles.norms import EPSILONS, GatheredInRegion, SplitNorm
 from titanplans.split.collectives import Group, gather
 from titanplans.split.costs import Call, ExpectedCollective, gathered_inside, summed_inside
+from titanplans.split.local_code import HeadRanks
 from titanplans.split.parameters.local_parameters import hidden_bias
 from titanplans.split.root_mean_square import root_ratio
-from titanplans.split.stream import Border
-from titanplans.split.tensors.rules import Rule
+from titanplans.split.tensors.rules import Rule, Site
 
 
-def _install_norm(style: SplitNorm, module: nn.Module, border: Border) -> None:
+def _install_norm(style: SplitNorm, module: nn.Module, site: Site) -> None:
     """Let the module divide its part by the root mean square of that part, and multiply by the ratio of the roots.
 
     The ratio is that of the part's root to the whole width's, so the module's own code and kernels stand, with a weight or
     1 + weight, with a gate behind the norm. A bias is added afterwards.
     """
-    ranks = border.group[1]
+    rank, ranks = site.ranks.rank, site.ranks.degree
     if isinstance(module, nn.RMSNorm):
         (width,) = module.normalized_shape
         rows = width // ranks if style.rows is None else sum(run.size for run in style.rows.runs)
         module.normalized_shape = (rows,)
     sharing = max(1, ranks // style.groups)
-    first = border.rank // sharing * sharing
-    members = tuple(range(first, first + sharing))
-    if order := getattr(border, "order", ()):
-        members = tuple(order[rank] for rank in members)
-    module.register_forward_hook(partial(_correct, style, border.group, members), with_kwargs=True)
+    first = rank // sharing * sharing
+    members = tuple(site.ranks.order[first : first + sharing])
+    module.register_forward_hook(partial(_correct, style, site.ranks.group, members), with_kwargs=True)
 
 
 def _expect_norm(style: SplitNorm, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:
@@ -62,8 +60,8 @@ def _correct(
     return output if bias is None else output + bias
 
 
-def _install_gathered(style: GatheredInRegion, module: nn.Module, border: Border) -> None:
-    gathered = _Gathered(style.dim, border.group, border.rank, getattr(border, "order", ()))
+def _install_gathered(style: GatheredInRegion, module: nn.Module, site: Site) -> None:
+    gathered = _Gathered(style.dim, site.ranks)
     module.register_forward_pre_hook(gathered.enter)
     module.register_forward_hook(gathered.leave)
 
@@ -77,8 +75,8 @@ def _expect_gathered(
 class _Gathered:
     """The hooks of a module that runs on the whole width: `width` is this rank's part of it in the call that runs."""
 
-    def __init__(self, dim: int, group: Group, rank: int, order: tuple[int, ...]):
-        self.dim, self.group, self.rank, self.order, self.width = dim, group, rank, order, 0
+    def __init__(self, dim: int, ranks: HeadRanks):
+        self.dim, self.ranks, self.width = dim, ranks, 0
 
     def enter(self, module: nn.Module, args: Any) -> Any:
         self.width = args[0].shape[self.dim]
@@ -87,14 +85,15 @@ class _Gathered:
     def _whole(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        whole = gather(x, self.dim % x.ndim, x.shape[self.dim] * self.group[1], self.group)
-        if not self.order:
+        number, order = self.ranks.degree, self.ranks.order
+        whole = gather(x, self.dim % x.ndim, x.shape[self.dim] * number, self.ranks.group)
+        if order == tuple(range(number)):
             return whole
-        parts = whole.chunk(self.group[1], self.dim)
-        return torch.cat([parts[rank] for rank in self.order], self.dim)
+        parts = whole.chunk(number, self.dim)
+        return torch.cat([parts[rank] for rank in order], self.dim)
 
     def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.narrow(self.dim, self.rank * self.width, self.width).contiguous()
+        return output.narrow(self.dim, self.ranks.rank * self.width, self.width).contiguous()
 
 
 SPLIT_NORM, GATHERED = Rule(_install_norm, _expect_norm), Rule(_install_gathered, _expect_gathered)

@@ -14,18 +14,18 @@ from titanplans.split.parameters.local_parameters import hidden_bias
 from titanplans.split.state import specialise, subclass
 from titanplans.split.stream import Border
 from titanplans.split.tensors.convolution import check_groups
-from titanplans.split.tensors.rules import Rule
+from titanplans.split.tensors.rules import Rule, Site
 
 
-def _install_colwise(style: Colwise, module: nn.Module, border: Border) -> None:
+def _install_colwise(style: Colwise, module: nn.Module, site: Site) -> None:
     if type(module).forward is nn.Linear.forward and "bias" in held(module):
         specialise(module, _with_bias_apart(type(module)))
     check_groups(module, style)
 
 
-def _install_rowwise(style: Rowwise, module: nn.Module, border: Border) -> None:
+def _install_rowwise(style: Rowwise, module: nn.Module, site: Site) -> None:
     if style.reduce_output:
-        module.register_forward_hook(partial(_leave, border))
+        module.register_forward_hook(partial(_leave, site.border))
 
 
 def _leave(border: Border, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -34,8 +34,8 @@ def _leave(border: Border, module: nn.Module, args: Any, output: torch.Tensor) -
     return output if bias is None else output + bias
 
 
-def _install_in_region(style: RowwiseInRegion, module: nn.Module, border: Border) -> None:
-    module.register_forward_hook(partial(_sum, border.group))
+def _install_in_region(style: RowwiseInRegion, module: nn.Module, site: Site) -> None:
+    module.register_forward_hook(partial(_sum, site.ranks.group))
 
 
 def _expect_in_region(

@@ -9,11 +9,22 @@ from torch import nn
 from titanplans.errors import PlanError
 from titanplans.plan.styles.base import Style
 from titanplans.split.costs import Call, ExpectedCollective
+from titanplans.split.local_code import HeadRanks
 from titanplans.split.state import key_of
 from titanplans.split.stream import Border
 
-Install = Callable[[Any, nn.Module, Border], None]
-"""Puts the hooks of a style on a module, at a border of the residual stream."""
+
+class Site(NamedTuple):
+    """Where a style is installed."""
+
+    border: Border
+    """Of the residual stream, at this module."""
+    ranks: HeadRanks
+    """The ranks that share what the module works on: in a mixer its heads, else a layer's weights."""
+
+
+Install = Callable[[Any, nn.Module, Site], None]
+"""Puts the hooks of a style on a module."""
 Expect = Callable[[Any, nn.Module, Call], tuple[ExpectedCollective, ...]]
 """Returns the collectives of a call of a module with a style.
 
@@ -22,10 +33,14 @@ reading a parameter takes is said by its layout. A region's are those of enterin
 """
 
 
-class Rule(NamedTuple):
-    """How a cut installs a style, and what a call sends. None: nothing."""
+def _nothing(style: Style, module: nn.Module, site: Site) -> None:
+    """Install nothing: the style only lays parameters out."""
 
-    install: Install | None = None
+
+class Rule(NamedTuple):
+    """How a cut installs a style, and what a call then sends; None: nothing."""
+
+    install: Install = _nothing
     expect: Expect | None = None
 
 

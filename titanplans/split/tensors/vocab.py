@@ -21,13 +21,12 @@ from titanplans.split.costs import Call, ExpectedCollective, entered, even
 from titanplans.split.parameters.local_parameters import read_inside
 from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.stream import Border
-from titanplans.split.tensors.rules import Rule
-from titanplans.split.tokens.looks_whole import look_whole
+from titanplans.split.tensors.rules import Rule, Site
 from titanplans.torch_private.dispatch import assert_async
 
 
-def _install_embedding(style: VocabEmbedding, module: nn.Module, border: Border) -> None:
-    make_state(module).border = border
+def _install_embedding(style: VocabEmbedding, module: nn.Module, site: Site) -> None:
+    make_state(module).border = site.border
     specialise(module, read_inside(_on_rows(type(module), style.begins_stream), ("weight",)))
 
 
@@ -46,21 +45,9 @@ def _expect_embedding(style: VocabEmbedding, module: nn.Module, call: Call) -> t
 
 @cache
 def _on_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
-    """Subclass an embedding class with a forward that works on this rank's rows, and of its own tokens."""
+    """Subclass an embedding class with a forward that works on this rank's rows."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        border = self._split.border
-        tokens = border.tokens if border.stream.is_sharded() else None
-        if tokens is None or input.ndim <= tokens.dim:
-            return of_ids(self, input, begins_stream and border.stream.is_sharded())
-        length = input.shape[tokens.dim]
-        out = of_ids(self, tokens.own(input), begins_stream)
-        if begins_stream:
-            border.stream.begun, border.stream.length = True, length
-            return out
-        return look_whole(out, tokens, length, "outside")
-
-    def of_ids(self: Any, input: torch.Tensor, leaves: bool) -> torch.Tensor:
         border = self._split.border
         if border.mesh is None:
             return cls.forward(self, input)
@@ -80,20 +67,18 @@ def _on_rows(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding is not None:
             out = torch.where(torch.eq(input, padding).unsqueeze(-1), out.detach(), out)
-        if not leaves:  # called outside of a forward, for one
+        if not (begins_stream and border.stream.is_sharded()):  # called outside of a forward, for one
             return sum_ranks(out, border.group)
-        border.stream.begun = True
-        if border.tokens is None:
-            border.stream.length = input.shape[border.stream.dim]
+        border.stream.begun, border.stream.length = True, input.shape[border.tokens.dim]
         return border.leave(out)
 
     return subclass(cls, {"forward": forward})
 
 
-def _install_head(style: VocabHead, module: nn.Module, border: Border) -> None:
+def _install_head(style: VocabHead, module: nn.Module, site: Site) -> None:
     vocabulary = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
     specialise(module, read_inside(type(module), tuple(held(module))))
-    head = _Head(style, border, vocabulary)
+    head = _Head(style, site.border, vocabulary)
     module.register_forward_pre_hook(head.enter)
     module.register_forward_hook(head.leave)
 
@@ -111,28 +96,30 @@ class _Head:
     def enter(self, module: nn.Module, args: Any) -> Any:
         hidden_states, *others = args
         border = self.border
-        sharded, tokens = border.stream.is_sharded(), border.tokens
-        if tokens is not None:
-            self.length = border.length_of(hidden_states) if sharded else hidden_states.shape[tokens.dim]
-            hidden_states = hidden_states if sharded else tokens.own(hidden_states)
+        sharded = border.stream.is_sharded()
+        if border.tokens.ranks > 1:
+            dim = border.tokens.dim
+            self.length = border.length_of(hidden_states) if sharded else hidden_states.shape[dim]
+            hidden_states = hidden_states if sharded else border.tokens.own(hidden_states)
         enter = border.enter if sharded else border.enter_whole
         return enter(hidden_states), *others
 
     def leave(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if getattr(type(output), "deferred", False):  # a loss computed inside the head
             return output
-        border, dim = self.border, output.ndim - 1
-        tokens, whole = border.tokens, border.stream.whole_logits
-        split = border.mesh is not None and self.style.loss_parallel and not whole
-        if border.mesh is not None and not split:
+        border, dim, tokens = self.border, output.ndim - 1, self.border.tokens
+        whole, meshes, sizes = border.stream.whole_logits, border.meshes, {}
+        if split := meshes.tp is not None and self.style.loss_parallel and not whole:
+            sizes = {dim: self.vocabulary}
+        elif meshes.tp is not None:
             output = _gather_shards(output, border, dim, self.vocabulary)
-        if tokens is None:
-            return _shards_of(output, border.mesh, {dim: self.vocabulary}) if split else output  # type: ignore[arg-type]
         if whole:
             return tokens.gather(output, self.length)
-        output = output.narrow(tokens.dim, 0, tokens.number(self.length))
-        sizes = {tokens.dim: self.length} | ({dim: self.vocabulary} if split else {})
-        return _shards_of(output, tokens.logits_mesh if split else tokens.mesh, sizes)
+        if meshes.cp is not None:
+            output = output.narrow(tokens.dim, 0, tokens.number(self.length))
+            sizes = {tokens.dim: self.length} | sizes
+        mesh = meshes.both if split else meshes.cp
+        return output if mesh is None else _shards_of(output, mesh, sizes)
 
 
 def _shards_of(x: torch.Tensor, mesh: DeviceMesh, sizes: Mapping[int, int]) -> DTensor:

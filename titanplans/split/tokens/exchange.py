@@ -12,7 +12,7 @@ import torch
 
 from titanplans.plan.layout import shard_size
 from titanplans.split.collectives import all_to_all
-from titanplans.split.tokens.own import OwnTokens
+from titanplans.split.own_tokens import OwnTokens
 
 Places = tuple[tuple[int, int], ...]
 """Rows of a dimension: the first and the number of each run."""

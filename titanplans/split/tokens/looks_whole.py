@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from titanplans.errors import PlanError
-from titanplans.split.tokens.own import OwnTokens
+from titanplans.split.own_tokens import OwnTokens
 from titanplans.torch_private.dispatch import (
     schema,
     tree_leaves,

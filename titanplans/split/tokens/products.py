@@ -11,8 +11,14 @@ import torch
 from torch import nn
 
 from titanplans.errors import PlanError
-from titanplans.split.state import make_state, specialise, subclass
+from titanplans.plan.styles.norms import EPSILONS
+from titanplans.plan.styles.projections import Colwise, Rowwise
+from titanplans.plan.styles.replicated import ReplicatedInRegion
+from titanplans.split.state import specialise, subclass
 from titanplans.split.stream import Border
+from titanplans.split.tensors.convolution import check_groups
+from titanplans.split.tensors.projections import ROWWISE
+from titanplans.split.tensors.rules import Rule, Site
 from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
 from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
 
@@ -27,21 +33,21 @@ class Heads(NamedTuple):
     """The stream is behind it."""
 
 
-def split_by_outputs(module: nn.Module, heads: Heads) -> None:
-    """Let `module`, a product [..., inputs] -> [..., rows], return all tokens of this rank's heads."""
-    make_state(module).heads = heads
-    specialise(module, _by_outputs(type(module)))
+def _install_colwise(style: Colwise, module: nn.Module, site: Site) -> None:
+    if is_product(module):
+        specialise(module, _by_outputs(type(module)))
+    check_groups(module, style)
 
 
-def split_by_inputs(module: nn.Module, heads: Heads) -> None:
-    """Let `module`, a product of this rank's heads' outputs, work on this rank's tokens of all heads."""
-    make_state(module).heads = heads
-    specialise(module, _by_inputs(type(module)))
+def _install_rowwise(style: Rowwise, module: nn.Module, site: Site) -> None:
+    ROWWISE.install(style, module, site)
+    if is_product(module):
+        specialise(module, _by_inputs(type(module)))
 
 
-def keep_tokens(module: nn.Module) -> None:
-    """Let `module`, which works token by token, work on own tokens of a sequence that looks whole."""
-    specialise(module, _by_tokens(type(module)))
+def _install_replicated(style: ReplicatedInRegion, module: nn.Module, site: Site) -> None:
+    if is_product(module) or any(hasattr(module, epsilon) for epsilon in EPSILONS):
+        specialise(module, _by_tokens(type(module)))
 
 
 def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -61,6 +67,8 @@ def _of_own(module: Any, outputs: int | None, *args: Any, **kwargs: Any) -> torc
 
 @cache
 def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a product [..., inputs] -> [..., rows], which returns all tokens of this rank's heads."""
+
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(x, LooksWhole):
             return cls.__call__(self, x, *args, **kwargs)
@@ -73,6 +81,8 @@ def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a product of this rank's heads' outputs, which works on this rank's tokens of all heads."""
+
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         heads: Heads = self._split.heads
         border = heads.border
@@ -88,7 +98,6 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
                 )
             return cls.__call__(self, x, *args, **kwargs)
         tokens = border.tokens
-        assert tokens is not None
         length = lead[tokens.dim]
         if isinstance(x, LooksWhole):
             x = x.numbers()
@@ -101,6 +110,8 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
+    """Subclass a module that works token by token, which keeps own tokens of a sequence that looks whole."""
+
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, LooksWhole):
             return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
@@ -113,3 +124,7 @@ def is_product(module: nn.Module) -> bool:
     """Whether `module` multiplies each token with a weight: a Linear, or GPT-2's Conv1D."""
     weight = module._parameters.get("weight", module._parameters.get("nf4_codes"))
     return weight is not None and (weight.ndim == 2 or isinstance(module, nn.Linear))
+
+
+BY_OUTPUTS, BY_INPUTS = Rule(_install_colwise), Rule(_install_rowwise)
+OF_EACH_TOKEN = Rule(_install_replicated)

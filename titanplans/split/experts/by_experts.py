@@ -27,21 +27,20 @@ class CutByExperts:
     def __init__(self, others: Cut, mesh: DeviceMesh):
         self._others, self._mesh = others, mesh
         self.mesh, self.distributes, self.sums = others.mesh, others.distributes, others.sums
-        self.place, self.border = others.place, others.border
+        self.ranks, self.border = others.ranks, others.border
         last = mesh.get_group(mesh.ndim - 1)
         self._group = (last.group_name, mesh.size(mesh.ndim - 1))
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._memo = ParameterMemo()
-        alike = (
-            [dist.get_rank()] if others.border.mesh is None else others.border.mesh.mesh.flatten().tolist()
-        )
+        tp = others.border.mesh
+        of_layer = [dist.get_rank()] if tp is None else tp.mesh.flatten().tolist()
         sharing = dist.get_process_group_ranks(last)
-        if not set(alike) <= set(sharing):
+        if not set(of_layer) <= set(sharing):
             raise PlanError(
-                f"ranks {sharing} share experts, and ranks {alike} a layer: the latter have to be among the former"
+                f"ranks {sharing} share experts, and ranks {of_layer} a layer: the latter have to be among the former"
             )
-        self._ranks = ExpertRanks(self._group, len(alike), others.border.rank)
-        self._with_layers = len(alike) == len(sharing)
+        self._expert_ranks = ExpertRanks(self._group, len(of_layer), others.border.rank)
+        self._with_layers = len(of_layer) == len(sharing)
 
     def lay_out(self, entry: Entry) -> None:
         """Distribute the parameters of `entry`; experts over the mesh of experts."""
@@ -54,6 +53,6 @@ class CutByExperts:
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""
         if isinstance(entry.style, ByExpert):
-            install_dispatch(entry.module, self._ranks)
+            install_dispatch(entry.module, self._expert_ranks)
         else:
             self._others.install(entry, border)

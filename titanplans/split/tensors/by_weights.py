@@ -1,7 +1,8 @@
 """The cut by weights: a rank holds its heads' weights, its width's, its vocabulary's, and a region's whole sequence."""
 
+from collections.abc import Mapping
+
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.plan.layout import StreamLayout
 from titanplans.plan.resolve import Entry
@@ -12,14 +13,14 @@ from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import EndOfStream, ReplicatedOnStream, Whole
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.costs import Call, ExpectedCollective
-from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.local_code import HeadRanks
+from titanplans.split.meshes import Meshes
 from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
-from titanplans.split.stream import Border, Stream
+from titanplans.split.stream import Border
+from titanplans.split.tensors.borders import END_OF_STREAM, ON_STREAM, REGION, WHOLE
 from titanplans.split.tensors.norms import GATHERED, SPLIT_NORM
 from titanplans.split.tensors.projections import COLWISE, ROWWISE, ROWWISE_IN_REGION
-from titanplans.split.tensors.region import REGION
-from titanplans.split.tensors.replicated import END_OF_STREAM, ON_STREAM, WHOLE
-from titanplans.split.tensors.rules import Rule
+from titanplans.split.tensors.rules import Rule, Site
 from titanplans.split.tensors.vocab import EMBEDDING, HEAD
 
 RULES: dict[type[Style], Rule] = {
@@ -42,16 +43,16 @@ class CutByWeights:
     """Cuts the modules of one model over a 1-D mesh, as its plan's styles declare.
 
     Args:
-        mesh: the 1-D mesh of tensor parallelism.
+        meshes: that of tensor parallelism.
         stream: how the residual stream lies.
     """
 
     distributes = sums = True
 
-    def __init__(self, mesh: DeviceMesh, stream: StreamLayout):
-        self.mesh, self.border = mesh, Border(mesh, Stream(stream))
-        self.place = PlaceInGroup(self.border.rank, mesh.size(), self.border.group)
-        self._placing, self._memo = Placing(mesh), ParameterMemo()
+    def __init__(self, meshes: Meshes, stream: StreamLayout):
+        self.mesh, self.border = meshes.sharing, Border(meshes, stream)
+        self.ranks = ranks_of_weights(self.border)
+        self._placing, self._memo = Placing(meshes.tp), ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
         """Distribute the parameters of `entry`; its module then reads their local tensors."""
@@ -59,14 +60,18 @@ class CutByWeights:
 
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""
-        install = rule_of(entry.style).install
-        if install is not None:
-            install(entry.style, entry.module, border)
+        rule_of(entry.style).install(entry.style, entry.module, Site(border, self.ranks))
 
 
-def rule_of(style: Style) -> Rule:
-    """Return how `style` is cut by weights."""
-    return next((RULES[cls] for cls in type(style).__mro__ if cls in RULES), Rule())
+def ranks_of_weights(border: Border) -> HeadRanks:
+    """Return the ranks that share a layer's weights."""
+    degree = border.group[1]
+    return HeadRanks(border.rank, degree, border.group, border, tuple(range(degree)))
+
+
+def rule_of(style: Style, rules: Mapping[type[Style], Rule] = RULES) -> Rule:
+    """Return the rule of `style`: that of its nearest base."""
+    return next((rules[cls] for cls in type(style).__mro__ if cls in rules), Rule())
 
 
 def expected_collectives(style: Style, module: nn.Module, call: Call) -> tuple[ExpectedCollective, ...]:

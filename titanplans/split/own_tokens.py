@@ -10,21 +10,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanplans.plan.layout import shard_size
-from titanplans.split.collectives import gather, group_of, scatter_sum
+from titanplans.split.collectives import Group, all_reduce, gather, group_of, scatter_sum
 
 
 class OwnTokens:
     """The tokens of this rank among those of a 1-D mesh of context parallelism.
 
     Args:
-        mesh: of the ranks that share a sequence.
+        mesh: of the ranks that share a sequence; None: this rank has all tokens.
         dim: the dimension of the hidden states [..., sequence, hidden] that is the sequence.
-        logits_mesh: the same, or with tensor parallelism both, on which sharded logits lie.
     """
 
-    def __init__(self, mesh: DeviceMesh, dim: int, logits_mesh: DeviceMesh):
-        self.mesh, self.dim, self.logits_mesh = mesh, dim, logits_mesh
-        self.group, self.rank = group_of(mesh), mesh.get_local_rank()
+    def __init__(self, mesh: DeviceMesh | None, dim: int):
+        self.mesh, self.dim = mesh, dim
+        self.group: Group = ("", 1) if mesh is None else group_of(mesh)
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OwnTokens":
         return self  # of a mesh, which is not copied
@@ -44,6 +44,8 @@ class OwnTokens:
 
         `dim`: of the tokens, where it is not that of hidden states.
         """
+        if self.mesh is None:
+            return x
         if (shard := getattr(x, "shard", None)) is not None:
             return shard
         dim = self.dim if dim is None else dim
@@ -56,8 +58,12 @@ class OwnTokens:
 
     def gather(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """Return the whole sequence of the ranks' tokens `x`; the ranks' gradients of it are summed."""
-        return gather(x, self.dim, length, self.group)
+        return x if self.mesh is None else gather(x, self.dim, length, self.group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of the sum of the ranks' `x`, whole sequences."""
-        return scatter_sum(x, self.dim, self.group)
+        return x if self.mesh is None else scatter_sum(x, self.dim, self.group)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' `x`, such as losses of own tokens; without a gradient."""
+        return x if self.mesh is None else all_reduce(x, self.group)

@@ -11,26 +11,34 @@ among those of its tp rank.
 
 from titanplans.errors import PlanError
 from titanplans.plan.layout import Layout, rows_read
-from titanplans.plan.options import TPOptions
 from titanplans.plan.resolve import Entry, ResolvedPlan
 from titanplans.plan.styles.base import Style
-from titanplans.plan.styles.norms import EPSILONS, GatheredInRegion, SplitNorm
-from titanplans.plan.styles.projections import Colwise, Rowwise, RowwiseInRegion
+from titanplans.plan.styles.projections import Colwise, Rowwise
 from titanplans.plan.styles.region import Region
 from titanplans.plan.styles.replicated import EndOfStream, ReplicatedInRegion
+from titanplans.plan.styles.vocab import VocabEmbedding
 from titanplans.plan.token_regions import region_of, token_regions
-from titanplans.split.local_code import PlaceInGroup
+from titanplans.split.local_code import HeadRanks
+from titanplans.split.meshes import Meshes
 from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
 from titanplans.split.parameters.local_read import MixerPart
-from titanplans.split.stream import Border, Stream
-from titanplans.split.tensors.convolution import check_groups
-from titanplans.split.tensors.cut import rule_of
-from titanplans.split.tokens.end import install_end
+from titanplans.split.raw_collectives import group_of
+from titanplans.split.state import make_state
+from titanplans.split.stream import Border
+from titanplans.split.tensors.by_weights import RULES, ranks_of_weights, rule_of
+from titanplans.split.tensors.rules import Rule, Site
+from titanplans.split.tokens.borders import EMBEDDING_OF_OWN, END_OF_STREAM, REGION
 from titanplans.split.tokens.exchange import Places, Share, number_of, places_within
-from titanplans.split.tokens.meshes import ContextMeshes
-from titanplans.split.tokens.own import OwnTokens
-from titanplans.split.tokens.products import Heads, is_product, keep_tokens, split_by_inputs, split_by_outputs
-from titanplans.split.tokens.region import install_region
+from titanplans.split.tokens.products import BY_INPUTS, BY_OUTPUTS, OF_EACH_TOKEN, Heads, is_product
+
+ON_STREAM: dict[type[Style], Rule] = {EndOfStream: END_OF_STREAM, VocabEmbedding: EMBEDDING_OF_OWN}
+IN_MIXERS: dict[type[Style], Rule] = {
+    Region: REGION,
+    Colwise: BY_OUTPUTS,
+    Rowwise: BY_INPUTS,
+    ReplicatedInRegion: OF_EACH_TOKEN,
+}
+"""What is another rule than that by weights, by style."""
 
 
 class CutByTokens:
@@ -38,28 +46,24 @@ class CutByTokens:
 
     Args:
         plan: resolved for the ranks of tensor parallelism.
-        of_heads: the same plan, for all ranks that share the heads of a mixer.
+        in_mixers: the same plan, for all ranks that share the heads of a mixer.
         meshes: of both.
         summed: parameters become DTensors whose gradients are parts over the ranks of context parallelism, for whoever sums
             them (`align_gradients`); False: data parallelism over a mesh that holds these ranks sums.
     """
 
-    def __init__(self, plan: ResolvedPlan, of_heads: ResolvedPlan, meshes: ContextMeshes, *, summed: bool):
-        options: TPOptions = plan.source.options
-        self.plan, self.of_heads, self.regions = plan, of_heads, token_regions(plan)
-        self.mesh, tp = meshes.heads, meshes.tp
-        tokens = OwnTokens(meshes.cp, options.sequence_dim, meshes.both)
-        self.border = Border(tp, Stream(options.stream, tokens.ranks), tokens, meshes.heads)
-        self.tp, self.cp = self.border.group[1], tokens.ranks
-        self.rank = self.border.rank * self.cp + tokens.rank
+    def __init__(self, plan: ResolvedPlan, in_mixers: ResolvedPlan, meshes: Meshes, *, summed: bool):
+        self.plan, self.in_mixers, self.regions = plan, in_mixers, token_regions(plan)
+        self.mesh = meshes.sharing
+        self.border = border = Border(meshes, plan.source.options.stream)
+        self.tp, self.cp = border.group[1], border.tokens.ranks
+        self.rank = border.rank * self.cp + border.tokens.rank
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
-        heads = meshes.heads
-        group = (heads.get_group().group_name, heads.size())
-        self.place = PlaceInGroup(self.rank, heads.size(), group, order if self.tp > 1 else (), self.border)
+        self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.sharing), border, order)
         if summed:
-            self._placing = Placing(meshes.both, copies=1, cut=tp is not None)
+            self._placing = Placing(meshes.both, copies=1, cut=meshes.tp is not None)
         else:
-            self._placing = Placing(tp)
+            self._placing = Placing(meshes.tp)
         self.distributes, self.sums = self._placing.mesh is not None, summed
         self._memo = ParameterMemo()
 
@@ -74,41 +78,28 @@ class CutByTokens:
             }
         parts = {}
         if self._is_inside(entry):
-            inner = self.of_heads.by_key[entry.key]
+            inner = self.in_mixers.by_key[entry.key]
             found = {name: self._part(entry, name, inner.layouts[name]) for name in layouts}
             parts = {name: part for name, part in found.items() if part is not None}
+            if (
+                isinstance(entry.style, Colwise | Rowwise)
+                and entry.parameter is None
+                and is_product(entry.module)
+            ):
+                make_state(entry.module).heads = self._heads(entry)
         group, rank = self.border.group, self.border.rank
         localize(entry.module, self._placing, layouts, self._memo, group, rank, parts)
 
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""
-        style, module = entry.style, entry.module
-        if isinstance(style, EndOfStream):
-            install_end(module, border)
+        inside = self._is_inside(entry)
+        style, ranks = entry.style, ranks_of_weights(border)
+        if inside:
+            style, ranks = self.in_mixers.by_key[entry.key].style, self.ranks
+        elif self._is_whole(style):
             return
-        if not self._is_inside(entry):
-            if self._is_whole(style):
-                return
-            if (install := rule_of(style).install) is not None:
-                install(style, module, border)
-            return
-        match style:
-            case Region():
-                install_region(style, module, border)
-            case Colwise():
-                if is_product(module):
-                    split_by_outputs(module, self._heads(entry))
-                check_groups(module, style)
-            case Rowwise():
-                rule_of(style).install(style, module, border)  # type: ignore[misc]
-                if is_product(module):
-                    split_by_inputs(module, self._heads(entry))
-            case SplitNorm() | GatheredInRegion() | RowwiseInRegion():
-                of_heads = self.of_heads.by_key[entry.key].style
-                rule_of(style).install(of_heads, module, self.place)  # type: ignore[misc, arg-type]
-            case ReplicatedInRegion():
-                if is_product(module) or any(hasattr(module, epsilon) for epsilon in EPSILONS):
-                    keep_tokens(module)
+        rules = RULES | IN_MIXERS if inside else RULES | ON_STREAM
+        rule_of(style, rules).install(style, entry.module, Site(border, ranks))
 
     def _is_whole(self, style: Style) -> bool:
         """Whether a module outside of the mixers works on own tokens as it is, since no weights are cut."""
@@ -132,7 +123,7 @@ class CutByTokens:
     def _heads(self, entry: Entry) -> Heads:
         """Return how the rows of a product are shared out: the outputs, or the inputs, of its weight."""
         name = "weight" if "weight" in entry.layouts else "nf4_codes"
-        outer, inner = entry.layouts[name], self.of_heads.by_key[entry.key].layouts[name]
+        outer, inner = entry.layouts[name], self.in_mixers.by_key[entry.key].layouts[name]
         shape = entry.module._parameters[name].shape  # type: ignore[union-attr]
         of_tp = _held(outer, shape, self.border.rank, self.tp)
         assert of_tp is not None
