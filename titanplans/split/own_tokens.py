@@ -44,7 +44,7 @@ class OwnTokens:
 
         `dim`: of the tokens, where it is not that of hidden states.
         """
-        if self.mesh is None:
+        if self.ranks == 1:
             return x
         if (shard := getattr(x, "shard", None)) is not None:
             return shard
@@ -58,12 +58,12 @@ class OwnTokens:
 
     def gather(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """Return the whole sequence of the ranks' tokens `x`; the ranks' gradients of it are summed."""
-        return x if self.mesh is None else gather(x, self.dim, length, self.group)
+        return x if self.ranks == 1 else gather(x, self.dim, length, self.group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of the sum of the ranks' `x`, whole sequences."""
-        return x if self.mesh is None else scatter_sum(x, self.dim, self.group)
+        return x if self.ranks == 1 else scatter_sum(x, self.dim, self.group)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' `x`, such as losses of own tokens; without a gradient."""
-        return x if self.mesh is None else all_reduce(x, self.group)
+        return x if self.ranks == 1 else all_reduce(x, self.group)
