@@ -156,7 +156,7 @@ def bias_on_every_rank(style: Rowwise) -> Style:
 
     def layout(self: Rowwise, name: str, param: nn.Parameter) -> Layout | None:
         right = Rowwise.layout(self, name, param)
-        return None if right is None else right._replace(hidden=False)
+        return None if right is None else right._replace(deferred=False)
 
     return subclassed(style, "BiasOnEveryRank", layout=layout)
 

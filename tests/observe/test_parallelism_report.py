@@ -205,7 +205,7 @@ STEP = {"step", "blocks", "other_modules"}
 FAILURES = {
     "operators": ("titanplans.observe.recorder.describe", STEP | {"graphs"}),
     "start": ("titanplans.observe.recorder.follow", STEP | {"graphs"}),
-    "places": ("titanplans.observe.places.Places.leave", STEP | {"graphs"}),
+    "places": ("titanplans.observe.places.RowRanges.leave", STEP | {"graphs"}),
     "compiler": ("titanplans.observe.compilation.CompileRecord.book", {"graphs"}),
     "tables": ("titanplans.observe.report._rows", STEP),
     "model": ("titanplans.parallel.report.fsdp_units", {"data_parallel"}),

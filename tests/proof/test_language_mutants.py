@@ -27,7 +27,7 @@ from tiny import Tiny
 
 from titanplans import Degrees, PlanError, check_plan
 from titanplans.split.collectives import sum_in_region, sum_ranks
-from titanplans.split.parameters.local_parameters import hidden_bias
+from titanplans.split.parameters.local_parameters import deferred_bias
 from titanplans.split.root_mean_square import root_ratio
 
 
@@ -85,7 +85,7 @@ def of_the_neighbour(plan, style):
 
 
 def with_bias(module, output):
-    bias = hidden_bias(module)
+    bias = deferred_bias(module)
     return output if bias is None else output + bias
 
 

@@ -20,9 +20,9 @@ from titanplans.loss import cross_entropy
 from titanplans.proof.batches.conditions import PLAIN
 from titanplans.proof.case import prove_case
 from titanplans.proof.ranks import threads
-from titanplans.proof.ranks.meeting import Apart
+from titanplans.proof.ranks.lockstep import RanksDiverged
 from titanplans.proof.ranks.world import Worlds
-from titanplans.split.parameters.local_parameters import hidden_bias
+from titanplans.split.parameters.local_parameters import deferred_bias
 
 CPU = torch.device("cpu")
 BOTH = (True, False)
@@ -54,7 +54,7 @@ class ByTheFirst(TinyPlan):
     def attn_plan(self, attn):
         def leave(border, module, output):
             mine = self.rank(border.mesh) == self.adds
-            return border.leave(output + hidden_bias(module) * (1 if mine else 0))
+            return border.leave(output + deferred_bias(module) * (1 if mine else 0))
 
         return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
@@ -126,7 +126,7 @@ def test_the_default_group_is_not_that_of_the_mesh(direction):
                     output = averaged(output)
                 else:
                     output.register_hook(averaged)
-                return border.leave(output + hidden_bias(module))
+                return border.leave(output + deferred_bias(module))
 
             return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
@@ -148,7 +148,7 @@ def test_groups_of_other_ranks_than_the_mesh_s():
 
         return work
 
-    with pytest.raises(Apart, match=r"rank 1 AllReduce"):  # and ranks 0 and 2 nothing
+    with pytest.raises(RanksDiverged, match=r"rank 1 AllReduce"):  # and ranks 0 and 2 nothing
         threads.run(4, CPU, on([5, 7]))
     with pytest.raises(RuntimeError, match=r"group of ranks 1, 5, .*other data-parallel"):
         threads.run(4, CPU, on([1, 5]))
@@ -170,7 +170,7 @@ def test_groups_of_other_ranks_than_the_mesh_s():
             torch.ones(1 + world.mesh.get_local_rank() % 2), group=world.mesh_of(2)["tp"].get_group()
         )
 
-    with pytest.raises(Apart, match=r"the ranks \(4, 5\) brought"):
+    with pytest.raises(RanksDiverged, match=r"the ranks \(4, 5\) brought"):
         threads.run(4, CPU, unequal)
 
     def work(world):
@@ -201,7 +201,7 @@ def test_a_gradient_that_one_rank_does_not_have():
     class OfTheFirst(TinyPlan):
         def attn_plan(self, attn):
             def leave(border, module, output):
-                return border.leave(output + (hidden_bias(module) if border.rank == 0 else 0.0))
+                return border.leave(output + (deferred_bias(module) if border.rank == 0 else 0.0))
 
             return super().attn_plan(attn) | {"o_proj": leaving(self.rowwise(), leave)}
 
@@ -238,7 +238,7 @@ def test_what_one_rank_raises_ends_the_others(where):
 
     with pytest.raises(LookupError, match=f"rank {failing}"):
         threads.run(3, CPU, work)
-    assert sorted(left) == ["Left", "Left", "LookupError"]
+    assert sorted(left) == ["RankStopped", "RankStopped", "LookupError"]
     assert not dist.is_initialized()
 
 
@@ -277,7 +277,7 @@ def test_ranks_that_lose_each_other_are_told_so(depth):
 
     for lose in (other_shapes, other_collectives, nothing_more):
         nested = (lambda world, lose=lose: world.together(lambda: lose(world))) if depth else lose
-        with pytest.raises(Apart, match=r"different collectives: rank 0 .*; rank 1 "):
+        with pytest.raises(RanksDiverged, match=r"different collectives: rank 0 .*; rank 1 "):
             threads.run(2, CPU, nested)
 
 
@@ -287,7 +287,7 @@ def test_one_leaves_a_piece_of_work_for_good_and_the_others_follow():
             return None
         return world.together(lambda: world.gather_objects(1))
 
-    with pytest.raises(Apart):
+    with pytest.raises(RanksDiverged):
         threads.run(3, CPU, work)
 
 

@@ -19,7 +19,7 @@ from titanplans.errors import PlanError
 from titanplans.parallel import cross_entropy
 from titanplans.precision.float8.conversion import convert_to_float8
 from titanplans.split.gradients import align_gradients, total_norm
-from titanplans.split.tokens.exchange import places_within
+from titanplans.split.tokens.exchange import ranges_within
 
 
 def difference(rank, name, cp, tp, length):
@@ -137,7 +137,7 @@ def test_a_plan_given_as_a_dict_is_cut_by_tokens():
 
 
 def test_rows_among_rows():
-    assert places_within(None, ((2, 2),)) == ((2, 2),)
-    assert places_within(((4, 4), (12, 4)), ((6, 2), (14, 2))) == ((2, 2), (6, 2))
+    assert ranges_within(None, ((2, 2),)) == ((2, 2),)
+    assert ranges_within(((4, 4), (12, 4)), ((6, 2), (14, 2))) == ((2, 2), (6, 2))
     with pytest.raises(ValueError, match="rows 3 to 5"):
-        places_within(((4, 4),), ((3, 2),))
+        ranges_within(((4, 4),), ((3, 2),))

@@ -32,7 +32,7 @@ from titanplans.plan.styles.experts import ByExpert
 from titanplans.proof.ranks import threads
 from titanplans.split import gradients
 from titanplans.split.experts import cut, dispatch
-from titanplans.split.parameters.local_parameters import Placing
+from titanplans.split.parameters.local_parameters import ParameterMesh
 
 HELD = 2
 """Experts on each rank; a token goes to as many."""
@@ -174,8 +174,8 @@ def copies_unsummed(patch):
         copies = placing.copies if isinstance(layout, OfExperts) else 0
         return (Replicate(),) * copies + found[copies:]
 
-    right = Placing.gradient
-    patch.setattr(Placing, "gradient", gradient)
+    right = ParameterMesh.gradient
+    patch.setattr(ParameterMesh, "gradient", gradient)
     patch.setattr(ByExpert, "layout", lambda style, name, param: OfExperts(Shard(0), Shard(0)))
 
 

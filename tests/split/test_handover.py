@@ -13,7 +13,7 @@ from titanplans.errors import ParallelError
 from titanplans.plan.layout import Layout
 from titanplans.proof.ranks import threads
 from titanplans.split.collectives import group_of
-from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
+from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.state import state_of
 
 TOKENS = torch.arange(32).reshape(2, 16)
@@ -50,7 +50,7 @@ def holder(world, layouts, **shapes):
         module.register_parameter(name, torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)))
     localize(
         module,
-        Placing(world.mesh),
+        ParameterMesh(world.mesh),
         layouts,
         ParameterMemo(),
         group_of(world.mesh),

@@ -84,7 +84,7 @@ EXTRAS = (
     Extra("a bias behind a sum over the ranks, so not in one kernel with the product", biases),
     Extra(
         "a bias of which each rank adds a part: divided, and its gradient",
-        of_layout(lambda x: 2 * (x.addends > 1)),
+        of_layout(lambda x: 2 * (x.divided_by > 1)),
     ),
     Extra("a rank's rows of a copy", of_layout(own_rows)),
     Extra(

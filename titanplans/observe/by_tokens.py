@@ -19,7 +19,7 @@ from titanplans.plan.token_regions import region_of, token_regions
 from titanplans.split.costs import Call, exchanged
 from titanplans.split.state import state_of
 from titanplans.split.stream import Border
-from titanplans.split.tokens.looks_whole import LooksWhole
+from titanplans.split.tokens.sharded_sequence import ShardedSequence
 from titanplans.text import counted, in_bytes
 
 Calls = Mapping[str, Sequence[Call]]
@@ -94,7 +94,7 @@ def within_mixers(applied: AppliedPlan) -> Mapping[str, str]:
 def own_shape(x: torch.Tensor, border: Border, whole_ids: bool) -> torch.Size:
     """Return the shape of this rank's tokens of `x`, which may be ids of whole sequences, or look like a whole one."""
     shape, tokens = x.shape, border.tokens
-    if isinstance(x, LooksWhole):
+    if isinstance(x, ShardedSequence):
         return x.shard.shape
     if tokens.ranks == 1 or not whole_ids or x.ndim <= tokens.dim:
         return shape

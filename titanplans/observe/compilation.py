@@ -18,7 +18,7 @@ from torch import nn
 
 from titanplans.errors import ParallelError
 from titanplans.observe.guard import Guard
-from titanplans.observe.places import Places
+from titanplans.observe.places import RowRanges
 from titanplans.torch_private.compile import (
     compilations,
     compiler_counters,
@@ -120,7 +120,7 @@ class CompileRecord:
 
 
 @contextmanager
-def record_compilation(places: Places) -> Iterator[CompileRecord]:
+def record_compilation(places: RowRanges) -> Iterator[CompileRecord]:
     """Record the compiler's work in the step that `places` follows."""
     record = CompileRecord()
     previous: Any = None
@@ -166,7 +166,7 @@ def check_still_compiled(model: nn.Module, blocks: Iterable[str]) -> None:
 
 
 def check_compiled(
-    blocks: Iterable[str], optional: Sequence[str], places: Places, record: CompileRecord
+    blocks: Iterable[str], optional: Sequence[str], places: RowRanges, record: CompileRecord
 ) -> None:
     """Raise an error if one of `blocks`, all to be compiled, ran eagerly.
 

@@ -29,7 +29,7 @@ from titanplans.observe.compilation import (
 )
 from titanplans.observe.guard import Guard, reason
 from titanplans.observe.operators import Collective
-from titanplans.observe.places import Places
+from titanplans.observe.places import RowRanges
 from titanplans.observe.recorder import CollectiveRecord, record_collectives
 from titanplans.plan.decoder import Decoder
 from titanplans.text import class_name
@@ -216,7 +216,7 @@ class ParallelismReport:
         """The block that the module stands in, or else its own name; None for the model itself, and outside."""
         return next((b for b in self.blocks if f"{module}.".startswith(f"{b}.")), module or None)
 
-    def _graphs(self, places: Places, record: CompileRecord) -> dict[str, Any]:
+    def _graphs(self, places: RowRanges, record: CompileRecord) -> dict[str, Any]:
         """The compiler's graphs: of the blocks, class by class, and outside of them."""
         kinds: dict[str, list[str]] = {}
         for block in self.blocks if self._to_compile("model") else ():

@@ -65,7 +65,7 @@ def with_factors(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, 
     if by_outputs:
         return own | {"lora_A": whole, "lora_B": Layout(Shard(0), Shard(0))}
     rows = weight.rows and weight.rows._replace(dim=0)
-    return own | {"lora_A": whole, "lora_B": whole._replace(rows=rows, addends=weight.addends)}
+    return own | {"lora_A": whole, "lora_B": whole._replace(rows=rows, divided_by=weight.divided_by)}
 
 
 def dropout_refusal(module: nn.Module, layouts: Mapping[str, Layout]) -> str | None:

@@ -100,12 +100,12 @@ class Layout(NamedTuple):
 
     placement: Placement
     gradient: Placement
-    hidden: bool = False
-    """Read as None: a style adds it elsewhere (see `local_parameter`)."""
+    deferred: bool = False
+    """Read as None: its style adds it to the module's output (see `deferred_bias`)."""
     rows: Rows | None = None
     """What a rank reads; None: its local tensor."""
-    addends: int = 1
-    """Each of so many ranks adds it to its part of a sum, so it is read divided by their number."""
+    divided_by: int = 1
+    """Every rank adds it before the all-reduce, so each reads it divided by the number of ranks."""
 
 
 def rows_of(dim: int, sections: Sequence[Section], degree: int) -> Rows:

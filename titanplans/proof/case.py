@@ -24,7 +24,7 @@ from titanplans.proof.compare.raised import first_line
 from titanplans.proof.compare.reference import ReferenceRun
 from titanplans.proof.compare.training import TrainingRun, recompute
 from titanplans.proof.explain.localise import localise, may_be_partial
-from titanplans.proof.ranks.meeting import Apart
+from titanplans.proof.ranks.lockstep import RanksDiverged
 from titanplans.proof.ranks.world import World, from_first
 from titanplans.proof.result import CaseResult, Check, keywords
 
@@ -80,7 +80,7 @@ def prove_case(
         result = world.together(take)
     except _Broken as broken:
         result = _failed(options, scenario, *broken.args)
-    except Apart as apart:
+    except RanksDiverged as apart:
         result = _failed(options, scenario, _place(training), first_line(apart))
     result = from_first(world, result)
     if not result.passed and reference.recording and training is not None and applied is not None:
@@ -88,7 +88,7 @@ def prove_case(
         try:
             with torch.no_grad():
                 result = world.together(lambda: localise(so_far, resolved, reference, world, case))
-        except Apart:
+        except RanksDiverged:
             if case.checks[0].what != "runs":
                 raise
             # The ranks lost each other in the training itself, whose result stands.

@@ -40,7 +40,7 @@ class OwnTokens:
         return max(0, min(size, length - self.rank * size))
 
     def own(self, x: torch.Tensor, fill: int = 0, dim: int | None = None) -> torch.Tensor:
-        """Return this rank's tokens of `x`, which every rank has, or which is a `LooksWhole`.
+        """Return this rank's tokens of `x`, which every rank has, or which is a `ShardedSequence`.
 
         `dim`: of the tokens, where it is not that of hidden states.
         """

@@ -36,8 +36,8 @@ class SplitNorm(Style):
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
         if self.rows is not None:
-            return Layout(Replicate(), Partial(), hidden=name == "bias", rows=self.rows)
-        return Layout(Shard(0), Shard(0), hidden=name == "bias")
+            return Layout(Replicate(), Partial(), deferred=name == "bias", rows=self.rows)
+        return Layout(Shard(0), Shard(0), deferred=name == "bias")
 
     def refusal(self, module: nn.Module) -> str | None:
         if not any(hasattr(module, name) for name in EPSILONS):

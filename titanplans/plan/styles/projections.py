@@ -154,8 +154,8 @@ class Rowwise(Style):
         if name != "bias":
             return Layout(Shard(self.dim), Shard(self.dim))
         if self.reduce_output and self.dim == 1:
-            return Layout(Replicate(), self.stream.gradient, hidden=True)
-        return Layout(Replicate(), Partial(), addends=self.degree)
+            return Layout(Replicate(), self.stream.gradient, deferred=True)
+        return Layout(Replicate(), Partial(), divided_by=self.degree)
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         return "a parameter sums nothing: rowwise(reduce_output=False)" if self.reduce_output else None
@@ -171,7 +171,7 @@ class RowwiseInRegion(Style):
     inside = splits = True
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
-        return Layout(Replicate(), Partial(), hidden=True) if name == "bias" else Layout(Shard(1), Shard(1))
+        return Layout(Replicate(), Partial(), deferred=True) if name == "bias" else Layout(Shard(1), Shard(1))
 
     def parameter_refusal(self, name: str, param: nn.Parameter) -> str | None:
         return "it is no weight [outputs, inputs]: replicated_in_region()" if param.ndim != 2 else None

@@ -35,7 +35,7 @@ class AddedToSum(ParameterStyle):
         self.degree = degree
 
     def layout(self, name: str, param: nn.Parameter) -> Layout | None:
-        return Layout(Replicate(), Partial(), addends=self.degree)
+        return Layout(Replicate(), Partial(), divided_by=self.degree)
 
 
 class ReplicatedOnStream(ParameterStyle):

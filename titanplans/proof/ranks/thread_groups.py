@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from titanplans.proof.ranks.meeting import Meeting
+from titanplans.proof.ranks.lockstep import Lockstep
 from titanplans.torch_private.threads import threaded_groups as threaded
 
 BACKEND = "titanplans_threads"
 
 
 class ThreadGroup(threaded.ProcessLocalGroup):
-    """torch's process group of threads. Its ranks meet at `meeting`, which detects ranks that disagree."""
+    """torch's process group of threads. Its ranks meet at `lockstep`, which detects ranks that disagree."""
 
-    meeting: Meeting
+    lockstep: Lockstep
 
     def __init__(self, rank: int, size: int, in_world: list[int]):
         super().__init__(rank, size)
@@ -33,18 +33,18 @@ class ThreadGroup(threaded.ProcessLocalGroup):
 
     def _meet(self, collective: Any, tensors: Any, value: Any) -> Any:
         name = type(collective).__name__
-        part = self.in_world != self.meeting.in_world and bool(self.in_world)
-        if part and not set(self.in_world) <= set(self.meeting.in_world):
+        part = self.in_world != self.lockstep.in_world and bool(self.in_world)
+        if part and not set(self.in_world) <= set(self.lockstep.in_world):
             self._refuse(name)
         if not self.in_world and not _goes_over_all(collective):
             self._refuse(name)
         what, given = (name, *vars(collective).items()), tuple((t.shape, t.dtype) for t in tensors)
         if part:
-            rank = self.meeting.in_world.index(self.in_world[self._rank])
+            rank = self.lockstep.in_world.index(self.in_world[self._rank])
             brought = tuple(self.in_world), given, value
-            self.meeting(rank, (*what, ("ranks", self.size())), brought, partial(_by_group, collective))
+            self.lockstep(rank, (*what, ("ranks", self.size())), brought, partial(_by_group, collective))
         else:
-            self.meeting(self._rank % self.meeting.ranks, (*what, *given), value, collective.work)
+            self.lockstep(self._rank % self.lockstep.ranks, (*what, *given), value, collective.work)
         return threaded.ret_work(value)
 
     def _refuse(self, name: str) -> NoReturn:
@@ -154,7 +154,7 @@ def asking_noted() -> Iterator[None]:
     def get_rank(group: dist.ProcessGroup | None = None) -> int:
         rank, who = own(group), next(_running())
         if group is None and who.partition(".")[0] not in ("torch", "titanplans"):
-            ThreadGroup.meeting.asked[who] = None
+            ThreadGroup.lockstep.asked[who] = None
         return rank
 
     dist.get_rank = get_rank

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanplans.proof.ranks.fake import mesh_sizes, refuse_a_rank
-from titanplans.proof.ranks.meeting import Left, Meeting
+from titanplans.proof.ranks.lockstep import Lockstep, RankStopped
 from titanplans.proof.ranks.thread_groups import ThreadGroup, asking_noted
 from titanplans.torch_private.threads import groups_of_threads, meshes_by_thread, shared_shardings
 
@@ -35,10 +35,10 @@ class ThreadWorld:
 
     exact = True
 
-    def __init__(self, meshes: "Meshes", rank: int, meeting: Meeting):
-        self.mesh, self.mesh_of, self._rank, self._meeting = meshes(1), meshes, rank, meeting
+    def __init__(self, meshes: "Meshes", rank: int, lockstep: Lockstep):
+        self.mesh, self.mesh_of, self._rank, self._lockstep = meshes(1), meshes, rank, lockstep
         self.first = rank == 0
-        self.asked: Collection[str] = meeting.asked
+        self.asked: Collection[str] = lockstep.asked
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         parts = [
@@ -46,14 +46,14 @@ class ThreadWorld:
         ]
         what = ("gather", ("tensors", len(parts)))
         return map(
-            list, self._meeting(self._rank, what, parts, lambda values: list(zip(*values, strict=True)))
+            list, self._lockstep(self._rank, what, parts, lambda values: list(zip(*values, strict=True)))
         )
 
     def gather_objects(self, value: T) -> list[T]:
-        return self._meeting(self._rank, ("gather_objects",), value, lambda values: values)
+        return self._lockstep(self._rank, ("gather_objects",), value, lambda values: values)
 
     def together(self, work: Callable[[], T]) -> T:
-        return self._meeting.together(self._rank, work)
+        return self._lockstep.together(self._rank, work)
 
 
 class Pool:
@@ -63,7 +63,7 @@ class Pool:
 
     Args:
         device: of the meshes.
-        drawing: as for `Meeting`.
+        drawing: as for `Lockstep`.
     """
 
     def __init__(self, device: torch.device, *, drawing: bool = False):
@@ -93,7 +93,7 @@ class Pool:
             replica: the ranks' replica in the world, 0 or 1.
 
         Raises:
-            Exception: from `work` on the first rank to fail; `Apart` if the ranks lost each other.
+            Exception: from `work` on the first rank to fail; `RanksDiverged` if the ranks lost each other.
         """
         if (degree, replica) not in self._worlds:
             self._worlds[degree, replica] = _Ranks(degree, replica, self.device, self.drawing)
@@ -115,13 +115,13 @@ class _Ranks:
             thread.start()
 
     def run(self, work: Callable[[ThreadWorld], T]) -> T:
-        meeting = ThreadGroup.meeting = Meeting(self.degree, self.replica, drawing=self.drawing)
+        lockstep = ThreadGroup.lockstep = Lockstep(self.degree, self.replica, drawing=self.drawing)
         for queue in self._work:
-            queue.put((work, meeting))
+            queue.put((work, lockstep))
         try:
             ended = [self._ended.get() for _ in range(self.degree)]
         except BaseException:  # an interrupt: the ranks end before it goes on
-            meeting.stop()
+            lockstep.stop()
             self.close()
             raise
         errors = [error for _, _, error in ended if error is not None]
@@ -144,24 +144,24 @@ class _Ranks:
         )
         meshes: Meshes | None = None
 
-        def act(work: Callable[[ThreadWorld], Any], meeting: Meeting) -> Any:
+        def act(work: Callable[[ThreadWorld], Any], lockstep: Lockstep) -> Any:
             nonlocal meshes
             if meshes is None:
-                meshes = Meshes(self.device.type, meeting.in_world)
-            return work(ThreadWorld(meshes, rank, meeting))
+                meshes = Meshes(self.device.type, lockstep.in_world)
+            return work(ThreadWorld(meshes, rank, lockstep))
 
         while (job := self._work[rank].get()) is not None:
-            work, meeting = job
+            work, lockstep = job
             result, failure = None, None
             try:
-                meeting.wait(rank)
+                lockstep.wait(rank)
                 with torch.autograd.set_multithreading_enabled(False):
-                    result = meeting.together(rank, partial(act, work, meeting))
-            except Left:
+                    result = lockstep.together(rank, partial(act, work, lockstep))
+            except RankStopped:
                 pass
             except BaseException as error:  # noqa: BLE001 -- raised again in the caller's thread
                 failure = error
-            meeting.hand_over(rank)
+            lockstep.hand_over(rank)
             self._ended.put((rank, result, failure))
         dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ from titanplans.plan.resolve import Entry
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.split.cut import Cut
 from titanplans.split.experts.dispatch import ExpertRanks, install_dispatch
-from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
+from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.stream import Border
 
 
@@ -47,8 +47,8 @@ class CutByExperts:
         if not isinstance(entry.style, ByExpert) or self._with_layers:
             self._others.lay_out(entry)
             return
-        placing = Placing(self._mesh, copies=self._mesh.ndim - 1)
-        localize(entry.module, placing, entry.layouts, self._memo, self._group, self._rank)
+        over = ParameterMesh(self._mesh, copies=self._mesh.ndim - 1)
+        localize(entry.module, over, entry.layouts, self._memo, self._group, self._rank)
 
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""

@@ -24,7 +24,7 @@ from titanplans.plan.layout import Layout, rows_read
 from titanplans.split.collectives import Group
 from titanplans.split.parameters.local_read import LocalRead, MixerPart, Reading, read
 from titanplans.split.parameters.local_weight import as_weight
-from titanplans.split.parameters.selection import of_places, selected
+from titanplans.split.parameters.selection import of_ranges, selected
 from titanplans.split.parameters.shards import take_shards
 from titanplans.split.state import SplitState, make_state, specialise, state_of, subclass
 from titanplans.text import class_name
@@ -46,8 +46,8 @@ class ParameterMemo(dict[int, nn.Parameter]):
         self[id(original)] = distributed
 
 
-class Placing(NamedTuple):
-    """The ranks on which parameters are laid out."""
+class ParameterMesh(NamedTuple):
+    """The mesh of a module's parameters, and which of its dimensions a `Layout` speaks of."""
 
     mesh: DeviceMesh | None
     """Of the DTensors: its last dimension is that of the layouts; None: parameters stay plain tensors, which data
@@ -68,7 +68,7 @@ class Placing(NamedTuple):
 
 def localize(
     module: nn.Module,
-    placing: Placing,
+    over: ParameterMesh,
     layouts: Mapping[str, Layout],
     memo: ParameterMemo,
     group: Group,
@@ -82,14 +82,14 @@ def localize(
 
     Args:
         module: its own parameters are laid out, not its children's.
-        placing: on which mesh.
+        over: which mesh.
         layouts: by name, on `group`, in which this rank is `rank`.
         memo: of the model.
         parts: what this rank reads, by name; without one all that it holds.
     """
-    mesh, parts, buffers = placing.mesh, parts or {}, layouts.keys() & module._buffers.keys()
+    mesh, parts, buffers = over.mesh, parts or {}, layouts.keys() & module._buffers.keys()
     if mesh is None:  # what is read as it is needs no reader
-        layouts = {name: layout for name, layout in layouts.items() if name in parts or layout.hidden}
+        layouts = {name: layout for name, layout in layouts.items() if name in parts or layout.deferred}
     whole = {
         name: layouts[name]._replace(
             placement=Replicate(), rows=rows_read(layouts[name], getattr(module, name).shape, group[1])
@@ -104,7 +104,7 @@ def localize(
         assert param is not None, name
         known = memo.get(id(param))
         if known is None:
-            tensor = distribute_tensor(param.detach(), mesh, placing.placements(layout))
+            tensor = distribute_tensor(param.detach(), mesh, over.placements(layout))
             known = nn.Parameter(tensor, requires_grad=param.requires_grad)
             known.__dict__.update(param.__dict__)  # marks such as _no_weight_decay
             memo.remember(param, known)
@@ -113,8 +113,8 @@ def localize(
         readings = {
             name: Reading(
                 layout,
-                () if mesh is None or name in buffers else placing.gradient(layout),
-                placing.cut and _uneven(getattr(module, name), layout, group[1]),
+                () if mesh is None or name in buffers else over.gradient(layout),
+                over.cut and _uneven(getattr(module, name), layout, group[1]),
                 rank,
                 group,
                 LocalRead(),
@@ -135,7 +135,7 @@ def readings_of(module: nn.Module) -> dict[str, Reading]:
 
 
 def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the local tensor of a parameter, also of a hidden one: what this rank's part of the work needs.
+    """Return the local tensor of a parameter, also of a deferred one: what this rank's part of the work needs.
 
     Raises:
         ParallelError: a plain tensor was put in the parameter's place.
@@ -167,27 +167,27 @@ def _part(
     """Return what the code of a mixer uses of `local` on a rank of context parallelism; a product with own tokens all."""
     if (part := reading.part) is None or state.reads_all:
         return local
-    if part.addends > 1:
-        local = local / part.addends
-    if part.places:
-        local = of_places(local, part.dim, part.places)
+    if part.divided_by > 1:
+        local = local / part.divided_by
+    if part.ranges:
+        local = of_ranges(local, part.dim, part.ranges)
     return local if param is None else as_weight(local, param)
 
 
 def finish(local: torch.Tensor, param: DTensor, reading: Reading) -> torch.Tensor:
     """Return what a rank uses of `local`, its tensor of `param`."""
     layout = reading.layout
-    if layout.addends > 1:
-        local = local / layout.addends
+    if layout.divided_by > 1:
+        local = local / layout.divided_by
     if layout.rows is not None:
         local = selected(local, layout, reading.rank, reading.group)
     return as_weight(local, param)
 
 
-def hidden_bias(module: nn.Module) -> torch.Tensor | None:
+def deferred_bias(module: nn.Module) -> torch.Tensor | None:
     """Return the bias of `module` that its own forward does not see; None if there is none, or it does."""
     reading = readings_of(module).get("bias")
-    return local_parameter(module, "bias") if reading is not None and reading.layout.hidden else None
+    return local_parameter(module, "bias") if reading is not None and reading.layout.deferred else None
 
 
 def _uneven(param: torch.Tensor | None, layout: Layout, ranks: int) -> bool:
@@ -208,10 +208,10 @@ def _kinds(
 ) -> dict[tuple[str, ...], Callable[..., type[nn.Module]]]:
     """Return which subclass gives which parameters, in a set order: repeated blocks share one compiled artefact."""
     exchanged = {name for name, layout in layouts.items() if is_exchanged(layout)}
-    hidden = {name for name, layout in layouts.items() if layout.hidden}
+    deferred = {name for name, layout in layouts.items() if layout.deferred}
     kinds = (
-        (layouts.keys() - exchanged - hidden - buffers, _read_anywhere),
-        (hidden, _not_read),
+        (layouts.keys() - exchanged - deferred - buffers, _read_anywhere),
+        (deferred, _not_read),
         (exchanged, read_inside),
         (buffers, _read_in_part),
     )
@@ -254,11 +254,11 @@ def _not_read(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """Subclass `cls` with parameters that are read as None."""
 
     def reader(name: str) -> Any:
-        def hidden(self: Any) -> torch.Tensor | None:
+        def read_as_none(self: Any) -> torch.Tensor | None:
             param = self._parameters[name]
             return None if is_gathered(param, self._split.readings[name]) else param
 
-        return property(hidden)
+        return property(read_as_none)
 
     return subclass(cls, {name: reader(name) for name in names})
 

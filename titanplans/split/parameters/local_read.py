@@ -44,9 +44,9 @@ class MixerPart(NamedTuple):
     """What a rank of context parallelism uses, in a mixer, of what its rank of tensor parallelism has of a parameter."""
 
     dim: int
-    places: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
     """The first row and the number of each run; () for all rows."""
-    addends: int = 1
+    divided_by: int = 1
     """It is added to so many times as many parts of a sum."""
 
 

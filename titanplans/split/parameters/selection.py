@@ -20,27 +20,27 @@ def selected(local: torch.Tensor, layout: Layout, rank: int, group: Group) -> to
     dim, runs = layout.rows
     if isinstance(layout.placement, Shard):
         return _OfShards.apply(local, dim, runs, layout.placement.dim, rank, group)
-    return of_places(local, dim, [(run.at(rank), run.of(rank)) for run in runs])
+    return of_ranges(local, dim, [(run.at(rank), run.of(rank)) for run in runs])
 
 
-def of_places(local: torch.Tensor, dim: int, places: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the rows of `dim` at `places`, the first and the number of each run."""
-    return local.narrow(dim, *places[0]) if len(places) == 1 else _OfCopy.apply(local, dim, places)
+def of_ranges(local: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the rows of `dim` at `ranges`, the first and the number of each run."""
+    return local.narrow(dim, *ranges[0]) if len(ranges) == 1 else _OfCopy.apply(local, dim, ranges)
 
 
 class _OfCopy(torch.autograd.Function):
-    """Rows at `places` [(first, size), …] of a whole tensor."""
+    """Rows at `ranges` [(first, size), …] of a whole tensor."""
 
     @staticmethod
-    def forward(ctx: Any, whole, dim, places):
-        ctx.dim, ctx.places, ctx.shape = dim, places, whole.shape
-        return torch.cat([whole.narrow(dim, first, size) for first, size in places], dim)
+    def forward(ctx: Any, whole, dim, ranges):
+        ctx.dim, ctx.ranges, ctx.shape = dim, ranges, whole.shape
+        return torch.cat([whole.narrow(dim, first, size) for first, size in ranges], dim)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]
         whole = grad.new_zeros(ctx.shape)
-        parts = grad.split([size for _, size in ctx.places], ctx.dim)
-        for part, (first, size) in zip(parts, ctx.places, strict=True):
+        parts = grad.split([size for _, size in ctx.ranges], ctx.dim)
+        for part, (first, size) in zip(parts, ctx.ranges, strict=True):
             whole.narrow(ctx.dim, first, size).copy_(part)
         return whole, None, None
 

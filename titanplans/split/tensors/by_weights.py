@@ -15,7 +15,7 @@ from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import Meshes
-from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
+from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.stream import Border
 from titanplans.split.tensors.borders import END_OF_STREAM, ON_STREAM, REGION, WHOLE
 from titanplans.split.tensors.norms import GATHERED, SPLIT_NORM
@@ -52,11 +52,11 @@ class CutByWeights:
     def __init__(self, meshes: Meshes, stream: StreamLayout):
         self.mesh, self.border = meshes.sharing, Border(meshes, stream)
         self.ranks = ranks_of_weights(self.border)
-        self._placing, self._memo = Placing(meshes.tp), ParameterMemo()
+        self._over, self._memo = ParameterMesh(meshes.tp), ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
         """Distribute the parameters of `entry`; its module then reads their local tensors."""
-        localize(entry.module, self._placing, entry.layouts, self._memo, self.border.group, self.border.rank)
+        localize(entry.module, self._over, entry.layouts, self._memo, self.border.group, self.border.rank)
 
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""

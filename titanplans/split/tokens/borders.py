@@ -16,7 +16,7 @@ from titanplans.split.state import make_state, specialise, subclass
 from titanplans.split.stream import Border
 from titanplans.split.tensors.rules import Rule, Site, on_input, on_output
 from titanplans.split.tensors.vocab import EMBEDDING
-from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
+from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 
 def _install_embedding(style: VocabEmbedding, module: nn.Module, site: Site) -> None:
@@ -38,7 +38,7 @@ def _on_own_ids(cls: type[nn.Module], begins_stream: bool) -> type[nn.Module]:
         if begins_stream:
             border.stream.begun, border.stream.length = True, length
             return out
-        return look_whole(out, tokens, length, "outside")
+        return sharded_sequence(out, tokens, length, "outside")
 
     return subclass(cls, {"forward": forward})
 
@@ -56,7 +56,7 @@ def _end(border: Border, module: nn.Module, args: Any) -> Any:
 
 def _look(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
     def look(x: torch.Tensor) -> torch.Tensor:
-        return look_whole(x, border.tokens, border.stream.length, "outside")
+        return sharded_sequence(x, border.tokens, border.stream.length, "outside")
 
     return on_output(look, output)
 
@@ -69,9 +69,9 @@ def _install_region(style: Region, module: nn.Module, site: Site) -> None:
 
 
 def _enter(style: Region, border: Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    def enter(x: torch.Tensor) -> LooksWhole:
-        whole = look_whole(border.enter(x), border.tokens, border.length_of(x))
-        border.within = whole.shape
+    def enter(x: torch.Tensor) -> ShardedSequence:
+        whole = sharded_sequence(border.enter(x), border.tokens, border.length_of(x))
+        border.region_shape = whole.shape
         return whole
 
     return on_input(enter, style, style.input_name, module, args, {**kwargs, **style.arguments})
@@ -79,9 +79,9 @@ def _enter(style: Region, border: Border, module: nn.Module, args: Any, kwargs: 
 
 def _leave(border: Border, module: nn.Module, args: Any, output: Any) -> Any:
     def leave(x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, LooksWhole):
+        if isinstance(x, ShardedSequence):
             return border.leave(x.shard)
-        lead = border.within[:-1]
+        lead = border.region_shape[:-1]
         return border.leave(border.tokens.sum(x.unflatten(0, lead) if len(lead) > 1 and x.ndim == 2 else x))
 
     return on_output(leave, output)

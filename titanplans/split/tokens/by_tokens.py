@@ -20,7 +20,7 @@ from titanplans.plan.styles.vocab import VocabEmbedding
 from titanplans.plan.token_regions import region_of, token_regions
 from titanplans.split.local_code import HeadRanks
 from titanplans.split.meshes import Meshes
-from titanplans.split.parameters.local_parameters import ParameterMemo, Placing, localize
+from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.parameters.local_read import MixerPart
 from titanplans.split.raw_collectives import group_of
 from titanplans.split.state import make_state
@@ -28,7 +28,7 @@ from titanplans.split.stream import Border
 from titanplans.split.tensors.by_weights import RULES, ranks_of_weights, rule_of
 from titanplans.split.tensors.rules import Rule, Site
 from titanplans.split.tokens.borders import EMBEDDING_OF_OWN, END_OF_STREAM, REGION
-from titanplans.split.tokens.exchange import Places, Share, number_of, places_within
+from titanplans.split.tokens.exchange import RowRanges, Share, number_of, ranges_within
 from titanplans.split.tokens.products import BY_INPUTS, BY_OUTPUTS, OF_EACH_TOKEN, Heads, is_product
 
 ON_STREAM: dict[type[Style], Rule] = {EndOfStream: END_OF_STREAM, VocabEmbedding: EMBEDDING_OF_OWN}
@@ -61,10 +61,10 @@ class CutByTokens:
         order = tuple(rank % self.cp * self.tp + rank // self.cp for rank in range(self.tp * self.cp))
         self.ranks = HeadRanks(self.rank, len(order), group_of(meshes.sharing), border, order)
         if summed:
-            self._placing = Placing(meshes.both, copies=1, cut=meshes.tp is not None)
+            self._over = ParameterMesh(meshes.both, copies=1, cut=meshes.tp is not None)
         else:
-            self._placing = Placing(meshes.tp)
-        self.distributes, self.sums = self._placing.mesh is not None, summed
+            self._over = ParameterMesh(meshes.tp)
+        self.distributes, self.sums = self._over.mesh is not None, summed
         self._memo = ParameterMemo()
 
     def lay_out(self, entry: Entry) -> None:
@@ -73,7 +73,7 @@ class CutByTokens:
         if self.border.mesh is None:  # one rank has all rows
             hides = not isinstance(entry.style, Rowwise) and self._is_inside(entry)
             layouts = {
-                name: layout._replace(rows=None, hidden=layout.hidden and hides)
+                name: layout._replace(rows=None, deferred=layout.deferred and hides)
                 for name, layout in layouts.items()
             }
         parts = {}
@@ -88,7 +88,7 @@ class CutByTokens:
             ):
                 make_state(entry.module).heads = self._heads(entry)
         group, rank = self.border.group, self.border.rank
-        localize(entry.module, self._placing, layouts, self._memo, group, rank, parts)
+        localize(entry.module, self._over, layouts, self._memo, group, rank, parts)
 
     def install(self, entry: Entry, border: Border) -> None:
         """Put the hooks of the style of `entry` on its module, at `border`."""
@@ -112,13 +112,13 @@ class CutByTokens:
     def _part(self, entry: Entry, name: str, inner: Layout) -> MixerPart | None:
         """Return what this rank reads, out of what its rank of tensor parallelism holds of a parameter."""
         param, outer = getattr(entry.module, name), entry.layouts[name]
-        addends = inner.addends // outer.addends
+        divided_by = inner.divided_by // outer.divided_by
         held = _held(inner, param.shape, self.rank, self.tp * self.cp)
         if held is None:
-            return MixerPart(0, (), addends) if addends > 1 else None
+            return MixerPart(0, (), divided_by) if divided_by > 1 else None
         dim, rows = held
         of_tp = _held(outer, param.shape, self.border.rank, self.tp)
-        return MixerPart(dim, self._within(entry, None if of_tp is None else of_tp[1], rows), addends)
+        return MixerPart(dim, self._within(entry, None if of_tp is None else of_tp[1], rows), divided_by)
 
     def _heads(self, entry: Entry) -> Heads:
         """Return how the rows of a product are shared out: the outputs, or the inputs, of its weight."""
@@ -129,18 +129,18 @@ class CutByTokens:
         assert of_tp is not None
         # A column of codes stands for two inputs.
         wide = entry.module.in_features // shape[1] if name != "weight" and of_tp[0] == 1 else 1  # type: ignore[operator]
-        places = []
+        ranges = []
         for rank in range(self.cp):
             held = _held(inner, shape, self.border.rank * self.cp + rank, self.tp * self.cp)
             assert held is not None
             within = self._within(entry, of_tp[1], held[1])
-            places.append(tuple((wide * first, wide * size) for first, size in within))
+            ranges.append(tuple((wide * first, wide * size) for first, size in within))
         closes = isinstance(entry.style, Rowwise) and entry.style.closes
-        return Heads(self.border, Share(tuple(places), wide * number_of(of_tp[1])), closes)
+        return Heads(self.border, Share(tuple(ranges), wide * number_of(of_tp[1])), closes)
 
-    def _within(self, entry: Entry, outer: Places | None, inner: Places) -> Places:
+    def _within(self, entry: Entry, outer: RowRanges | None, inner: RowRanges) -> RowRanges:
         try:
-            return places_within(outer, inner)
+            return ranges_within(outer, inner)
         except ValueError as error:
             raise PlanError(
                 f"over {self.tp} x {self.cp} ranks of tensor and context parallelism {error}",
@@ -150,7 +150,7 @@ class CutByTokens:
             ) from error
 
 
-def _held(layout: Layout, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, Places] | None:
+def _held(layout: Layout, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, RowRanges] | None:
     """Return the dimension and the rows of a parameter that `rank` uses; None for all."""
     if (rows := rows_read(layout, shape, ranks)) is None:
         return None

@@ -14,7 +14,7 @@ from titanplans.plan.layout import shard_size
 from titanplans.split.collectives import all_to_all
 from titanplans.split.own_tokens import OwnTokens
 
-Places = tuple[tuple[int, int], ...]
+RowRanges = tuple[tuple[int, int], ...]
 """Rows of a dimension: the first and the number of each run."""
 
 
@@ -22,15 +22,15 @@ class Share:
     """How the rows of one projection are shared out.
 
     Args:
-        places: by rank, that rank's rows.
+        ranges: by rank, that rank's rows.
         width: all rows.
     """
 
-    def __init__(self, places: tuple[Places, ...], width: int):
-        self.places, self.width = places, width
-        self.rows = number_of(places[0])
+    def __init__(self, ranges: tuple[RowRanges, ...], width: int):
+        self.ranges, self.width = ranges, width
+        self.rows = number_of(ranges[0])
         """Rows that a rank gets: as many as the others."""
-        self.in_order = places == tuple(((rank * self.rows, self.rows),) for rank in range(len(places)))
+        self.in_order = ranges == tuple(((rank * self.rows, self.rows),) for rank in range(len(ranges)))
         """Whether the ranks' rows lie one behind the other already."""
 
 
@@ -43,9 +43,9 @@ class HeadExchange(NamedTuple):
     share: Share
 
 
-def number_of(places: Places) -> int:
-    """Return how many rows `places` are."""
-    return sum(size for _, size in places)
+def number_of(ranges: RowRanges) -> int:
+    """Return how many rows `ranges` are."""
+    return sum(size for _, size in ranges)
 
 
 def to_heads(own: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _tokens(whole: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
 
 def _by_rank(x: torch.Tensor, share: Share) -> torch.Tensor:
     """Return the rows of each rank, one rank's behind the other's."""
-    return torch.cat([x.narrow(-1, first, size) for runs in share.places for first, size in runs], -1)
+    return torch.cat([x.narrow(-1, first, size) for runs in share.ranges for first, size in runs], -1)
 
 
 def _put_back(x: torch.Tensor, share: Share) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _put_back(x: torch.Tensor, share: Share) -> torch.Tensor:
     shared = x.shape[-1] > share.width
     made = (x.new_zeros if shared else x.new_empty)((*x.shape[:-1], share.width))
     at = 0
-    for runs in share.places:
+    for runs in share.ranges:
         for first, size in runs:
             part, to = x.narrow(-1, at, size), made.narrow(-1, first, size)
             if shared:
@@ -130,7 +130,7 @@ def _put_back(x: torch.Tensor, share: Share) -> torch.Tensor:
     return made
 
 
-def places_within(outer: Places | None, inner: Places) -> Places:
+def ranges_within(outer: RowRanges | None, inner: RowRanges) -> RowRanges:
     """Return where the rows `inner` of a whole lie among the rows `outer` of it; None for all of them.
 
     Raises:

@@ -20,7 +20,7 @@ from titanplans.split.tensors.convolution import check_groups
 from titanplans.split.tensors.projections import ROWWISE
 from titanplans.split.tensors.rules import Rule, Site
 from titanplans.split.tokens.exchange import HeadExchange, Share, to_heads, to_tokens
-from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
+from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 
 class Heads(NamedTuple):
@@ -70,7 +70,7 @@ def _by_outputs(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass a product [..., inputs] -> [..., rows], which returns all tokens of this rank's heads."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(x, LooksWhole):
+        if not isinstance(x, ShardedSequence):
             return cls.__call__(self, x, *args, **kwargs)
         heads: Heads = self._split.heads
         own = _of_own(self, heads.share.width, x.shard, *args, **kwargs)
@@ -86,7 +86,7 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         heads: Heads = self._split.heads
         border = heads.border
-        lead = border.within[:-1]
+        lead = border.region_shape[:-1]
         if x.shape[:-1] != lead:
             if heads.closes:
                 raise PlanError(
@@ -99,11 +99,11 @@ def _by_inputs(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.__call__(self, x, *args, **kwargs)
         tokens = border.tokens
         length = lead[tokens.dim]
-        if isinstance(x, LooksWhole):
+        if isinstance(x, ShardedSequence):
             x = x.numbers()
         own = to_tokens(x, HeadExchange(tokens, length, heads.share))
         output = _of_own(self, None, own, *args, **kwargs)
-        return output if heads.closes else look_whole(output, tokens, length, "partial")
+        return output if heads.closes else sharded_sequence(output, tokens, length, "partial")
 
     return subclass(cls, {"__call__": call})
 
@@ -113,7 +113,7 @@ def _by_tokens(cls: type[nn.Module]) -> type[nn.Module]:
     """Subclass a module that works token by token, which keeps own tokens of a sequence that looks whole."""
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, LooksWhole):
+        if isinstance(x, ShardedSequence):
             return x.like(nn.Module.__call__(self, x.shard, *args, **kwargs))
         return cls.__call__(self, x, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""`LooksWhole`: a tensor that shows the shape of the whole sequence, and holds this rank's tokens.
+"""`ShardedSequence`: a tensor that shows the shape of the whole sequence, and holds this rank's tokens.
 
 The code of a model reads `hidden_states.shape`, and calls its projections: they take the tokens (`products`). A function of
 torch that works token by token gives another such tensor, one that asks for a shape gets it, and **every other one reads the
@@ -61,8 +61,8 @@ LIKE_IT = frozenset("to type_as view_as reshape_as expand_as".split())  # noqa: 
 Kind = Literal["outside", "whole", "partial"]
 
 
-class LooksWhole(torch.Tensor):
-    """A whole sequence, whose tokens on this rank are `shard`; made by `look_whole`."""
+class ShardedSequence(torch.Tensor):
+    """A whole sequence, whose tokens on this rank are `shard`; made by `sharded_sequence`."""
 
     shard: torch.Tensor
     tokens: OwnTokens
@@ -88,9 +88,9 @@ class LooksWhole(torch.Tensor):
             self.read[recorded] = read(self.shard, self.tokens, self.length)
         return self.read[recorded]
 
-    def like(self, shard: torch.Tensor, kind: Kind | None = None) -> "LooksWhole":
+    def like(self, shard: torch.Tensor, kind: Kind | None = None) -> "ShardedSequence":
         """Return the sequence whose tokens are `shard`."""
-        return look_whole(shard, self.tokens, self.length, self.kind if kind is None else kind)
+        return sharded_sequence(shard, self.tokens, self.length, self.kind if kind is None else kind)
 
     @classmethod
     def __torch_function__(
@@ -100,7 +100,7 @@ class LooksWhole(torch.Tensor):
         if name in ASKS:
             with without_torch_function():
                 return func(*args, **kwargs)
-        if name in MAKES or (name in LIKE_IT and not isinstance(args[0], LooksWhole)):
+        if name in MAKES or (name in LIKE_IT and not isinstance(args[0], ShardedSequence)):
             args, kwargs = tree_map(_shown, (args, kwargs))
             return func(*args, **kwargs)
         if name in ("requires_grad_", "register_hook"):
@@ -120,7 +120,7 @@ class LooksWhole(torch.Tensor):
         """Compute `func` of the numbers, for what has not asked `__torch_function__`; autograd has recorded it."""
         for argument, value in zip(schema(func).arguments, args, strict=False):
             if (
-                isinstance(value, LooksWhole)
+                isinstance(value, ShardedSequence)
                 and argument.alias_info is not None
                 and argument.alias_info.is_write
             ):
@@ -133,7 +133,9 @@ class LooksWhole(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def look_whole(shard: torch.Tensor, tokens: OwnTokens, length: int, kind: Kind = "whole") -> LooksWhole:
+def sharded_sequence(
+    shard: torch.Tensor, tokens: OwnTokens, length: int, kind: Kind = "whole"
+) -> ShardedSequence:
     """Return a sequence of `length` tokens; those of this rank are `shard`.
 
     It takes no memory. It is part of the graph, for what reads its numbers without asking: the gradient is of the whole.
@@ -156,15 +158,15 @@ def _gather(shard: torch.Tensor, tokens: OwnTokens, length: int) -> torch.Tensor
 
 
 def _numbers(x: Any) -> Any:
-    return x.numbers() if isinstance(x, LooksWhole) else x
+    return x.numbers() if isinstance(x, ShardedSequence) else x
 
 
 def _shown(x: Any) -> Any:
     """Return a tensor of the shape, dtype and device of `x` that takes no memory."""
-    return x.shard.new_empty((1,) * x.ndim).expand(x.shape) if isinstance(x, LooksWhole) else x
+    return x.shard.new_empty((1,) * x.ndim).expand(x.shape) if isinstance(x, ShardedSequence) else x
 
 
-def _on_tokens(name: str, x: LooksWhole, *args: Any, **kwargs: Any) -> Any:
+def _on_tokens(name: str, x: ShardedSequence, *args: Any, **kwargs: Any) -> Any:
     found = getattr(x.shard, name)(*args, **kwargs)
     if name != "requires_grad_":
         return found
@@ -174,7 +176,9 @@ def _on_tokens(name: str, x: LooksWhole, *args: Any, **kwargs: Any) -> Any:
 
 def _in_function(args: Any) -> bool:
     """Whether an autograd function computes: it saves numbers, whose gradient it may write in their place."""
-    return not torch.is_grad_enabled() and any(isinstance(x, LooksWhole) and x.requires_grad for x in args)
+    return not torch.is_grad_enabled() and any(
+        isinstance(x, ShardedSequence) and x.requires_grad for x in args
+    )
 
 
 def _drops_nothing(name: str, args: Any, kwargs: Any) -> bool:
@@ -188,7 +192,7 @@ def _drops_nothing(name: str, args: Any, kwargs: Any) -> bool:
 def _keeps_shape(name: str, args: Any) -> bool:
     """Whether this is a view of the sequence in the shape that it has."""
     x, *sizes = args
-    if not isinstance(x, LooksWhole):
+    if not isinstance(x, ShardedSequence):
         return False
     if name == "__getitem__":
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -201,7 +205,7 @@ def _keeps_shape(name: str, args: Any) -> bool:
     return all(size in (-1, own) for size, own in zip(sizes, x.shape, strict=True))
 
 
-def _token_dim(x: torch.Tensor, whole: LooksWhole) -> int | None:
+def _token_dim(x: torch.Tensor, whole: ShardedSequence) -> int | None:
     """Return the dimension of `x` that meets the tokens of `whole` where both are broadcast; None if there is none."""
     at = whole.tokens.dim - whole.ndim + x.ndim
     return None if at < 0 or x.shape[at] == 1 else at
@@ -210,18 +214,18 @@ def _token_dim(x: torch.Tensor, whole: LooksWhole) -> int | None:
 def _fits(name: str, args: Any, kwargs: Any) -> bool:
     """Whether each rank may compute a function of its own tokens, which works token by token."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    sequences = [x for x in tensors if isinstance(x, LooksWhole)]
+    sequences = [x for x in tensors if isinstance(x, ShardedSequence)]
     first = sequences[0]
     alike = all((x.ndim, x.length) == (first.ndim, first.length) for x in sequences)
     if not alike or kwargs.get("inplace") or kwargs.get("out") is not None or any(x is True for x in args):
         return False
     if name in SUMS and any(x.partial for x in sequences):
-        return all(isinstance(x, LooksWhole) and x.partial for x in tensors)
+        return all(isinstance(x, ShardedSequence) and x.partial for x in tensors)
     if name in DIVIDES and not _is_smooth(name, *args[1:], **kwargs):
         return False
     if name in LIKE_IT:
         return True
-    plain = [x for x in tensors if not isinstance(x, LooksWhole)]
+    plain = [x for x in tensors if not isinstance(x, ShardedSequence)]
     with_tokens = [(x, at) for x in plain if (at := _token_dim(x, first)) is not None]
     return all(x.ndim <= first.ndim for x in plain) and all(
         x.shape[at] == first.length and (first.kind == "outside" or not x.is_floating_point())
@@ -236,13 +240,13 @@ def _is_smooth(name: str, by: Any = None, **_: Any) -> bool:
     return isinstance(by, int | float) or (isinstance(by, torch.Tensor) and by.ndim <= 1)
 
 
-def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> LooksWhole:
+def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> ShardedSequence:
     """Return `func` of this rank's tokens, which fit."""
-    sequences = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LooksWhole)]
+    sequences = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedSequence)]
     first, tokens = sequences[0], sequences[0].tokens
 
     def own(x: Any) -> Any:
-        if isinstance(x, LooksWhole):
+        if isinstance(x, ShardedSequence):
             return x.shard
         if not isinstance(x, torch.Tensor) or _name(func) in LIKE_IT:
             return x
@@ -259,7 +263,7 @@ def _of_tokens(func: Callable[..., Any], args: Any, kwargs: Any) -> LooksWhole:
 
 def _of_numbers(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return `func` of the numbers; what it has changed in place takes this rank's tokens back."""
-    read = {id(x): (x, x.numbers()) for x in tree_leaves((args, kwargs)) if isinstance(x, LooksWhole)}
+    read = {id(x): (x, x.numbers()) for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedSequence)}
     before = {at: version(numbers) for at, (_, numbers) in read.items()}
     args, kwargs = tree_map(_numbers, (args, kwargs))
     found = func(*args, **kwargs)
@@ -283,7 +287,7 @@ class _Look(torch.autograd.Function):
         ctx.tokens, ctx.partial = tokens, partial
         shape = list(shard.shape)
         shape[tokens.dim] = length
-        return wrapper(LooksWhole, shape, shard)
+        return wrapper(ShardedSequence, shape, shard)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyrefly: ignore[bad-override]

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from titanplans import PlanError
 from titanplans.split.own_tokens import OwnTokens
-from titanplans.split.tokens import looks_whole
-from titanplans.split.tokens.looks_whole import LooksWhole, look_whole
+from titanplans.split.tokens import sharded_sequence as rules
+from titanplans.split.tokens.sharded_sequence import ShardedSequence, sharded_sequence
 
 LENGTH, RANKS, WIDTH = 5, 2, 4
 WHOLE = torch.linspace(-0.9, 1.3, 2 * LENGTH * WIDTH, dtype=torch.float64).sin().view(2, LENGTH, WIDTH)
@@ -96,12 +96,12 @@ def plain():
 
 def seen(x):
     """Return this rank's tokens of what may look whole, with which other results are compared as they are."""
-    return x.shard if isinstance(x, LooksWhole) else x
+    return x.shard if isinstance(x, ShardedSequence) else x
 
 
 def differs(found, expected):
     if isinstance(expected, torch.Tensor):
-        if isinstance(found, LooksWhole):
+        if isinstance(found, ShardedSequence):
             found, expected = found.shard, own(expected)
             found, expected = found[:, : LENGTH - found.shape[1]], expected[:, : LENGTH - expected.shape[1]]
         if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -123,11 +123,11 @@ def test_every_function_gives_what_the_whole_sequence_gives(kind, gradient):
     def shown():
         x = make()
         shard = own(x.detach()).clone().requires_grad_(gradient)
-        return look_whole(shard, Alone(x.detach()), LENGTH, kind)
+        return sharded_sequence(shard, Alone(x.detach()), LENGTH, kind)
 
     for function in functions:
         name = resolve_name(function) or function.__name__
-        if looks_whole._name(function) in LEFT_OUT or function not in dummies or "__set__" in name:
+        if rules._name(function) in LEFT_OUT or function not in dummies or "__set__" in name:
             continue
         for rest in arguments(dummies[function]):
             x, expected, error = called(function, make, rest)
@@ -157,7 +157,7 @@ def test_every_function_gives_what_the_whole_sequence_gives(kind, gradient):
                     (at_x,) = torch.autograd.grad((floats[0] * weight).sum(), x, allow_unused=True)
                 except RuntimeError:  # it has no derivative
                     break
-                sums = a.shard * own(weight) if isinstance(a, LooksWhole) else a * weight
+                sums = a.shard * own(weight) if isinstance(a, ShardedSequence) else a * weight
                 (at_shard,) = torch.autograd.grad(sums.sum(), y.shard, allow_unused=True)
                 if (at_x is None) != (at_shard is None) or (
                     at_x is not None and differs(at_shard, own(at_x))
@@ -170,12 +170,6 @@ def test_every_function_gives_what_the_whole_sequence_gives(kind, gradient):
 
 def test_the_table_names_functions_of_torch():
     holders = (torch.Tensor, torch, torch.nn.functional)
-    table = (
-        looks_whole.TOKENWISE
-        | looks_whole.RESHAPES
-        | looks_whole.ASKS
-        | looks_whole.MAKES
-        | looks_whole.LIKE_IT
-    )
+    table = rules.TOKENWISE | rules.RESHAPES | rules.ASKS | rules.MAKES | rules.LIKE_IT
     assert not [name for name in table if not any(hasattr(holder, name) for holder in holders)]
-    assert looks_whole.SUMS <= looks_whole.TOKENWISE
+    assert rules.SUMS <= rules.TOKENWISE

@@ -10,15 +10,15 @@ T = TypeVar("T")
 _END = "the end of its work"
 
 
-class Apart(RuntimeError):
+class RanksDiverged(RuntimeError):
     """The ranks lost each other: they called different collectives, or one on tensors that don't match."""
 
 
-class Left(BaseException):
+class RankStopped(BaseException):
     """Ends a rank's work because another rank's has failed. Not an `Exception`, so that models let it pass."""
 
 
-class Meeting:
+class Lockstep:
     """Where the ranks wait for each other, and hand over to the next.
 
     Args:
@@ -52,7 +52,7 @@ class Meeting:
         """
         self._arrive(rank, what, value, act)
         if self._failure is not None:
-            raise Left
+            raise RankStopped
         return self._result
 
     def together(self, rank: int, work: Callable[[], T]) -> T:
@@ -61,7 +61,7 @@ class Meeting:
         result = None
         try:
             result = work()
-        except Left:
+        except RankStopped:
             if self._stopped:
                 raise
         except BaseException as error:  # noqa: BLE001 -- raised again below, on every rank
@@ -76,7 +76,7 @@ class Meeting:
         """Wait for this rank's turn."""
         self._turns[rank].get()
         if self._stopped:
-            raise Left
+            raise RankStopped
 
     def hand_over(self, rank: int) -> None:
         """Let the next rank run."""
@@ -95,7 +95,7 @@ class Meeting:
             if self._ended:
                 return self._result
             if self._shallowest is not None and self._shallowest < depth:
-                raise Left  # the others have left this work for good
+                raise RankStopped  # the others have left this work for good
 
     def _arrive(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> None:
         self._brought[rank] = what, value, act
@@ -119,7 +119,7 @@ class Meeting:
         if self._ended:
             self._result, self._failure = self._failure, None
         elif self._failure is None and not alike:
-            self._failure = Apart(
+            self._failure = RanksDiverged(
                 "the ranks called different collectives: "
                 + "; ".join(f"rank {rank} {_words(what)}" for rank, what in enumerate(whats))
             )
@@ -128,7 +128,7 @@ class Meeting:
                 with torch.no_grad():
                     self._result = brought[0][2]([value for _, value, _ in brought])
             except RuntimeError as error:  # of torch: tensors that the collective can't take
-                self._failure = Apart(f"{_words(whats[0])}: {error}")
+                self._failure = RanksDiverged(f"{_words(whats[0])}: {error}")
 
 
 def _words(what: tuple) -> str:
