@@ -18,7 +18,6 @@ import torch.distributed as dist
 import zoo
 from faulty import installed
 from tiny import Tiny, TinyPlan
-from titanplans.split.tensors.region import REGION
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
@@ -34,6 +33,9 @@ from titanplans.observe.communication import Communication, count_communication
 from titanplans.observe.recorder import record_collectives
 from titanplans.plan.styles.region import Region
 from titanplans.proof.ranks.fake import fake_ranks
+from titanplans.split.tensors.borders import REGION
+from titanplans.split.tensors.by_weights import ranks_of_weights
+from titanplans.split.tensors.rules import Site
 
 BATCH, SEQUENCE = 2, 16
 
@@ -259,7 +261,7 @@ def entered_alone(style):
     """`style`, whose module gathers its own input."""
 
     def install(right, module, border):
-        REGION.install(Region(reduce_output=False), module, border)
+        REGION.install(Region(reduce_output=False), module, Site(border, ranks_of_weights(border)))
         right(module, border)
 
     return installed(style, install)

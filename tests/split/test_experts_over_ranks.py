@@ -31,7 +31,7 @@ from titanplans.plan.layout import Layout
 from titanplans.plan.styles.experts import ByExpert
 from titanplans.proof.ranks import threads
 from titanplans.split import gradients
-from titanplans.split.experts import cut, dispatch
+from titanplans.split.experts import by_experts, dispatch
 from titanplans.split.parameters.local_parameters import ParameterMesh
 
 HELD = 2
@@ -161,7 +161,7 @@ def in_order_of_experts(x, experts, weights):
 
 
 def without_shares(patch):
-    patch.setattr(cut, "ExpertRanks", lambda group, alike, rank: dispatch.ExpertRanks(group, 1, 0))
+    patch.setattr(by_experts, "ExpertRanks", lambda group, alike, rank: dispatch.ExpertRanks(group, 1, 0))
 
 
 class OfExperts(Layout):

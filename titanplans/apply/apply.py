@@ -115,6 +115,8 @@ def check_plan(
             a split module stands outside a region; the heads of a split mixer are not found; the degree
             does not divide a size.
     """
+    if not isinstance(degrees, Degrees):
+        raise PlanError(f"degrees = {degrees!r}: give titanplans.Degrees(tp=..., cp=..., ep=...)")
     options = TPOptions(degrees, loss_parallel, sequence_parallel, sequence_dim)
     return check(resolve_plan(plan, model, options), model, dtype=dtype).plan.styles
 

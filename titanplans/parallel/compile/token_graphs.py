@@ -1,7 +1,8 @@
 """Where the graphs of a compiled block end that sends tokens to other ranks: at its mixers, and at its experts.
 
-A mixer's code is given a `ShardedSequence` (`titanplans.split.tokens`), a subclass of tensor that is not for a graph. What lies between mixers works on own tokens, and is compiled. How many rows come to experts that ranks
-share is known on the host alone.
+A mixer's code is given a `ShardedSequence` (`titanplans.split.tokens`), a subclass of tensor that is not for a graph. What
+lies between mixers works on own tokens, and is compiled. How many rows come to experts that ranks share is known on the
+host alone.
 """
 
 from functools import cache
