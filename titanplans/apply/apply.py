@@ -32,7 +32,7 @@ from titanplans.split.guards.generation import let_generate
 from titanplans.split.guards.inputs import Forwards, guard_forwards
 from titanplans.split.guards.unsupported_methods import refuse_unsupported_methods
 from titanplans.split.local_code import set_attributes, set_functions
-from titanplans.split.meshes import Meshes, meshes_of
+from titanplans.split.meshes import CutMeshes, meshes_of
 from titanplans.split.parameters.block_parameters import read_together
 from titanplans.split.parameters.replaced import parameters_of, retire_replaced
 from titanplans.split.state import make_state
@@ -185,7 +185,9 @@ def apply_plan(
     return split(checked, cut_of(checked, meshes, experts, sum_over_cp=sum_over_cp))
 
 
-def cut_of(checked: Checked, meshes: Meshes, experts: DeviceMesh | None = None, *, sum_over_cp: bool) -> Cut:
+def cut_of(
+    checked: Checked, meshes: CutMeshes, experts: DeviceMesh | None = None, *, sum_over_cp: bool
+) -> Cut:
     """Return the cut of a checked plan over `meshes`: by weights, or by tokens too; and by experts over theirs."""
     cut: Cut
     if checked.in_mixers is not None:

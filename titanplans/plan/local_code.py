@@ -15,7 +15,7 @@ import torch
 from titanplans.errors import PlanError
 
 
-class Ranks(Protocol):
+class SharingRanks(Protocol):
     """The ranks that share the heads, this one's number among them, and sums over them."""
 
     @property
@@ -47,7 +47,7 @@ class Ranks(Protocol):
         ...
 
 
-Functions = Mapping[str, Callable[[Callable[..., Any], Ranks], Callable[..., Any]]]
+Functions = Mapping[str, Callable[[Callable[..., Any], SharingRanks], Callable[..., Any]]]
 """By the name under which a module's code calls a function: the maker of this rank's function from it.
 
 "F.linear" is a function of the file `F`; "retention.decay" one that the function `retention` calls.
@@ -85,7 +85,7 @@ def _names(code: CodeType) -> set[str]:
     )
 
 
-def count_once(function: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
+def count_once(function: Callable[..., Any], ranks: SharingRanks) -> Callable[..., Any]:
     """Return `function` of tensors that every rank has whole: its gradient is divided by the ranks, which sum theirs.
 
     For a loss besides that of the logits, such as the balance of a router inside a region. With context parallelism, where
@@ -106,7 +106,7 @@ def count_once(function: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]
     return computed
 
 
-def summed(function: Callable[..., torch.Tensor], ranks: Ranks) -> Callable[..., torch.Tensor]:
+def summed(function: Callable[..., torch.Tensor], ranks: SharingRanks) -> Callable[..., torch.Tensor]:
     """Return `function`, whose result is a part of a sum on each rank, with the sum on every rank; the region goes on.
 
     For a product that a mixer's code computes itself, with a weight whose inputs are split.
@@ -119,7 +119,7 @@ def summed(function: Callable[..., torch.Tensor], ranks: Ranks) -> Callable[...,
     return computed
 
 
-def over_all_ranks(function: Callable[..., Any], ranks: Ranks) -> Callable[..., torch.Tensor]:
+def over_all_ranks(function: Callable[..., Any], ranks: SharingRanks) -> Callable[..., torch.Tensor]:
     """Return `function`, a root-mean-square norm fused with a product of its output, for a width that the ranks share.
 
     It takes `x` [..., width] and `eps` and may gate behind the norm, as FLA's `rms_norm_linear` and

@@ -143,7 +143,7 @@ class TPPlan(PlanStyles):
         """Return makers of this rank's versions of functions that a mixer's code calls, by name.
 
         For functions with global knowledge, such as a decay that depends on a head's number. Each gets the function and
-        the `Ranks` that share the heads, and returns the function to call instead. `self.over_all_ranks` makes one for a
+        the `SharingRanks` of the heads, and returns the function to call instead. `self.over_all_ranks` makes one for a
         norm over the whole width that is fused with the product behind it, `self.summed` for a product that the ranks hold
         as summands.
         """

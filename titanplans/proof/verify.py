@@ -31,7 +31,7 @@ from titanplans.proof.report import Report
 from titanplans.proof.result import CaseResult, Refusal, keywords
 
 CUTS = (*(Degrees(tp=tp) for tp in (2, 4, 8)), Degrees(cp=2), Degrees(tp=2, cp=2))
-"""What is proved where none is named."""
+"""Proved where none is named."""
 BOTH = (True, False)
 
 

@@ -1,6 +1,6 @@
 """What a style sends for a call of its module: the collectives that a step of a split model needs, and no more.
 
-Each style says it (`Style.sends`); what a step really sends is counted and held against it in `titanplans.observe`.
+The rule of a style says it (`Rule.expect`); what a step really sends is counted and held against it in `titanplans.observe`.
 """
 
 import math

@@ -21,7 +21,7 @@ from titanplans.torch_private.dispatch import tree_map
 
 
 class HeadRanks(NamedTuple):
-    """The ranks that share the heads of a mixer, as a plan's functions get them (`titanplans.plan.local_code.Ranks`)."""
+    """The ranks that share the heads of a mixer, which a plan's functions get as `SharingRanks`."""
 
     rank: int
     degree: int

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanplans.torch_private.dtensor import flatten_mesh
 
 
-class Meshes(NamedTuple):
+class CutMeshes(NamedTuple):
     """The ranks that share a layer, a sequence, and the heads of a mixer."""
 
     tp: DeviceMesh | None
@@ -20,7 +20,7 @@ class Meshes(NamedTuple):
     """1-D: all of them, which work on the same batch."""
 
 
-def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> Meshes:
+def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> CutMeshes:
     """Return the meshes of `mesh`, with dimensions "cp", "tp" or both; without names, 1-D, it is "tp".
 
     `sharing`: 1-D, of all its ranks; None to make one, which is collective if both dimensions are above 1.
@@ -28,9 +28,9 @@ def meshes_of(mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> Meshes:
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if sizes.get("cp", 1) == 1:
         tp = mesh["tp"] if mesh.ndim > 1 else mesh
-        return Meshes(tp, None, tp, tp)
+        return CutMeshes(tp, None, tp, tp)
     cp = mesh["cp"]
     if sizes.get("tp", 1) == 1:
-        return Meshes(None, cp, cp, cp)
+        return CutMeshes(None, cp, cp, cp)
     both = mesh["cp", "tp"]
-    return Meshes(mesh["tp"], cp, both, flatten_mesh(both, "heads") if sharing is None else sharing)
+    return CutMeshes(mesh["tp"], cp, both, flatten_mesh(both, "heads") if sharing is None else sharing)

@@ -45,7 +45,7 @@ from titanplans.split.collectives import (
     sum_ranks,
     take_shard,
 )
-from titanplans.split.meshes import Meshes
+from titanplans.split.meshes import CutMeshes
 from titanplans.split.own_tokens import OwnTokens
 from titanplans.torch_private.autograd import in_backward, number_of_node, running_node, sequence_number
 
@@ -191,7 +191,7 @@ class Border:
     side a sequence has all of them.
     """
 
-    def __init__(self, meshes: Meshes, layout: StreamLayout):
+    def __init__(self, meshes: CutMeshes, layout: StreamLayout):
         self.meshes, self.mesh = meshes, meshes.tp
         self.tokens = OwnTokens(meshes.cp, layout.sequence_dim)
         self.stream = Stream(layout, self.tokens.ranks)

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanplans.plan.layout import StreamLayout
 from titanplans.plan.resolve import Entry
 from titanplans.split.local_code import HeadRanks
-from titanplans.split.meshes import Meshes
+from titanplans.split.meshes import CutMeshes
 from titanplans.split.stream import Border
 
 
@@ -15,7 +15,10 @@ class Untouched:
     distributes, sums = False, True
 
     def __init__(self, alone: DeviceMesh):
-        self.mesh, self.border = alone, Border(Meshes(None, None, alone, alone), StreamLayout(sharded=False))
+        self.mesh, self.border = (
+            alone,
+            Border(CutMeshes(None, None, alone, alone), StreamLayout(sharded=False)),
+        )
         self.ranks = HeadRanks(0, 1, (alone.get_group().group_name, 1), self.border, (0,))
 
     def lay_out(self, entry: Entry) -> None:

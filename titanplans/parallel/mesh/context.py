@@ -3,10 +3,10 @@
 from typing import Any
 
 from titanplans.parallel.mesh.mesh import Mesh
-from titanplans.split.meshes import Meshes, meshes_of
+from titanplans.split.meshes import CutMeshes, meshes_of
 
 
-def meshes_to_cut(mesh: Any) -> Meshes | None:
+def meshes_to_cut(mesh: Any) -> CutMeshes | None:
     """Return the meshes of tensor and context parallelism of `mesh`; None where both degrees are 1.
 
     Args:

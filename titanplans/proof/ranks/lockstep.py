@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,24 +36,30 @@ class Lockstep:
         # An item is a rank's turn. Semaphores would do, but those of threading are written in Python.
         self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(ranks)]
         self._turns[0].put(None)
-        self._brought: dict[int, tuple[Any, Any, Callable]] = {}
+        self._all = tuple(range(ranks))
+        self._waiting: dict[int, _Brought] = {}
+        self._outcomes: dict[int, _Outcome] = {}
+        """Of the collective that each rank has brought something to last, if that took place."""
         self._depths = [0] * ranks
         self._failure: BaseException | None = None
-        self._result: Any = None
-        self._shallowest: int | None = None
-        """Where all ranks are at the end of a `together`: the depth of the outermost."""
-        self._ended = False
         self._stopped = False
 
-    def __call__(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> Any:
-        """Bring `value`, wait for the other ranks, and return `act` of all values, in rank order.
+    def __call__(
+        self,
+        rank: int,
+        what: tuple,
+        value: Any,
+        act: Callable[[list], Any],
+        ranks: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Bring `value`, wait for the other `ranks`, all unless given, and return `act` of their values, in that order.
 
-        Ranks whose `what` differs have lost each other, and all fail.
+        Ranks whose `what` differs have lost each other, and so have all if each waits for another; then all fail.
         """
-        self._arrive(rank, what, value, act)
+        outcome = self._arrive(rank, _Brought(self._all if ranks is None else ranks, what, value, act))
         if self._failure is not None:
             raise RankStopped
-        return self._result
+        return outcome.result
 
     def together(self, rank: int, work: Callable[[], T]) -> T:
         """Return the result of `work` on this rank, or raise on every rank the error of the first to fail."""
@@ -79,8 +85,9 @@ class Lockstep:
             raise RankStopped
 
     def hand_over(self, rank: int) -> None:
-        """Let the next rank run."""
-        self._turns[(rank + 1) % self.ranks].put(None)
+        """Let the next rank run that waits for no other."""
+        following = ((rank + n) % self.ranks for n in range(1, self.ranks + 1))
+        self._turns[next(r for r in following if r not in self._waiting)].put(None)
 
     def stop(self) -> None:
         """End every rank's work at its next collective."""
@@ -91,44 +98,71 @@ class Lockstep:
     def _end(self, rank: int, depth: int) -> BaseException | None:
         """Wait until every rank has ended its work; return the failure of any."""
         while True:
-            self._arrive(rank, (_END, depth), None, lambda values: None)
-            if self._ended:
-                return self._result
-            if self._shallowest is not None and self._shallowest < depth:
+            outcome = self._arrive(rank, _Brought(self._all, (_END, depth), None, lambda values: None))
+            if outcome.ended:
+                return outcome.result
+            if outcome.shallowest is not None and outcome.shallowest < depth:
                 raise RankStopped  # the others have left this work for good
 
-    def _arrive(self, rank: int, what: tuple, value: Any, act: Callable[[list], Any]) -> None:
-        self._brought[rank] = what, value, act
-        if len(self._brought) == self.ranks:
-            self._settle([self._brought[r] for r in range(self.ranks)])
-            self._brought.clear()
+    def _arrive(self, rank: int, brought: "_Brought") -> "_Outcome":
+        self._waiting[rank] = brought
+        here = [r for r in brought.ranks if r in self._waiting and self._waiting[r].ranks == brought.ranks]
+        if len(here) == len(brought.ranks):
+            self._settle(brought.ranks)
+        elif len(self._waiting) == self.ranks:
+            self._settle(self._all)  # nobody can go on
         # The process has one default generator, and each rank draws its own numbers.
         state = torch.get_rng_state() if self.drawing else None
         self.hand_over(rank)
         self.wait(rank)
         if state is not None:
             torch.set_rng_state(state)
+        return self._outcomes.pop(rank, _Outcome())
 
-    def _settle(self, brought: list[tuple[Any, Any, Callable]]) -> None:
-        """Do the collective. Called by the last rank to arrive; all read the result before they meet again."""
-        whats = [what for what, _, _ in brought]
+    def _settle(self, ranks: tuple[int, ...]) -> None:
+        """Do the collective of `ranks`, and let them go on, or all if it has failed. Called by the last to arrive."""
+        came = [self._waiting[rank] for rank in ranks]
+        whats = [one.what for one in came]
         ends = [what[1] for what in whats if what[0] == _END]
-        alike = all(what == whats[0] for what in whats)
-        self._ended = alike and bool(ends)
-        self._shallowest = min(ends) if len(ends) == self.ranks else None
-        if self._ended:
-            self._result, self._failure = self._failure, None
-        elif self._failure is None and not alike:
+        same = all(one[:2] == came[0][:2] for one in came)
+        outcome = _Outcome(shallowest=min(ends) if len(ends) == self.ranks else None)
+        if same and ends:
+            outcome = outcome._replace(result=self._failure, ended=True)
+            self._failure = None
+        elif self._failure is None and not same:
             self._failure = RanksDiverged(
                 "the ranks called different collectives: "
-                + "; ".join(f"rank {rank} {_words(what)}" for rank, what in enumerate(whats))
+                + "; ".join(f"rank {rank} {_words(what)}" for rank, what in zip(ranks, whats, strict=True))
             )
         elif self._failure is None:
             try:
                 with torch.no_grad():
-                    self._result = brought[0][2]([value for _, value, _ in brought])
+                    outcome = outcome._replace(result=came[0].act([one.value for one in came]))
             except RuntimeError as error:  # of torch: tensors that the collective can't take
                 self._failure = RanksDiverged(f"{_words(whats[0])}: {error}")
+        for rank in ranks if self._failure is None else list(self._waiting):
+            del self._waiting[rank]
+            self._outcomes[rank] = outcome
+
+
+class _Brought(NamedTuple):
+    """What a rank brings to a collective."""
+
+    ranks: tuple[int, ...]
+    """Those that meet."""
+    what: tuple
+    value: Any
+    act: Callable[[list], Any]
+
+
+class _Outcome(NamedTuple):
+    """What a collective gave its ranks."""
+
+    result: Any = None
+    ended: bool = False
+    """It was the end of all ranks' work."""
+    shallowest: int | None = None
+    """Where all ranks are at an end, not of the same work: the depth of the outermost."""
 
 
 def _words(what: tuple) -> str:

@@ -1,16 +1,13 @@
-"""Process groups of ranks that are threads: torch's, whose collectives are meetings, in a world larger than the mesh.
+"""Process groups of ranks that are threads: torch's, in a world larger than the mesh.
 
 The world is a job with two data-parallel replicas, and the threads are one of them. The other replica's ranks have no
-threads, so a collective that waits for them is refused: its plan takes the default group for the mesh's. Threads meet all
-together, also where the groups of a 2-D mesh do a collective each: if only some threads call it, the ranks have lost each
-other.
+threads, so a collective that waits for them is refused: its plan takes the default group for the mesh's.
 """
 
 import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -38,13 +35,10 @@ class ThreadGroup(threaded.ProcessLocalGroup):
             self._refuse(name)
         if not self.in_world and not _goes_over_all(collective):
             self._refuse(name)
-        what, given = (name, *vars(collective).items()), tuple((t.shape, t.dtype) for t in tensors)
-        if part:
-            rank = self.lockstep.in_world.index(self.in_world[self._rank])
-            brought = tuple(self.in_world), given, value
-            self.lockstep(rank, (*what, ("ranks", self.size())), brought, partial(_by_group, collective))
-        else:
-            self.lockstep(self._rank % self.lockstep.ranks, (*what, *given), value, collective.work)
+        what = (name, *vars(collective).items(), *((t.shape, t.dtype) for t in tensors))
+        ranks = tuple(map(self.lockstep.in_world.index, self.in_world)) if part else None
+        rank = self._rank % self.lockstep.ranks if ranks is None else ranks[self._rank]
+        self.lockstep(rank, what, value, collective.work, ranks)
         return threaded.ret_work(value)
 
     def _refuse(self, name: str) -> NoReturn:
@@ -102,15 +96,6 @@ class ThreadGroup(threaded.ProcessLocalGroup):
         return self._meet(threaded.AllToAllBase(), (), (output, input, output_sizes, input_sizes))
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  torch 2.11's name
-
-
-def _by_group(collective: Any, brought: list[tuple[tuple[int, ...], Any, Any]]) -> None:
-    """Do a collective in each of several groups; `brought` are their ranks, shapes and values, in rank order."""
-    for group in dict.fromkeys(ranks for ranks, *_ in brought):
-        shapes, values = zip(*(rest for ranks, *rest in brought if ranks == group), strict=True)
-        if any(one != shapes[0] for one in shapes):
-            raise RuntimeError(f"the ranks {group} brought {', '.join(map(str, shapes))}")
-        collective.work(list(values))
 
 
 def _running() -> Iterator[str]:

@@ -14,7 +14,7 @@ from titanplans.plan.styles.replicated import EndOfStream, ReplicatedOnStream, W
 from titanplans.plan.styles.vocab import VocabEmbedding, VocabHead
 from titanplans.split.costs import Call, ExpectedCollective
 from titanplans.split.local_code import HeadRanks
-from titanplans.split.meshes import Meshes
+from titanplans.split.meshes import CutMeshes
 from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.stream import Border
 from titanplans.split.tensors.borders import END_OF_STREAM, ON_STREAM, REGION, WHOLE
@@ -49,7 +49,7 @@ class CutByWeights:
 
     distributes = sums = True
 
-    def __init__(self, meshes: Meshes, stream: StreamLayout):
+    def __init__(self, meshes: CutMeshes, stream: StreamLayout):
         self.mesh, self.border = meshes.sharing, Border(meshes, stream)
         self.ranks = ranks_of_weights(self.border)
         self._over, self._memo = ParameterMesh(meshes.tp), ParameterMemo()

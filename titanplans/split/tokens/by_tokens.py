@@ -19,7 +19,7 @@ from titanplans.plan.styles.replicated import EndOfStream, ReplicatedInRegion
 from titanplans.plan.styles.vocab import VocabEmbedding
 from titanplans.plan.token_regions import region_of, token_regions
 from titanplans.split.local_code import HeadRanks
-from titanplans.split.meshes import Meshes
+from titanplans.split.meshes import CutMeshes
 from titanplans.split.parameters.local_parameters import ParameterMemo, ParameterMesh, localize
 from titanplans.split.parameters.local_read import MixerPart
 from titanplans.split.raw_collectives import group_of
@@ -38,7 +38,7 @@ IN_MIXERS: dict[type[Style], Rule] = {
     Rowwise: BY_INPUTS,
     ReplicatedInRegion: OF_EACH_TOKEN,
 }
-"""What is another rule than that by weights, by style."""
+"""By style: where the rule is another than that by weights."""
 
 
 class CutByTokens:
@@ -52,7 +52,7 @@ class CutByTokens:
             them (`align_gradients`); False: data parallelism over a mesh that holds these ranks sums.
     """
 
-    def __init__(self, plan: ResolvedPlan, in_mixers: ResolvedPlan, meshes: Meshes, *, summed: bool):
+    def __init__(self, plan: ResolvedPlan, in_mixers: ResolvedPlan, meshes: CutMeshes, *, summed: bool):
         self.plan, self.in_mixers, self.regions = plan, in_mixers, token_regions(plan)
         self.mesh = meshes.sharing
         self.border = border = Border(meshes, plan.source.options.stream)

@@ -244,7 +244,7 @@ class _PartIterator(DatasetIterator):
             self._part = 0
 
     def _read(self) -> bool:
-        """Read a document, and cut what is longer than a row into parts, or leave it out; False if there is none."""
+        """Read a document, and cut pieces longer than a row into parts, or leave them out; False if there is none."""
         following = next(self._documents, None)
         if following is None:
             return False

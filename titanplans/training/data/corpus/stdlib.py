@@ -2,7 +2,7 @@
 
 About 10 MB of real English and code on every machine that can run the job at all, so the first
 training run needs no download. Lists the files and no more: reading, splitting and shuffling are
-those of any other text files (see `files.py`).
+those of any other text files (see `local.py`).
 """
 
 import sysconfig
