@@ -24,12 +24,12 @@ class RetNetPlan(MixerPlan):
         return {f"{kind}_retention.{kind}_simple_gla": decayed for kind in kinds}
 
 
-def decayed(simple_gla: Callable[..., Any], place: Any) -> Callable[..., Any]:
+def decayed(simple_gla: Callable[..., Any], ranks: Any) -> Callable[..., Any]:
     """Return `simple_gla` with the decays of this rank's heads, for those of the first heads that retention gives it."""
 
     def local(q: torch.Tensor, **given: Any) -> Any:
         (name,) = given.keys() & {"g", "g_gamma"}
-        heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device) + q.shape[2] * place.rank
+        heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device) + q.shape[2] * ranks.rank
         decays = (1 - 2.0 ** (-5.0 - heads)).log()
         return simple_gla(q=q, **given | {name: decays.expand(given[name].shape)})
 

@@ -54,7 +54,7 @@ class YOCOPlan(MixerPlan):
         return {"model._select_last_query_hidden_states": refused} if self.options.sequence_parallel else {}
 
 
-def refused(select: Callable[..., Any], place: Any) -> Callable[..., Any]:
+def refused(select: Callable[..., Any], ranks: Any) -> Callable[..., Any]:
     """Refuse options that take the last token of hidden states, which are sharded over the ranks."""
 
     def local(*args: Any, **kwargs: Any) -> Any:

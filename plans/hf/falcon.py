@@ -25,12 +25,12 @@ class FalconPlan(GPTNeoXPlan):
         return {"transformer.build_alibi_tensor": alibi_of_rank} if model.config.alibi else {}
 
 
-def alibi_of_rank(build, place):
+def alibi_of_rank(build, ranks):
     """Return `build`, which makes biases [batch * heads, 1, sequence], of this rank's heads."""
 
     def local(mask, heads, *args, **kwargs):
         biases = build(mask, heads, *args, **kwargs).unflatten(0, (-1, heads))
-        own = heads // place.degree
-        return biases.narrow(1, own * place.rank, own).flatten(0, 1)
+        own = heads // ranks.degree
+        return biases.narrow(1, own * ranks.rank, own).flatten(0, 1)
 
     return local

@@ -128,7 +128,7 @@ def issued(communication: Communication, part: str, direction: str) -> Counter:
 CHOICES = [TPOptions(Degrees(tp=2), *o) for o in itertools.product((True, False), (True, False))]
 """The number of collectives does not depend on the degree; at 4, where ranks share heads, one model shows it."""
 GRID = [(case, options) for case in CASES for options in CHOICES]
-GRID += [(CASES[0], replace(options, degree=4)) for options in CHOICES]
+GRID += [(CASES[0], replace(options, degrees=Degrees(tp=4))) for options in CHOICES]
 
 
 def test_every_registered_plan_is_counted():

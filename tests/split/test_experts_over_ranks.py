@@ -140,7 +140,7 @@ def test_a_rank_without_rows_is_right_in_every_condition(tp, cp, came):
 def test_every_architecture_with_experts_is_right(name, cpu_kernels):
     report = verify(lambda: zoo.build(name), experts=(2,))
     assert report.passed, report.table()
-    assert {case.options.degrees for case in report.cases} == {(2, 1, 2), (1, 2, 2)}
+    assert {case.options.degrees for case in report.cases} == {Degrees(tp=2, ep=2), Degrees(cp=2, ep=2)}
 
 
 def exchanged(change):

@@ -17,6 +17,8 @@ from titanplans.errors import ParallelError
 from titanplans.parallel.mesh.mesh import Mesh
 from titanplans.plan.degrees import Degrees
 
+POSITIONS = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+"""The arguments of ParallelDims, in order."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -102,7 +104,7 @@ def test_the_attributes_of_parallel_dims():
         replicate, shard, cp, tp, pp = degrees
         theirs = ParallelDims(replicate, shard, cp, tp, pp, 1, 8, "partial_dtensor")
         with fake(8):
-            ours = Mesh(Degrees(*degrees), "cpu")
+            ours = Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=False))), "cpu")
         names = [
             *(
                 "dp_replicate",
@@ -175,7 +177,7 @@ def sums_over_every_mesh(rank):
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=123))
     result = []
     for degrees in GLOO:
-        mesh = Mesh(Degrees(*degrees), "cpu")
+        mesh = Mesh(Degrees(**dict(zip(POSITIONS, degrees, strict=False))), "cpu")
         for name in NAMES:
             group = mesh.get_mesh(name).get_group()
             total = torch.tensor(2**rank)
