@@ -43,7 +43,7 @@ def run(*argv: str) -> tuple[int, str, str]:
         ("--version", 0, "titanplans 0."),
         ("train --help parallelism", 0, "--parallelism.tensor_parallel_degree"),
         ("completion --help", 0, "completion zsh"),
-        ("plot configs", 2, "error: plot configs: there is no metrics.jsonl in it"),
+        ("plot configs", 2, "error: plot configs: there is no metrics.jsonl"),
         ("train configs/gla_debug.toml --print-config", 0, "tensor_parallel_degree = 2"),
         ("trian configs/gla_debug.toml", 2, "error: trian: no such command; did you mean train?"),
         ("publish", 2, "error: publish: no such command; there are train, verify"),

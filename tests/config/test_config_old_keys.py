@@ -1,7 +1,5 @@
 """Keys of torchtitan up to 0.2.2 and of flame: every one is read today, renamed with a note, or refused by name."""
 
-from pathlib import Path
-
 import pytest
 import tomli_w
 
@@ -9,9 +7,6 @@ from titanplans.config import ConfigError, load_job
 from titanplans.config.other_names import ELSEWHERE, REFUSED, RENAMED, REQUIRES_SWITCH
 from titanplans.config.schema import keys
 from titanplans.config.translate import PENDING
-from titanplans.config.usage import tables
-
-DOCS = Path(__file__).parents[2] / "docs" / "generated" / "options.md"
 
 # Sections and keys of JobConfig in torchtitan 0.2.2.
 TORCHTITAN = """
@@ -295,8 +290,3 @@ def test_flames_model_name_gives_way_to_the_config(load):
 
 def test_flames_accumulation_is_kept_until_the_degrees_are_known(load):
     assert load({"training.gradient_accumulation_steps": 3}).training.gradient_accumulation_steps == 3
-
-
-def test_the_documentation_holds_the_tables_of_the_code():
-    text = DOCS.read_text(encoding="utf-8")
-    assert tables() in text, "docs/generated/options.md is stale: python docs/generate.py options.md"

@@ -87,7 +87,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
 def _with_lora(subject: Subject, request: Namespace) -> Subject:
     """Put the command line's LoRA options in place of the job's."""
     try:
-        return replace(subject, lora=replace(subject.lora, **request.lora))
+        return replace(subject, lora=subject.lora.replace(**request.lora))
     except OptionError as error:
         raise VerifyError(
             f"--lora {error.option.removeprefix('lora.')}={show(error.value)}: {error.why}"
@@ -100,13 +100,13 @@ def _with_float8(subject: Subject, request: Namespace) -> Subject:
     if request.float8 == "none":
         float8 = Float8()
     elif request.float8 is not None:
-        float8 = replace(float8, recipe_name=request.float8, emulate=True)
+        float8 = float8.replace(recipe_name=request.float8, emulate=True)
     if request.float8_filter:
         _check_float8(float8, f"--float8-filter {','.join(request.float8_filter)}")
-        float8 = replace(float8, filter_fqns=request.float8_filter)
+        float8 = float8.replace(filter_fqns=request.float8_filter)
     if request.float8_filter_unaligned:
         _check_float8(float8, "--float8-filter-unaligned")
-        float8 = replace(float8, filter_unaligned=True)
+        float8 = float8.replace(filter_unaligned=True)
     return replace(subject, float8=float8)
 
 
@@ -172,8 +172,7 @@ def _job(path: str, request: Namespace) -> Subject:
 def _float8(job: JobConfig) -> Float8:
     """Return the job's options, emulated, without FSDP's, which split no product."""
     options = strategy_of(job).float8
-    return replace(
-        options,
+    return options.replace(
         emulate=options.recipe_name is not None,
         enable_fsdp_float8_all_gather=False,
         precompute_float8_dynamic_scale_for_fsdp=False,
