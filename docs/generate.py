@@ -16,24 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "generated"
-OPTIONS = """# Options
-
-`titanplans train --help` prints these from `titanplans/config/sections/`; `--help SECTION` one section. How a job is
-written: [config.md](../config.md).
-
-"""
 
 
 def page_of(module: str) -> Callable[[], str]:
     """Return what a module of tests/ or docs/ writes."""
     return lambda: import_module(module).page()
-
-
-def options() -> str:
-    """Return the page of all options of a job."""
-    from titanplans.config.usage import tables
-
-    return OPTIONS + tables()
 
 
 def combinations() -> str:
@@ -43,7 +30,7 @@ def combinations() -> str:
 
 
 PAGES = {
-    FOLDER / "options.md": options,
+    FOLDER / "options.md": page_of("options"),
     FOLDER / "models.md": page_of("flavors"),
     FOLDER / "architectures.md": page_of("architectures"),
     FOLDER / "combinations.md": combinations,

@@ -46,4 +46,4 @@ def build(data, *, seq_len, batch=8, rank=0, ranks=1, workers=0, **options):
 def other(config, **changes):
     """Return `config` with another source: `dataset`, `dataset_path`, `dataset_split`."""
     (source,) = config.data.sources
-    return replace(config, data=replace(config.data, sources=(replace(source, **changes),)))
+    return replace(config, data=config.data.replace(sources=(source.replace(**changes),)))

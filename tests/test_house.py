@@ -253,6 +253,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
         "annotated-types": "annotated_types",
         "flash-linear-attention": "fla",
         "huggingface-hub": "huggingface_hub",
+        "pydantic-core": "pydantic_core",
         "tomli-w": "tomli_w",
         "tensorboard": None,
     }

@@ -20,7 +20,8 @@ def show(value: Any) -> str:
     elif isinstance(value, type):
         text = value.__qualname__
     else:
-        text = f"{type(value).__name__}(...)" if dataclasses.is_dataclass(value) else str(value)
+        made_of_fields = dataclasses.is_dataclass(value) or hasattr(type(value), "model_fields")
+        text = f"{type(value).__name__}(...)" if made_of_fields else str(value)
     return " ".join(text.split())
 
 

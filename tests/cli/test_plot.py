@@ -1,12 +1,11 @@
 """`titanplans plot`: the logged figures of runs and of a sweep's table, in the terminal and as pictures."""
 
+import importlib.util
 import math
 
 import pytest
 
-from titanplans.cli.plot import draw
-from titanplans.cli.plot.main import main
-from titanplans.cli.plot.read import Curve, read
+from titanplans.cli.plot import Curve, main, read
 from titanplans.cli.sweep.table import FIGURES, csv_table
 from titanplans.training.trainer.jsonl import JsonlWriter
 
@@ -122,7 +121,7 @@ def test_a_picture_of_a_sweep(tmp_path, capsys):
 
 def test_what_cannot_be_drawn_is_one_line(run, tmp_path, monkeypatch, capsys):
     a, grid = run("a", [1.0]), sweep(tmp_path / "sweep")
-    assert "there is no such folder or file" in refused(capsys, "nowhere")
+    assert "nowhere: there is no metrics.jsonl" in refused(capsys, "nowhere")
     assert f"{grid} is a sweep, which is drawn alone" in refused(capsys, a, grid)
     assert "ends with .png, .svg, .pdf" in refused(capsys, a, "--output", "x.gif")
     assert "there is no folder no" in refused(capsys, a, "--output", "no/x.png")
@@ -130,5 +129,5 @@ def test_what_cannot_be_drawn_is_one_line(run, tmp_path, monkeypatch, capsys):
     assert "a/metrics.jsonl, line 1 is not a row" in refused(capsys, a)
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     assert "no figure is logged there yet" in refused(capsys, a)
-    monkeypatch.setattr(draw.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'titanplans[plot]'" in refused(capsys, a, "--output", "x.png")

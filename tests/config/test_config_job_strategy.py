@@ -14,7 +14,6 @@ def of(**options: object) -> FSDP2Config | DDPConfig:
 
 
 DDP = {"parallelism__data_parallel_strategy": "ddp"}
-OP = {"activation_checkpoint__selective_ac_option": "op"}
 EVERY_SECOND = ActivationCheckpoint(mode="selective", selective_ac_option="2")
 
 
@@ -38,55 +37,12 @@ def test_mixed_precision_under_ddp_is_autocast(given, autocast):
     assert config.autocast_dtype == autocast
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"mode": "none"}, ActivationCheckpoint()),
-        ({"mode": "full", "early_stop": True}, ActivationCheckpoint(mode="full", early_stop=True)),
-        ({"mode": "mlp", "scope": "language"}, ActivationCheckpoint(mode="mlp", scope="language")),
-        ({"mode": "keep_mixer"}, ActivationCheckpoint(mode="keep_mixer")),
-        (
-            {"selective_ac_option": "3", "debug": True},
-            ActivationCheckpoint(mode="selective", selective_ac_option="3", debug=True),
-        ),
-        (
-            {
-                "selective_ac_option": "op",
-                "per_op_sac_matmuls": "all",
-                "per_op_sac_keep_attention": False,
-                "per_op_sac_keep_collectives": False,
-                "per_op_sac_keep_operators": ["aten::relu"],
-                "per_op_sac_force_recompute_mm_shapes_by_fqns": ["q_proj"],
-            },
-            ActivationCheckpoint(
-                mode="selective",
-                selective_ac_option="op",
-                per_op_sac_matmuls="all",
-                per_op_sac_keep_attention=False,
-                per_op_sac_keep_collectives=False,
-                per_op_sac_keep_operators=("aten::relu",),
-                per_op_sac_force_recompute_mm_shapes_by_fqns=("q_proj",),
-            ),
-        ),
-    ],
-)
-def test_recomputation(given, expected):
-    config = of(**{f"activation_checkpoint__{key}": value for key, value in given.items()})
-    assert config.activation_checkpoint == expected
-
-
-def test_the_memory_budget_is_drawn_into_the_jobs_folder():
+def test_recomputation_is_the_sections():
+    given = {"mode": "memory_budget", "memory_budget": 0.25, "visualize_memory_budget_pareto": True}
     config = of(
-        job__dump_folder="here",
-        compile__enable=True,
-        activation_checkpoint__mode="memory_budget",
-        activation_checkpoint__memory_budget=0.25,
-        activation_checkpoint__visualize_memory_budget_pareto=True,
-        parallelism__tensor_parallel_degree=2,
+        compile__enable=True, **{f"activation_checkpoint__{key}": value for key, value in given.items()}
     )
-    assert config.activation_checkpoint == ActivationCheckpoint(
-        mode="memory_budget", memory_budget=0.25, visualize_memory_budget_pareto=True
-    )
+    assert config.activation_checkpoint == ActivationCheckpoint(**given)
 
 
 def test_compile_waits_for_its_switch():
@@ -98,14 +54,8 @@ def test_compile_waits_for_its_switch():
 
 
 REFUSED = [
-    (
-        {"parallelism__fsdp_backward_prefetch": 2, "parallelism__fsdp_reshard_after_forward": "never"},
-        "parallelism.fsdp_backward_prefetch",
-    ),
     ({"training__pin_cpu_memory": True}, "training.pin_cpu_memory"),
-    ({"training__autocast_dtype": "float32"}, "training.autocast_dtype"),
     ({**DDP, "ddp__static_graph": True}, "ddp.static_graph"),
-    ({**DDP, "ddp__split_compiled_blocks": True}, "ddp.split_compiled_blocks"),
     ({"activation_checkpoint__mode": "keep_mixer", "compile__enable": True}, "activation_checkpoint.mode"),
     ({"compile__enable": True, "compile__mode": "default", "compile__options": {"a": 1}}, "compile.options"),
 ]

@@ -4,7 +4,6 @@ One spawn of four ranks; what a carried one trains is compared in test_manager.
 """
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def between_split_and_shard():
 
 def by_a_manager(make=torch.optim.AdamW, prepare=True, step=False, strategy=TP, **options):
     """What `prepare_optimizer`, or a step without it, says of an optimizer made before `parallelize`."""
-    manager = ParallelManager(replace(strategy[0], **options), strategy[1], device_type="cpu")
+    manager = ParallelManager(strategy[0].replace(**options), strategy[1], device_type="cpu")
     model = build()
     optimizer = make(model.parameters(), lr=0.1)
     if step:

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import shtab
 
-from titanplans.cli import check, data, export
-from titanplans.cli.plot import main as plot
+from titanplans.cli import check, data, export, plot
 from titanplans.cli.sweep import main as sweep
 from titanplans.cli.verify.arguments import add_commands
 from titanplans.config.families import families
@@ -54,16 +53,11 @@ def _all_commands() -> argparse.ArgumentParser:
     everything = argparse.ArgumentParser(prog="titanplans", add_help=False)
     everything.add_argument("--version", action="store_true", help="print the version")
     commands = everything.add_subparsers()
-    _add_train(commands.add_parser("train", help="train the job", add_help=False))
-    _add_keys(
-        commands.add_parser(
-            "data",
-            parents=[data.parser()],
-            help="what a job's model will see",
-            add_help=False,
-            conflict_handler="resolve",
-        )
-    )
+    train = commands.add_parser("train", help="train the job", add_help=False)
+    train.add_argument("--max-restarts", metavar="N", help="start all ranks again, N times at most")
+    described: dict[str, Any] = {"help": "what a job's model will see", "conflict_handler": "resolve"}
+    _add_keys(train)
+    _add_keys(commands.add_parser("data", parents=[data.parser()], add_help=False, **described))
     add_commands(commands)
     others = {"sweep": sweep.parser(), "plot": plot.parser(), "check": check.parser(), "completion": parser()}
     others |= {command: export.parser(command) for command in ("export", "import")}
@@ -76,11 +70,6 @@ def _all_commands() -> argparse.ArgumentParser:
             if action.dest in _SUBJECTS:
                 action.complete = dict.fromkeys(_SHELLS, _SUBJECT)  # type: ignore[attr-defined]
     return everything
-
-
-def _add_train(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max-restarts", metavar="N", help="start all ranks again, N times at most")
-    _add_keys(command)
 
 
 def _add_keys(command: argparse.ArgumentParser) -> None:

@@ -1,10 +1,9 @@
 """`titanplans list --long`: each architecture's plan, what a rank has a part of, and the largest degree of each size."""
 
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-from torch import nn
 
 from titanplans import kernels, modeling
 from titanplans.apply.apply import check_plan
@@ -14,8 +13,8 @@ from titanplans.plan.degrees import Degrees
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import faulty_plans, registered_plans
 
-LARGEST = 64
-"""The largest degree that is tried."""
+_DEGREES = (2, 4, 8, 16, 32, 64)
+"""Those that are tried."""
 
 
 class Architecture(NamedTuple):
@@ -29,7 +28,7 @@ class Architecture(NamedTuple):
     split: dict[str, str]
     """What each rank has a part of, by the class of the mixer."""
     degrees: dict[str, int]
-    """The largest degree of each size, among powers of two up to `LARGEST`."""
+    """The largest degree of each size, among powers of two up to 64."""
 
 
 def long_listing(model_types: Sequence[str] = ()) -> str:
@@ -77,16 +76,9 @@ def place(plan: type[TPPlan]) -> str:
 def largest(name: str, flavor: str) -> int:
     """Return the largest degree that the plan accepts for a named size."""
     model = modeling.build(modeling.load_config(name, flavor))
-    degree = 1
-    while degree < LARGEST and fits(model, 2 * degree):
-        degree *= 2
-    return degree
-
-
-def fits(model: nn.Module, degree: int) -> bool:
-    """Whether the model's plan accepts this degree."""
-    try:
-        check_plan(model, Degrees(tp=degree))
-    except PlanError:
-        return False
-    return True
+    for before, degree in itertools.pairwise((1, *_DEGREES)):
+        try:
+            check_plan(model, Degrees(tp=degree))
+        except PlanError:
+            return before
+    return _DEGREES[-1]

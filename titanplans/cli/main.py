@@ -40,7 +40,7 @@ COMMANDS = {
     "list": "cli.verify.main",
     "async-tp": "cli.verify.main",
     "sweep": "cli.sweep.main",
-    "plot": "cli.plot.main",
+    "plot": "cli.plot",
     "check": "cli.check",
     "export": "cli.export",
     "import": "cli.export",

@@ -10,47 +10,37 @@ from titanplans.errors import OptionError
 
 
 @dataclass(frozen=True)
-class TomlSource:
-    """The origin of a TOML document, by its name in messages."""
-
-    name: str
-    file: Path | None = None
-    """Its file, if lines of it can be named."""
-
-    def at(self, key: str, value: Any = None) -> str:
-        """Return the file with the line of a dotted key or of a section: "job.toml, line 3"."""
-        line = line_of(self.file.read_text(encoding="utf-8"), key, value) if self.file else None
-        return self.name if line is None else f"{self.name}, line {line}"
-
-
-@dataclass(frozen=True)
 class KeyInFile:
-    """A key of a document, as messages name it."""
+    """A key or section of a TOML document, as messages name it: "job.toml, line 3: training.steps"."""
 
-    source: TomlSource
-    key: str
+    document: str
+    file: Path | None = None
+    """The document's file, if lines of it can be named."""
+    key: str = ""
 
     def __str__(self) -> str:
-        return f"{self.source.at(self.key)}: {self.key}"
+        return f"{self.line()}: {self.key}"
+
+    def line(self, key: str = "", value: Any = None) -> str:
+        """Return the document with the line of this key, or of another with this value: "job.toml, line 3"."""
+        text = self.file.read_text(encoding="utf-8") if self.file else ""
+        line = (key and line_of(text, key, value)) or line_of(text, self.key)
+        return f"{self.document}, line {line}" if line else self.document
 
 
 def located(error: OptionError, place: object) -> OptionError:
-    """Return the error with the file and the line of its option; unchanged if `place` is not a `KeyInFile`."""
+    """Return the error with the file and the line of its option, if `place` is in a file."""
     if not isinstance(place, KeyInFile):
         return error
-    where = place.source.at(place.key)
-    if error.option.startswith(f"{place.key}."):  # a key of one table of a list, or a default there
-        inside = place.source.at(error.option, error.value)
-        where = where if inside == place.source.name else inside
-    return OptionError(error.option, error.value, error.why, where)
+    return OptionError(error.option, error.value, error.why, place.line(error.option, error.value))
 
 
 def line_of(text: str, key: str, value: Any = None) -> int | None:
     """Return the line number at which a dotted key (with this value) or a section first appears; None if it does not."""
     lines, name = text.split("\n"), key.rpartition(".")[2]
-    for start in [number for number, line in enumerate(lines) if name in line]:
-        if _has(_shortest_document(lines, start + 1), key, value):
-            return start + 1
+    for number, line in enumerate(lines, 1):
+        if name in line and _has(_shortest_document(lines, number), key, value):
+            return number
     return None
 
 

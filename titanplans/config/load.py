@@ -8,18 +8,11 @@ from typing import Any, NoReturn
 
 from titanplans.config.arguments import parse_arguments
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME, check_plan, find_flavor
-from titanplans.config.lines import TomlSource, located
+from titanplans.config.lines import KeyInFile, located
 from titanplans.config.options import read_toml
 from titanplans.config.other_names import MODELS_OF_OTHERS
 from titanplans.config.schema import JobConfig, build_job, keys, strategy_of
-from titanplans.config.translate import (
-    CONVERTERS,
-    Layer,
-    read_options,
-    read_tables,
-    refuse_or_note,
-    takes_no_value,
-)
+from titanplans.config.translate import CONVERTERS, Given, refuse_or_note
 from titanplans.config.usage import usage
 from titanplans.errors import ConfigError, ModelError, OptionError
 
@@ -33,28 +26,25 @@ def load_job(argv: list[str], command: str = "train") -> JobConfig:
         ConfigError: the job can't be read, contradicts itself, or names a model or flavor that is not there; its message is
             one line.
     """
-    arguments = parse_arguments(argv, takes_no_value)
-    read_options(option for option in arguments.options if option[1] is None)  # "--training.steps --help"
-    if arguments.help:
-        word = arguments.path
-        is_job = word is None or word.endswith(".toml") or os.path.isfile(word)
-        _print_and_exit(usage(None if is_job else word))
-    if arguments.path is None:
+    name, options, flags = parse_arguments(argv)
+    if "help" in flags:
+        is_job = name is None or name.endswith(".toml") or os.path.isfile(name)
+        _print_and_exit(usage(None if is_job else name))
+    if name is None:
         raise ConfigError(
             f"no job file given: titanplans {command} JOB.toml [--section.key value ...], see --help"
         )
-    path = Path(arguments.path)
-    file = read_tables(read_toml(path), TomlSource(arguments.path, path))
-    job = _resolve(file, read_options(arguments.options))
-    if arguments.print_config:
+    given = Given()
+    given.add_tables(read_toml(Path(name)), KeyInFile(name, Path(name)))
+    given.add_options(options)
+    job = _resolve(given)
+    if "print" in flags:
         _print_and_exit("".join(f"# {note}\n" for note in job.notes) + job.to_toml())
     return job
 
 
-def _resolve(file: Layer, overrides: Layer) -> JobConfig:
-    values = file.values | overrides.values
-    pending = file.pending | overrides.pending
-    notes = file.notes + overrides.notes
+def _resolve(given: Given) -> JobConfig:
+    values, pending, notes = given.values, given.pending, given.notes
     if pending.get("training.dataset_name", "") not in ("", "default"):
         notes.append(_select_configuration(values, pending["training.dataset_name"]))
     if "training.varlen" in pending:
@@ -67,8 +57,8 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
         notes.append(
             f'{pending[CONVERTERS]} (torchtitan): read as quantize.linear.float8.recipe_name = "{recipe}"'
         )
-    notes += refuse_or_note(file.unread | overrides.unread, values)
-    with _placed(file.places | overrides.places):
+    notes += refuse_or_note(given.unread, values)
+    with _placed(given.places):
         job = build_job(values)
         strategy_of(job)
     if job.model.name or job.model.flavor:
@@ -79,7 +69,8 @@ def _resolve(file: Layer, overrides: Layer) -> JobConfig:
     if not job.experimental.custom_import:  # which may register plans
         check_plan(job.model.plan)
     description = [job.job.description] if job.job.description else []
-    return job.with_notes(tuple(description + notes))
+    vars(job)["notes"] = (*description, *notes)
+    return job
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from titanplans.config.compatibility import job
-from titanplans.config.options import Options, options_of
+from titanplans.config.options import Options, get, options_of
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.data import Data
 from titanplans.config.sections.lora import LoRA
@@ -52,12 +51,6 @@ class JobConfig(Options, refuses=job.refusals):
     notes: ClassVar[tuple[str, ...]] = ()
     """Not a section: what rank 0 says when the job starts, its description and which keys were read under another name."""
 
-    def with_notes(self, notes: tuple[str, ...]) -> "JobConfig":
-        """Return the same job with these notes."""
-        job = replace(self)
-        job.__dict__["notes"] = notes
-        return job
-
 
 class Key(NamedTuple):
     """A key of the job: "training.seq_len" without its section is its name."""
@@ -78,7 +71,7 @@ def keys() -> dict[str, Key]:
 def _keys(options: Options, section: str) -> list[Key]:
     found, nested = [], []
     for field in options_of(type(options)):
-        value = getattr(options, field.name)
+        value = get(options, field.name)
         if is_options(field.hint):
             nested += _keys(value, f"{section}.{field.name}".lstrip("."))
         else:
@@ -100,7 +93,7 @@ def build_job(values: dict[str, Any]) -> JobConfig:
 def _build(default: Any, section: str, values: dict[str, Any]) -> Any:
     given = {}
     for field in options_of(type(default)):
-        name, value = f"{section}.{field.name}".lstrip("."), getattr(default, field.name)
+        name, value = f"{section}.{field.name}".lstrip("."), get(default, field.name)
         given[field.name] = (
             _build(value, name, values) if isinstance(value, Options) else values.get(name, value)
         )

@@ -6,14 +6,14 @@ read_strategy('strategy = "ddp"')
 """
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
 import tomli_w
 from annotated_types import Ge, Le
+from pydantic import Field
 
 from titanplans.config.compatibility import strategy
-from titanplans.config.options import Options, parse_toml, without_none
+from titanplans.config.options import Options, parse_toml
 from titanplans.config.sections.lora import Freezing, LoRA
 from titanplans.config.sections.model import PlanOption
 from titanplans.config.sections.parallelism import (
@@ -79,7 +79,7 @@ class MegatronFSDPConfig(Options):
     zero_dp_strategy: Annotated[int, Ge(0), Le(3)] = 3
     """What is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
 
-    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Switches of megatron_fsdp.fully_shard_model, and dtypes of its MixedPrecisionPolicy, by their names there."""
 
 
@@ -109,7 +109,7 @@ def read_strategy(source: str | Mapping[str, Any]) -> Strategy:
         meant = nearest(str(name), list(_STRATEGIES))
         instead = f"did you mean {meant}?" if meant else f"there are {', '.join(_STRATEGIES)}"
         raise ConfigError(f"strategy = {name!r}: no such strategy; {instead}")
-    return _STRATEGIES[name].from_dict(values)
+    return _STRATEGIES[name](**values)
 
 
 def write_strategy(strategy: Strategy) -> str:
@@ -118,4 +118,4 @@ def write_strategy(strategy: Strategy) -> str:
     Raises:
         OptionError: a value has no form in TOML, such as a class.
     """
-    return tomli_w.dumps({"strategy": strategy.title, **without_none(strategy.to_dict())})
+    return tomli_w.dumps({"strategy": strategy.title, **strategy.to_dict(exclude_none=True)})

@@ -1,21 +1,20 @@
 """The types of options: a value of TOML, of the command line or of Python, checked by pydantic against the declared type.
 
 An option is annotated with `bool`, `int`, `float`, `str`, a `Literal` of strings, `tuple[T, ...]`, `dict[str, T]`, other
-`Options`, a union of these with or without None, or `Annotated[T, ...]` with a bound of annotated_types or a `Constraint`. A
-class, which TOML can't write, is `Annotated[Any, PythonObject("a TPPlan class")]`. No option is known by name here.
+`Options`, a union of these with or without None, or `Annotated[T, ...]` with a bound of annotated_types or a `Constraint`.
 """
 
 import contextlib
 import functools
 import operator
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 
 from titanplans.errors import ConfigError, OptionError
 from titanplans.text import show
@@ -41,12 +40,6 @@ class Constraint:
         return value
 
 
-def PythonObject(says: str) -> Constraint:
-    """Return the constraint of a value that TOML has no form for."""
-    plain = (bool, int, float, str, list, tuple, Mapping, types.NoneType)
-    return Constraint(says, lambda value: not isinstance(value, plain))
-
-
 PositiveInt = Annotated[int, Ge(1)]
 NaturalInt = Annotated[int, Ge(0)]
 Natural32 = Annotated[int, Ge(0), Lt(2**31)]
@@ -60,7 +53,11 @@ FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Name = Annotated[str, Constraint("not empty", lambda value: bool(value.strip()))]
 
 _WORDS = {Any: "of any kind", bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-_BOUNDS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+STRICT: Any = {"strict": True, "allow_inf_nan": False}
+"""How pydantic reads a value: an integer may stand for a float, and nothing else for another type."""
 
 
 def fit(value: Any, hint: Any) -> Any:
@@ -71,27 +68,29 @@ def fit(value: Any, hint: Any) -> Any:
         OptionError: nested options refuse the value.
     """
     try:
-        return _adapter(hint).validate_python(_without_lists(value))
+        return _adapter(hint).validate_python(writable(value))
     except ValidationError as error:
-        for fault in error.errors(include_url=False, include_input=False):
-            reason = fault.get("ctx", {}).get("error")
-            if isinstance(reason, Mismatch | OptionError):
-                raise reason from None
-        raise Mismatch(f"expected {describe(hint)}") from None
+        raise mismatch(error.errors(include_url=False), hint) from None
 
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    strict = ConfigDict(strict=True, allow_inf_nan=False)
-    return TypeAdapter(hint, config=None if is_options(hint) else strict)
+    return TypeAdapter(hint, config=ConfigDict(**STRICT))
 
 
-def _without_lists(value: Any) -> Any:
+def mismatch(faults: Sequence[Mapping[str, Any]], hint: Any) -> Mismatch | OptionError:
+    """Return the error of a value in which pydantic found these faults."""
+    reasons = [fault.get("ctx", {}).get("error") for fault in faults]
+    own = [reason for reason in reasons if isinstance(reason, Mismatch | OptionError)]
+    return own[0] if own else Mismatch(f"expected {describe(hint)}")
+
+
+def writable(value: Any) -> Any:
     """Return a value with tuples for lists; an integer that TOML can't hold or a string that no file can is refused."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_without_lists, value))
+    if isinstance(value, list | tuple):
+        return tuple(map(writable, value))
     if isinstance(value, Mapping):
-        return {_without_lists(key): _without_lists(item) for key, item in value.items()}
+        return {writable(key): writable(item) for key, item in value.items()}
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise Mismatch("expected an integer of at most 64 bits, as TOML has them")
     if isinstance(value, str) and any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value):
@@ -106,7 +105,7 @@ def from_toml(value: Any, hint: Any, where: object) -> Any:
         ConfigError: another type, not among the choices, or against a constraint; `where` begins the message.
     """
     try:
-        return fit(value, in_toml(hint))
+        return fit(value, hint)
     except Mismatch as mismatch:
         raise ConfigError(f"{where} = {show(value)}: {mismatch}") from None
 
@@ -119,7 +118,6 @@ def from_text(text: str, hint: Any, where: object) -> Any:
     Raises:
         ConfigError: as `from_toml`.
     """
-    hint = in_toml(hint)
     reasons, general = [], f"expected {describe(hint)}"
     for value in _readings(text):
         try:
@@ -148,61 +146,37 @@ def _readings(word: str) -> Iterator[Any]:
 
 def is_options(hint: Any) -> bool:
     """Whether a type is a group of options."""
-    return hasattr(hint, "from_dict")
+    return isinstance(hint, type) and issubclass(hint, BaseModel)
 
 
 def describe(hint: Any) -> str:
-    """Say in words what a type accepts: "an integer, at least 1"."""
+    """Say in words what a type accepts, but for None: "an integer, at least 1"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        base, *marks = arguments
-        return ", ".join(
-            [describe(base)] * (base is not Any) + [said for mark in marks if (said := _said(mark))]
-        )
+        said = [describe(arguments[0])] if arguments[0] is not Any else []
+        for mark in arguments[1:]:
+            said += [
+                f"{word} {getattr(mark, bound)}" for bound, word in _BOUNDS.items() if hasattr(mark, bound)
+            ]
+            said += [mark.says] if isinstance(mark, Constraint) else []
+        return ", ".join(said)
     if _is_union(hint):
-        return " or ".join(describe(option) for option in arguments if option is not types.NoneType)
+        return " or ".join(describe(option) for option in arguments if option is not NoneType)
     if origin is Literal:
         return "one of " + ", ".join(map(show, arguments))
     if origin is tuple:
-        choices = get_args(arguments[0]) if get_origin(arguments[0]) is Literal else ()
-        tables = is_options(arguments[0])
-        return "a list of " + (", ".join(map(show, choices)) or ("tables" if tables else "strings"))
+        choices = ", ".join(map(show, get_args(arguments[0]))) if get_origin(arguments[0]) is Literal else ""
+        return "a list of " + (choices or ("strings" if arguments[0] is str else "tables"))
     if origin is dict:
-        return (
-            "a table of strings" if arguments[1] is str else f"a table, each value {describe(arguments[1])}"
-        )
+        return f"a table, each value {describe(arguments[1])}"
     return f"a table, or {hint.__name__}(...)" if is_options(hint) else _WORDS[hint]
-
-
-def _said(mark: Any) -> str | None:
-    if type(mark) in _BOUNDS:
-        words, name = _BOUNDS[type(mark)]
-        return f"{words} {getattr(mark, name)}"
-    return mark.says if isinstance(mark, Constraint) else None
-
-
-def in_toml(hint: Any) -> Any:
-    """Return the part of a type that TOML has a form for; None if there is no such part."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated and arguments[0] is Any:
-        return None
-    if _is_union(hint):
-        return _union([part for option in arguments if (part := in_toml(option)) is not None])
-    if origin is dict:
-        return types.GenericAlias(dict, (arguments[0], in_toml(arguments[1])))
-    return hint
 
 
 def without_none_type(hint: Any) -> Any:
     """Return a type without None, which it may be a union with."""
-    if not _is_union(hint):
-        return hint
-    return _union([option for option in get_args(hint) if option is not types.NoneType])
-
-
-def _union(parts: Sequence[Any]) -> Any:
-    return functools.reduce(operator.or_, parts)
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    return functools.reduce(operator.or_, parts) if _is_union(hint) else hint
 
 
 def _is_union(hint: Any) -> bool:
-    return get_origin(hint) in (Union, types.UnionType)
+    return get_origin(hint) in (Union, UnionType)

@@ -103,7 +103,7 @@ def parallelize(
         config = _from_sections(sections, compile_config, plan, loss_parallel)
     if ac_config is not None:
         ours = isinstance(ac_config, ActivationCheckpoint)
-        config = replace(config, activation_checkpoint=ac_config if ours else _TORCHTITANS)
+        config = config.replace(activation_checkpoint=ac_config if ours else _TORCHTITANS)
     check_compatible(model, parallel_dims, config)
     apply_steps(model, parallel_dims, config, ac_config, dump_folder)
     return model

@@ -425,9 +425,9 @@ def test_options_that_would_do_nothing():
         ({"chat": {"enable": True, "truncation": "both"}}, 'training.chat.truncation = "both": expected'),
     ):
         with pytest.raises(OptionError) as error:
-            JobConfig.from_dict({"training": options})
+            JobConfig(training=options)
         assert reason in str(error.value)
-    assert JobConfig.from_dict({"training": {"chat": True}}).training.chat.enable
+    assert JobConfig(training={"chat": True}).training.chat.enable
 
 
 def test_a_sweep_goes_over_what_counts(tmp_path, monkeypatch):

@@ -445,7 +445,7 @@ def test_a_file_repaired_behind_the_place_goes_on(build, tmp_path, packing):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text)
     config = data_options.config(dataset="local", dataset_path=str(tmp_path), split="all")
-    config = replace(config, data=replace(config.data, packing=packing))
+    config = replace(config, data=config.data.replace(packing=packing))
     sizes = {"seq_len": 8, "local_batch_size": 1}
     first = build(config, **sizes)
     before = flat(islice(first, 20))

@@ -27,7 +27,6 @@ from titanplans.config.other_names import REFUSED, RENAMED
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
 from titanplans.config.translate import CONVERTERS, PENDING
-from titanplans.config.values import in_toml
 from titanplans.training.job import lock
 from titanplans.training.launch import launcher as launch
 from titanplans.training.launch import rank
@@ -457,7 +456,7 @@ def of_type(hint):
 def options(draw):
     """Values of some keys, each of its type."""
     chosen = draw(st.lists(st.sampled_from(sorted(keys())), min_size=1, max_size=4, unique=True))
-    return {name: draw(of_type(in_toml(keys()[name].hint))) for name in chosen}
+    return {name: draw(of_type(keys()[name].hint)) for name in chosen}
 
 
 def a_job(folder, values):

@@ -171,9 +171,7 @@ def _judged(
 
 def _prepare(subject: Subject, request: Namespace, degree: int) -> Prepared:
     """Prepare the model as for a proof, in float32, with enough tokens for what depends on their number."""
-    unemulated = replace(
-        subject, float8=replace(subject.float8, emulate=False)
-    )  # the products that a GPU has
+    unemulated = replace(subject, float8=subject.float8.replace(emulate=False))  # the products that a GPU has
     prepared = prepare(unemulated, request, torch.device("cpu"), torch.float32)
     keep_plain_between_graphs(prepared.model)
     if request.seq_len is not None:

@@ -13,19 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from titanplans.cli.sweep.spec import Settings, Spec
 from titanplans.config import ConfigError, JobConfig, load_job
-from titanplans.config.options import plain
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
+from titanplans.disk import is_taken
 from titanplans.errors import UserError
 from titanplans.text import show
 
 FILE_NAME = "cell.json"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]*")
-_LONGEST_NAME = 200  # file systems take 255 bytes
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{,199}")  # file systems take 255 bytes
 _RESULT = {"state": "running", "exit_status": None, "line": None, "seconds": None, "figures": {}}
 
 
@@ -65,10 +62,7 @@ class Cell:
 
     @property
     def state(self) -> str:
-        """How it ended: "finished" (exit status 0), "refused" (2, or settings that contradict each other), "failed" (any
-        other), "timed out", "stopped" (by a signal to the sweep), "interrupted" (the sweep was killed); "not run", or
-        "outdated": it ran with other settings.
-        """
+        """The recorded state; "interrupted" if the sweep was killed, "outdated" if the settings are others now."""
         if self.record is None:
             return "not run"
         if self.changes():
@@ -77,8 +71,7 @@ class Cell:
 
     def changes(self) -> list[str]:
         """Return how the cell differs from the one that was run: "training.steps = 10, now 12"."""
-        before = self.identity if self.record is None else self.record["job"]
-        found = []
+        before, found = self.identity if self.record is None else self.record["job"], []
         for key in sorted(self.identity | before):
             # A key that another release did not have counts as its default.
             default = keys()[key].default if key in keys() else None
@@ -87,10 +80,20 @@ class Cell:
                 found.append(f"{key} = {show_or_unset(then)}, now {show_or_unset(now)}")
         return found
 
+    def kept(self) -> str | None:
+        """Say what a cell whose settings have changed has that only --rerun may delete: a result or a checkpoint."""
+        if self.record is None or not (changed := self.changes()):
+            return None
+        checkpoints = self.record["job"].get("checkpoint.folder")
+        if self.record["state"] == "finished":
+            return f"has finished with other settings: {'; '.join(changed)}"
+        if checkpoints is not None and (self.folder / checkpoints).exists():
+            return f"has a checkpoint with other settings: {'; '.join(changed)}"
+        return None
+
     def begin(self) -> None:
         """Write the record of a cell that is about to run."""
-        settings = json.loads(json.dumps(self.settings))
-        self.record = {"cell": self.name, "command": self.command, "settings": settings}
+        self.record = {"cell": self.name, "command": self.command, "settings": self.settings}
         self.update(job=dict(self.identity), **_RESULT)
 
     def update(self, **values: Any) -> None:
@@ -108,22 +111,21 @@ class Cell:
             ConfigError: the folder is there and is no cell's, or the record is not one of this release's.
         """
         path = self.folder / FILE_NAME
-        if not os.path.isfile(path):  # which a name that is too long is not, either
-            if os.path.isdir(self.folder) and any(self.folder.iterdir()):
+        if not os.path.isfile(path):
+            if is_taken(self.folder):
                 raise ConfigError(
                     f"{self.folder} holds files, but no {FILE_NAME}, so it is not a sweep's; move it away, or give "
                     "[sweep] another dump_folder"
                 )
             return
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(record, dict) or not {"job", *_RESULT} <= record.keys():
+            self.record = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(self.record, dict) or not {"job", *_RESULT} <= self.record.keys():
                 raise ValueError("it is no record of this release")
         except ValueError as error:  # not JSON, too
             raise ConfigError(
                 f"{path} can't be read ({error}); remove the folder to run the cell again"
             ) from None
-        self.record = record
 
 
 def make_cells(spec: Spec) -> list[Cell]:
@@ -132,28 +134,52 @@ def make_cells(spec: Spec) -> list[Cell]:
     Raises:
         ConfigError: two cells of equal settings, a name that is no file's, or a job without a seed.
     """
-    cells, seen = [], {}
+    cells = []
     for name, settings in spec.cells.items():
-        if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        if not _NAME.fullmatch(name):
             raise ConfigError(
-                f'{spec.path}: cell "{name}": a name is its folder\'s, so it is letters, digits and ._=,+- '
-                f"(not first), {_LONGEST_NAME} at most; give it a name: [[axis]] names, or [[cells]] name"
+                f'{spec.path}: cell "{name}": a name is its folder\'s, so it is up to 200 letters, digits and ._=,+-, the '
+                "first a letter or digit; give it a name: [[axis]] names, or [[cells]] name"
             )
         cell = _cell(spec, name, settings)
-        what = str(sorted((cell.identity | {"job.dump_folder": ""}).items()))
-        if what in seen:
-            raise ConfigError(
-                f"{spec.path}: cells {seen[what]} and {name} have equal settings, so they are one experiment; "
-                "leave one out"
-            )
+        for other in cells:
+            if cell.identity | {"job.dump_folder": ""} == other.identity | {"job.dump_folder": ""}:
+                raise ConfigError(
+                    f"{spec.path}: cells {other.name} and {name} have equal settings, so they are one experiment; "
+                    "leave one out"
+                )
         if cell.job is not None and cell.job.debug.seed is None:
             raise ConfigError(
                 f"{spec.path}: debug.seed is unset in cell {name}, so that each run would draw its own, and "
                 "losses would differ by that alone; give it in [set], or in the base job"
             )
-        seen[what] = name
         cells.append(cell)
     return cells
+
+
+def _cell(spec: Spec, name: str, settings: Settings) -> Cell:
+    folder, job, refusal = spec.folder / name, None, None
+    arguments = [spec.header.base, f"--job.dump_folder={folder}", "--metrics.enable_jsonl=true"]
+    arguments += [f"--{key}={word}" for key, word in settings.items()]
+    # The base job has been read, so what is refused now are the settings.
+    try:
+        job = load_job(arguments)
+        identity = dict(flatten(job.to_dict()))
+        if job.model.config is not None and Path(job.model.config).is_file():
+            content = hashlib.sha256(Path(job.model.config).read_bytes()).hexdigest()
+            identity["SHA-256 of model.config"] = content
+    except ConfigError as error:
+        refusal = str(error)
+        identity = {"refusal": refusal, **settings}
+    return Cell(
+        name=name,
+        folder=folder,
+        settings=settings,
+        arguments=arguments,
+        job=job,
+        refusal=refusal,
+        identity=identity,
+    )
 
 
 def refusal(cell: Cell) -> str | None:
@@ -175,43 +201,3 @@ def refusal(cell: Cell) -> str | None:
 def show_or_unset(value: Any) -> str:
     """Return a job's value as TOML has it, or "unset"."""
     return "unset" if value is None else show(value)
-
-
-def _cell(spec: Spec, name: str, settings: Settings) -> Cell:
-    folder = spec.folder / name
-    arguments = [spec.header.base, f"--job.dump_folder={folder}", "--metrics.enable_jsonl=true"]
-    arguments += [f"--{key}={_word(value)}" for key, value in settings.items()]
-    # The base job has been read, so what is refused now are the settings.
-    try:
-        job, why = load_job(arguments), None
-        identity = dict(flatten(job.to_dict()))
-        if job.model.config is not None and Path(job.model.config).is_file():
-            content = hashlib.sha256(Path(job.model.config).read_bytes()).hexdigest()
-            identity["SHA-256 of model.config"] = content
-    except ConfigError as error:
-        job, why, identity = None, str(error), {"refusal": str(error), **settings}
-    return Cell(
-        name=name,
-        folder=folder,
-        settings=settings,
-        arguments=arguments,
-        job=job,
-        refusal=why,
-        identity=json.loads(json.dumps(identity)),
-    )
-
-
-def _word(value: Any) -> str:
-    """Write a value as the command line reads it, which knows the key's type."""
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) else _toml(plain(value))
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        given = {key: item for key, item in value.items() if item is not None}
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in given.items()) + "}"
-    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()

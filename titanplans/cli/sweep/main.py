@@ -27,24 +27,6 @@ from titanplans.training.launch.logs import init_logging
 from titanplans.training.launch.signals import Stopped
 
 
-def main(argv: list[str]) -> int:
-    """Run the sweep that `argv` names; return the exit status."""
-    try:
-        arguments = parser().parse_args(argv)
-        if "RANK" in os.environ:
-            raise UserError("a sweep starts its jobs itself, on this machine; run it without torchrun")
-        spec = read_spec(arguments.sweep)
-        cells = make_cells(spec)
-        chosen = _select(spec, cells, arguments.only)
-        if arguments.dry_run:
-            return _dry_run(chosen, arguments.rerun)
-        with only_sweep(spec.folder) as lock:
-            return _run(spec, cells, chosen, arguments.rerun, lock)
-    except UserError as error:
-        print(f"error: {as_line(str(error))}", file=sys.stderr)
-        return 2
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see titanplans sweep --help")
@@ -57,31 +39,38 @@ def parser() -> argparse.ArgumentParser:
         description="Run a grid of jobs, one after another, and write a table of their results.",
     )
     parser.add_argument("sweep", metavar="SWEEP.toml", help="which jobs (docs/training.md)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the cells, and what would be refused; start nothing"
+    dry = "list the cells, and what would be refused; start nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
+    only = "run this cell only; may be given several times"
+    parser.add_argument("--only", metavar="NAME", action="append", default=[], help=only)
+    rerun = (
+        "run finished cells again, whose settings have changed, or all of them; what they wrote is deleted"
     )
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="run this cell only; may be given several times",
-    )
-    parser.add_argument(
-        "--rerun",
-        choices=("changed", "all"),
-        help="run finished cells again, whose settings have changed, or all of them; what they wrote is deleted",
-    )
+    parser.add_argument("--rerun", choices=("changed", "all"), help=rerun)
     return parser
 
 
-def _select(spec: Spec, cells: list[Cell], only: list[str]) -> list[Cell]:
-    """Return the cells of these names, or all where none is given."""
-    names = [cell.name for cell in cells]
-    for name in only:
-        if name not in names:
-            raise ConfigError(f"--only {name}: {spec.path} has no such cell; there are {', '.join(names)}")
-    return [cell for cell in cells if not only or cell.name in only]
+def main(argv: list[str]) -> int:
+    """Run the sweep that `argv` names; return the exit status."""
+    try:
+        arguments = parser().parse_args(argv)
+        if "RANK" in os.environ:
+            raise UserError("a sweep starts its jobs itself, on this machine; run it without torchrun")
+        spec = read_spec(arguments.sweep)
+        cells = {cell.name: cell for cell in make_cells(spec)}
+        for name in arguments.only:
+            if name not in cells:
+                raise ConfigError(
+                    f"--only {name}: {spec.path} has no such cell; there are {', '.join(cells)}"
+                )
+        chosen = [cell for cell in cells.values() if not arguments.only or cell.name in arguments.only]
+        if arguments.dry_run:
+            return _dry_run(chosen, arguments.rerun)
+        with only_sweep(spec.folder) as lock:
+            return _run(spec, list(cells.values()), chosen, arguments.rerun, lock)
+    except UserError as error:
+        print(f"error: {as_line(str(error))}", file=sys.stderr)
+        return 2
 
 
 def _dry_run(cells: list[Cell], rerun: str | None) -> int:
@@ -89,40 +78,22 @@ def _dry_run(cells: list[Cell], rerun: str | None) -> int:
         init_logging(0)  # what libraries say when they are imported
     for cell in cells:
         cell.read()
-        if cell.record is None:
-            plan = "to run"
-        elif rerun is None and (kept := _kept_of_other_settings(cell)):
+        plan = "to run" if cell.record is None else f"to run again ({cell.record['state']} before)"
+        if rerun is None and (kept := cell.kept()):
             plan = kept
         elif cell.state == "finished" and rerun != "all":
             plan = "finished"
-        else:
-            plan = f"to run again ({cell.record['state']} before)"
         print(f"{cell.name}: {plan}\n  {cell.command}")
         if (why := refusal(cell)) is not None:
             print(f"  would be refused: {why}")
     return 0
 
 
-def _kept_of_other_settings(cell: Cell) -> str | None:
-    """Return what a cell has whose settings have changed, if only --rerun may delete it: a result or a checkpoint."""
-    changed = cell.changes()
-    if cell.record is None or not changed:
-        return None
-    checkpoints = cell.record["job"].get("checkpoint.folder")
-    if cell.record["state"] == "finished":
-        kept = "has finished"
-    elif checkpoints is not None and (cell.folder / checkpoints).exists():
-        kept = "has a checkpoint"
-    else:
-        return None
-    return f"{kept} with other settings: {'; '.join(changed)}"
-
-
 def _run(spec: Spec, cells: list[Cell], chosen: list[Cell], rerun: str | None, lock: int) -> int:
     for cell in cells:
         cell.read()
     for cell in chosen:
-        if rerun is None and (kept := _kept_of_other_settings(cell)):
+        if rerun is None and (kept := cell.kept()):
             raise ConfigError(
                 f"{spec.path}: cell {cell.name} {kept}: --rerun changed runs such cells again and deletes what they wrote, "
                 "[sweep] dump_folder can name a new folder"

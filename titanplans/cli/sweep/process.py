@@ -33,30 +33,30 @@ def only_sweep(folder: Path) -> Iterator[int]:
     Jobs inherit the descriptor, so that a job which a killed sweep left running still holds the lock.
 
     Raises:
-        UserError: another sweep runs there, or a job of one that was killed; or the file system has no locks.
+        UserError: another sweep runs there, or a job of one that was killed; or the folder can't be made or locked.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: can't be made ({error.strerror}); give [sweep] a dump_folder that can"
-        ) from None
-    with (folder / "lock").open("a+") as file:
+    with contextlib.ExitStack() as stack:
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / "lock").open("a+"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
+            holder = (folder / "lock").read_text()
             raise UserError(
-                f"{folder}: another sweep runs here, or the job of one that was killed ({file.read()}); wait for it, "
-                "or end it"
+                f"{folder}: another sweep runs here, or the job of one that was killed ({holder}); wait for it, or end it"
             ) from None
         except OSError as error:
             raise UserError(
-                f"{folder}: can't be locked against a second sweep ({error.strerror}); give [sweep] a dump_folder on "
-                "another file system"
+                f"{folder}: can't be made and locked ({error.strerror}); give [sweep] a dump_folder that can"
             ) from None
         _write_holder(file.fileno(), "")
         yield file.fileno()
+
+
+def _write_holder(lock: int, job: str) -> None:
+    """Write who holds the lock, for the error that a second sweep gives."""
+    os.ftruncate(lock, 0)
+    os.write(lock, f"sweep {os.getpid()}{job}".encode())
 
 
 def run_cell(cell: Cell, lock: int, time_limit: float | None) -> tuple[dict[str, Any], int | None]:
@@ -104,34 +104,22 @@ def run_cell(cell: Cell, lock: int, time_limit: float | None) -> tuple[dict[str,
     return {"state": state, "exit_status": status, "line": line, "seconds": seconds}, signum
 
 
-def error_line(text: str, status: int) -> str:
-    """Return why a job ended, in a line: what killed it, or its own last line that begins with "error: ".
+def _stop(process: subprocess.Popen, signum: int) -> int:
+    """Send the signal, which the job hands on to its ranks; kill all of them if that does not end it."""
+    try:
+        process.send_signal(signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_SECONDS_TO_STOP)
+    finally:  # after a second Ctrl-C, too; if the job ended in order, its session is empty
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
-    Args:
-        text: what the job wrote to stdout and stderr.
-        status: its exit status; negative: the signal that killed it.
-    """
+
+def error_line(text: str, status: int) -> str:
+    """Return why a job with this output and exit status ended: the signal that killed it, or its last error line."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or ["no output"])[-1]
-
-
-def _write_holder(lock: int, job: str) -> None:
-    """Write who holds the lock, for the error that a second sweep gives."""
-    os.ftruncate(lock, 0)
-    os.write(lock, f"sweep {os.getpid()}{job}".encode())
-
-
-def _stop(process: subprocess.Popen, signum: int) -> int:
-    """Send the signal, which the job hands on to its ranks; kill all of them if that does not end it."""
-    try:
-        process.send_signal(signum)
-        process.wait(timeout=_SECONDS_TO_STOP)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:  # after a second Ctrl-C, too; if the job ended in order, its session is empty
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()

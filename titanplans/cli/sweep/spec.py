@@ -5,20 +5,23 @@ other is found in `titanplans.cli.sweep.cells`.
 """
 
 import itertools
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
-from titanplans.config.lines import TomlSource
+from pydantic import Field
+
+from titanplans.config.lines import KeyInFile
 from titanplans.config.options import Options, read_toml
+from titanplans.config.other_names import RENAMED
 from titanplans.config.paths import FilePath
 from titanplans.config.schema import keys
-from titanplans.config.translate import Layer, flatten, read_tables
-from titanplans.config.values import NaturalInt, PositiveFloat, from_toml
-from titanplans.errors import ConfigError, OptionError, nearest
+from titanplans.config.translate import Given, flatten
+from titanplans.config.values import NaturalInt, PositiveFloat, from_text
+from titanplans.errors import ConfigError, OptionError
 from titanplans.text import show
 
 OWNED = {
@@ -27,16 +30,12 @@ OWNED = {
 }
 """Keys that the sweep itself gives to each cell, and why."""
 
-_PARTS = ("sweep", "set", "grid", "axis", "cells")
-
-Settings = dict[str, Any]
-"""Values of their keys' types, by today's dotted key."""
+Settings = dict[str, str]
+"""Values as words of the command line, by today's dotted key."""
 
 
-class Header(Options):
+class Header(Options, section="sweep"):
     """[sweep]."""
-
-    section = "sweep"
 
     base: FilePath = "."
     """The job that is varied: the path of its TOML, from the folder where the command is started. Required."""
@@ -54,9 +53,19 @@ class Header(Options):
     """Steps at the start of a cell that don't count for tokens/s."""
 
 
+class SweepFile(Options):
+    """The tables of a sweep file; their keys are not yet read."""
+
+    sweep: Header = Header()
+    set: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, Any] = Field(default_factory=dict)
+    axis: tuple[dict[str, Any], ...] = ()
+    cells: tuple[dict[str, Any], ...] = ()
+
+
 @dataclass(frozen=True)
 class Spec:
-    """A sweep file."""
+    """A sweep file that was read."""
 
     path: str
     header: Header
@@ -76,24 +85,26 @@ def read_spec(path: str) -> Spec:
         ConfigError: it can't be read, its base job can't, it has an unknown key, a value of another type, or no cell, or
             two cells have one name.
     """
-    document = read_toml(Path(path), "sweep file")
-    for part in document:
-        if part not in _PARTS:
-            raise ConfigError(f"{path}: {_unknown_part(part)}")
-    header = _header(_table(document, "sweep", path), path)
-    base = Path(header.base)
-    read_tables(read_toml(base), TomlSource(header.base, base))  # a mistake in it would be every cell's
-    fixed = _settings(_table(document, "set", path), f"{path}: [set]")
+    try:
+        file = SweepFile(**read_toml(Path(path), "sweep file"))
+    except OptionError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if "base" not in file.sweep.model_fields_set:
+        raise ConfigError(
+            f'{path}: sweep.base is missing: the job that is varied, as base = "configs/gla_debug.toml"'
+        )
+    base = Path(file.sweep.base)
+    Given().add_tables(read_toml(base), KeyInFile(str(base), base))  # a mistake in it would be every cell's
+    fixed = _settings(file.set, f"{path}: [set]")
     grid = f"{path}: [grid]"
-    axes = [
-        _axis({key: values}, grid)
-        for key, values in flatten(_table(document, "grid", path), "", TomlSource(grid))
-    ]
-    for number, table in enumerate(_tables(document, "axis", path), 1):
-        axes.append(_axis(table, f"{path}: [[axis]] {number},"))
-    _check_axes(path, fixed, axes)
+    axes = [_axis({key: values}, grid) for key, values in flatten(file.grid, "", KeyInFile(grid))]
+    axes += [_axis(table, f"{path}: [[axis]] {number},") for number, table in enumerate(file.axis, 1)]
+    varied = [fixed, *(dict.fromkeys(key for _, own in axis for key in own) for axis in axes)]
+    for one, other in itertools.combinations(varied, 2):
+        for key in one.keys() & other.keys():
+            raise ConfigError(f"{path}: {key} varies, and [set] or another axis gives it, too; leave one out")
     cells: dict[str, Settings] = {}
-    for name, own in [*_product(axes), *_named(document, path)]:
+    for name, own in [*_product(axes), *_named(file.cells, path)]:
         if name in cells:
             raise ConfigError(
                 f'{path}: two cells are named "{name}"; give one another name: [[axis]] names, or [[cells]] name'
@@ -103,140 +114,76 @@ def read_spec(path: str) -> Spec:
         raise ConfigError(
             f"{path}: no cell: give [grid] or [[axis]] lists of values, or [[cells]] with a name and its settings"
         )
-    return Spec(path, header, cells)
+    return Spec(path, file.sweep, cells)
 
 
 # A point of an axis is what its cells are named for it, and their settings.
 _Point = tuple[str, Settings]
 
 
-def _unknown_part(part: str) -> str:
-    if part in {key.partition(".")[0] for key in keys()}:
-        return f"[{part}] is a job's section, and stands under [set.{part}] or [grid.{part}] here"
-    meant = nearest(part, _PARTS)
-    return f"no part {part}; " + (f"did you mean {meant}?" if meant else f"there are {', '.join(_PARTS)}")
-
-
-def _header(table: dict[str, Any], path: str) -> Header:
-    try:
-        header = Header(**table)
-    except OptionError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if "base" not in table:
-        raise ConfigError(
-            f'{path}: sweep.base is missing: the job that is varied, as base = "configs/gla_debug.toml"'
-        )
-    return header
-
-
 def _settings(table: dict[str, Any], where: str) -> Settings:
-    layer, written = Layer(), set()
-    for key, raw in flatten(table, "", TomlSource(where)):
-        if key in written:
-            raise ConfigError(f"{where} {key}: is given twice; keep one")
-        written.add(key)
-        layer.add(key, raw, _value, f"{where} {key}")
-    for key, unread in layer.unread.items():
-        if unread.asks:
-            raise unread.refused(key)
-    for key in layer.pending:
-        raise ConfigError(
-            f"{where} {key}: has a meaning only together with other keys; leave it to the base job, or use today's names"
-        )
-    for key in OWNED:
-        if key in layer.values:
+    given, settings = Given(), {}
+    for key, value in flatten(table, "", KeyInFile(where)):
+        word = value if isinstance(value, str) else _toml(value)
+        given.add(key, word, from_text, f"{where} {key}")
+        if key in given.unread and given.unread[key].asks:
+            raise given.unread[key].refused(key)
+        if key in given.pending:
+            raise ConfigError(
+                f"{where} {key}: has a meaning only together with other keys; leave it to the base job, or use today's names"
+            )
+        if key in OWNED:
             raise ConfigError(f"{where} {key}: {OWNED[key]}; leave it out")
-    return layer.values
+        settings[RENAMED[key].to if key in RENAMED else key] = word
+    return settings
 
 
-def _value(raw: Any, hint: Any, where: object) -> Any:
-    """Read a value; "none" unsets a key that may be unset, as on the command line."""
-    if isinstance(raw, str) and raw.lower() == "none" and NoneType in get_args(hint):
-        return None
-    return from_toml(raw, hint, where)
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _axis(table: dict[str, Any], where: str) -> list[_Point]:
     """Return the points of an axis, whose keys vary together; `names` are theirs."""
-    columns: dict[str, list[Any]] = {}
-    for key, values in flatten(
-        {key: value for key, value in table.items() if key != "names"}, "", TomlSource(where)
-    ):
-        if not isinstance(values, list):
+    columns = dict(flatten(table, "", KeyInFile(where)))
+    for key, values in columns.items():
+        if not isinstance(values, tuple) or not values:
             raise ConfigError(
                 f"{where} {key} = {show(values)}: expected a list of values; for one value, [set] is the place"
             )
-        if not values:
-            raise ConfigError(f"{where} {key} = []: no value, so no cell; give at least one, or leave it out")
-        columns[key] = values
-    if not columns:
-        raise ConfigError(f"{where} no key varies; give it a job's keys with lists of values")
-    names = from_toml(table.get("names", []), tuple[str, ...], f"{where} names")
-    lengths = {key: len(column) for key, column in (columns | ({"names": names} if names else {})).items()}
-    if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{key} has {length}" for key, length in lengths.items())
+    if len({len(values) for values in columns.values()}) > 1:
+        found = ", ".join(f"{key} has {len(values)}" for key, values in columns.items())
         raise ConfigError(f"{where} lists of different lengths don't vary together: {found}; make them equal")
+    names = columns.pop("names", None)
     points = [
-        _settings(dict(zip(columns, values, strict=True)), where)
-        for values in zip(*columns.values(), strict=True)
+        _settings(dict(zip(columns, row, strict=True)), where) for row in zip(*columns.values(), strict=True)
     ]
-    return list(zip(names or map(_name, points), points, strict=True))
+    return list(zip(map(str, names) if names else map(_name, points), points, strict=False))
 
 
-def _check_axes(path: str, fixed: Settings, axes: list[list[_Point]]) -> None:
-    seen = dict.fromkeys(fixed, "[set]")
-    for axis in axes:
-        own = {key for _, settings in axis for key in settings}
-        for key in sorted(own & seen.keys()):
-            raise ConfigError(
-                f"{path}: {key} varies, and {seen[key]} gives it, too; leave it out of one of them"
-            )
-        seen |= dict.fromkeys(own, "another axis")
-
-
-def _product(axes: list[list[_Point]]) -> Iterable[_Point]:
+def _product(axes: list[list[_Point]]) -> Iterator[_Point]:
     """Yield the cells of the grid, the last axis varying fastest."""
     for points in itertools.product(*axes) if axes else ():
-        merged = {key: value for _, settings in points for key, value in settings.items()}
-        yield ",".join(name for name, _ in points), merged
+        yield ",".join(name for name, _ in points), {k: v for _, own in points for k, v in own.items()}
 
 
-def _named(document: dict[str, Any], path: str) -> Iterable[_Point]:
-    for number, table in enumerate(_tables(document, "cells", path), 1):
-        if "name" not in table:
+def _named(tables: tuple[dict[str, Any], ...], path: str) -> Iterator[_Point]:
+    for number, table in enumerate(tables, 1):
+        own = dict(table)
+        name = own.pop("name", None)
+        if not isinstance(name, str):
             raise ConfigError(
                 f'{path}: [[cells]] {number}, name is missing; give it one, as name = "compiled"'
             )
-        name = from_toml(table["name"], str, f"{path}: [[cells]] {number}, name")
-        own = {key: value for key, value in table.items() if key != "name"}
         yield name, _settings(own, f"{path}: cell {name},")
 
 
 def _name(settings: Settings) -> str:
-    """Name a point after its keys and values."""
-    return ",".join(f"{_short(key)}={_word(value)}" for key, value in settings.items())
-
-
-def _short(dotted: str) -> str:
-    """Return a key without its section, where no other section has one of that name."""
-    last = dotted.rpartition(".")[2]
-    return last if [key.name for key in keys().values()].count(last) == 1 else dotted
-
-
-def _word(value: Any) -> str:
-    text = "none" if value is None else show(value)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
-
-
-def _table(document: dict[str, Any], part: str, path: str) -> dict[str, Any]:
-    table = document.get(part, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: [{part}] = {show(table)}: expected a table")
-    return table
-
-
-def _tables(document: dict[str, Any], part: str, path: str) -> Iterable[dict[str, Any]]:
-    tables = document.get(part, [])
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{path}: {part} is a list of tables; write [[{part}]]")
-    return tables
+    """Name a point after its keys, without their sections where that is enough, and its values."""
+    names = [key.name for key in keys().values()]
+    words = {key: re.sub(r"[^A-Za-z0-9._+-]+", "-", word).strip("-") for key, word in settings.items()}
+    short = {key: last if names.count(last := key.rpartition(".")[2]) == 1 else key for key in settings}
+    return ",".join(f"{short[key]}={word}" for key, word in words.items())

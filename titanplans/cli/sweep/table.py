@@ -1,14 +1,14 @@
 """What cells measured, and the table of a sweep: one list of columns, written as CSV and as Markdown.
 
-Every cell has a row, even if it was refused, failed or has not run yet. A missing figure is an empty field; its reason is in
-the CSV's last column and below the Markdown table. Figures are read from a run's metrics.jsonl and parallelism.json; its
-printed output is not parsed.
+Every cell has a row. A missing figure is an empty field; its reason is in the CSV's last column and below the Markdown
+table. Figures are read from a run's metrics.jsonl and parallelism.json.
 """
 
 import csv
 import io
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -28,17 +28,9 @@ _MEMORY = [
     for prefix in ("", "validation_metrics/")
     for name in ("memory/max_reserved(GiB)", "memory/peak_rss(GiB)")
 ]
-_DATA = (
-    "debug.seed",
-    "model.hf_assets_path",
-    "training.local_batch_size",
-    "training.global_batch_size",
-    "training.gradient_accumulation_steps",
-    "training.seq_len",
-    "training.dataset",
-    "training.dataset_path",
-    "training.dataset_split",
-    "training.text_column",
+_DATA = re.compile(
+    r"debug\.seed|model\.hf_assets_path|training\.(local_batch_size|global_batch_size|gradient_accumulation_steps|seq_len|"
+    r"dataset.*|text_column)"
 )
 """Keys that decide which tokens each step reads."""
 
@@ -74,42 +66,39 @@ def read_figures(folder: Path, skip_steps: int) -> Figures:
         folder: its dump_folder.
         skip_steps: tokens/s is the median over the logged intervals that begin after this step.
     """
+    report = json.loads((folder / PARALLELISM).read_text()) if (folder / PARALLELISM).is_file() else {}
+    none = f"{PARALLELISM} does not say" if report else f"the run wrote no {PARALLELISM}"
+    step, why = report.get("step") or {}, report.get("reasons", {}).get("step", none)
+    found = {"ranks": report.get("world_size") or none}
+    found |= {f"{name}_per_step": step.get(name, why) for name in ("collectives", "bytes")}
     # Of rank 0 alone, or of each rank.
-    files = [file for file in [folder / FILE_NAME, *folder.glob(f"rank_*/{FILE_NAME}")] if file.is_file()]
-    ranks = [read_rows(file) for file in sorted(files, key=lambda file: (len(str(file)), str(file)))]
-    return _logged(ranks, skip_steps) | _communicated(folder / PARALLELISM)
-
-
-def _logged(ranks: list[list[dict[str, Any]]], skip_steps: int) -> Figures:
-    if not ranks:
-        return dict.fromkeys((figure.name for figure in FIGURES[1:6]), f"the run wrote no {FILE_NAME}")
-    steps = [row for row in ranks[0] if LOSS in row]
-    validations = [row for row in ranks[0] if VALIDATION_LOSS in row]
+    files = [
+        file for file in (folder / FILE_NAME, *sorted(folder.glob(f"rank_*/{FILE_NAME}"))) if file.is_file()
+    ]
+    if not files:
+        return found | dict.fromkeys(
+            (figure.name for figure in FIGURES[1:6]), f"the run wrote no {FILE_NAME}"
+        )
+    rows = read_rows(next((file for file in files if file.parent.name == "rank_0"), files[0]))
+    steps = [row for row in rows if LOSS in row]
+    validations = [row for row in rows if VALIDATION_LOSS in row]
     begins = [0, *(row["step"] for row in steps)]
     speeds = [row[TOKENS] for begin, row in zip(begins, steps, strict=False) if begin >= skip_steps]
-    peaks = [row[key] for rows in ranks for row in rows for key in _MEMORY if row.get(key) is not None]
+    peaks = [
+        row[key] for file in files for row in read_rows(file) for key in _MEMORY if row.get(key) is not None
+    ]
     too_short = f"no interval was logged that begins after step {skip_steps}"
-    return {
+    return found | {
         "loss_first": _loss(steps[:1], LOSS, "no step was logged"),
         "loss_last": _loss(steps[-1:], LOSS, "no step was logged"),
         "loss_validation": _loss(validations[-1:], VALIDATION_LOSS, "validation.enable = false"),
         "tokens_per_second": statistics.median(speeds) if speeds else too_short,
-        "peak_memory_gib": max(peaks) if peaks else "the run logged none",
+        "peak_memory_gib": max(peaks, default="the run logged none"),
     }
 
 
 def _loss(rows: list[dict[str, Any]], key: str, none: str) -> float | str:
-    if not rows:
-        return none
-    return "not finite" if rows[0][key] is None else rows[0][key]
-
-
-def _communicated(path: Path) -> Figures:
-    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    none = f"{PARALLELISM} does not say" if report else f"the run wrote no {PARALLELISM}"
-    step, why = report.get("step") or {}, report.get("reasons", {}).get("step", none)
-    counts = {f"{name}_per_step": step.get(name, why) for name in ("collectives", "bytes")}
-    return {"ranks": report.get("world_size") or none, **counts}
+    return none if not rows else "not finite" if rows[0][key] is None else rows[0][key]
 
 
 def write_tables(spec: Spec, cells: list[Cell]) -> str:
@@ -126,7 +115,7 @@ def write_tables(spec: Spec, cells: list[Cell]) -> str:
 def table(cells: list[Cell]) -> list[dict[str, Any]]:
     """Return the row of each cell by column: its name, the keys that vary, its figures, how it ended and why."""
     given = dict.fromkeys(key for cell in cells for key in cell.settings)
-    varied = [key for key in given if len({_setting(cell, key) for cell in cells}) > 1]
+    varied = [key for key in given if len({cell.settings.get(key, "") for cell in cells}) > 1]
     first = next((cell for cell in cells if cell.state == "finished"), None)
     return [_row(cell, varied, first) for cell in cells]
 
@@ -141,7 +130,7 @@ def _row(cell: Cell, varied: list[str], first: Cell | None) -> dict[str, Any]:
     return {
         "cell": cell.name,
         "state": cell.state,
-        **{key: _setting(cell, key) for key in varied},
+        **{key: cell.settings.get(key, "") for key in varied},
         **{figure.name: None if isinstance(value, str) else value for figure, value in figures.items()},
         "seconds": record.get("seconds"),
         "exit_status": record.get("exit_status"),
@@ -149,21 +138,18 @@ def _row(cell: Cell, varied: list[str], first: Cell | None) -> dict[str, Any]:
     }
 
 
-def _setting(cell: Cell, key: str) -> str:
-    """Return a cell's own value of a key; empty where the base job's holds."""
-    value = cell.settings.get(key, "")
-    return value if isinstance(value, str) else show_or_unset(value)
-
-
 def _other_data(own: Any, first: Any) -> list[str]:
     """Return how the data of a finished cell differ from another's: "training.seq_len = 7, not 2048"."""
-    pairs = {key: (own["job"].get(key), first["job"].get(key)) for key in _DATA}
+    mine, theirs = (
+        {key: value for key, value in record["job"].items() if _DATA.fullmatch(key)}
+        for record in (own, first)
+    )
     # Each has its own part of the data; a degree of -1 depends on the machine.
-    pairs["data-parallel ranks"] = (_data_parallel(own), _data_parallel(first))
+    mine["data-parallel ranks"], theirs["data-parallel ranks"] = _data_parallel(own), _data_parallel(first)
     return [
-        f"{key} = {show_or_unset(mine)}, not {show_or_unset(theirs)}"
-        for key, (mine, theirs) in pairs.items()
-        if mine != theirs
+        f"{key} = {show_or_unset(value)}, not {show_or_unset(theirs.get(key))}"
+        for key, value in mine.items()
+        if value != theirs.get(key)
     ]
 
 

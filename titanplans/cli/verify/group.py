@@ -36,22 +36,14 @@ def check_launch(request: Namespace) -> None:
             "--process-group needs the processes that torchrun starts: "
             f"torchrun --nproc-per-node {degree} -m titanplans {request.words}"
         )
-    if grouped and request.contexts is not None:
-        cuts = list(itertools.product(request.degrees or (1,), request.contexts))
-        if any(tp * cp != size for tp, cp in cuts):
-            said = ", ".join(f"tp {tp} x cp {cp}" for tp, cp in cuts)
-            raise VerifyError(
-                f"{said}: {size} processes prove products of {size} only; start as many as --tp x --cp"
-            )
-        return
+    degrees = request.degrees or ((size,) if request.contexts is None else (1,))
+    cuts = list(itertools.product(degrees, request.contexts or (1,)))
+    if grouped and any(tp * cp != size for tp, cp in cuts):
+        said = ", ".join(f"--tp {tp} x --cp {cp}" for tp, cp in cuts)
+        raise VerifyError(f"{said}: torchrun started {size} processes; start as many as the product")
     if grouped and size == 1 and request.degrees != (1,):
         raise VerifyError(
             "--process-group with 1 process splits nothing: start as many as the degree, --nproc-per-node 2, or say --tp 1"
-        )
-    if grouped and request.degrees not in (None, (size,)):
-        raise VerifyError(
-            f"--tp {','.join(map(str, request.degrees))}: {size} processes prove degree {size} only; "
-            "start as many as the degree, or leave --tp out"
         )
 
 

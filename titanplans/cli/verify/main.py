@@ -9,7 +9,6 @@
 import gc
 import itertools
 import os
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -49,9 +48,6 @@ def main(argv: list[str], *, alone: bool = False) -> int:
             return _verify(request, rank, alone)
     except UserError as error:
         return refuse(error, rank)
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does: drop the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     finally:
         gc.set_threshold(*threshold)
         gc.enable()  # a listing, or a refused subject, leaves it off

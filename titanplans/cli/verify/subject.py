@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.cli.verify.arguments import unknown_model
-from titanplans.config import JobConfig, LoRA, OptionError, strategy_of
+from titanplans.config import LoRA, OptionError, strategy_of
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.plan.custom import PlanSource
@@ -81,54 +80,41 @@ def find_subject(words: str, request: Namespace) -> Subject:
         for key in ("degrees", "contexts", "experts", "loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
-    return _with_lora(_with_float8(replace(subject, **chosen), request), request)
-
-
-def _with_lora(subject: Subject, request: Namespace) -> Subject:
-    """Put the command line's LoRA options in place of the job's."""
+    float8, lora = Float8() if request.float8 == "none" else subject.float8, subject.lora
+    if request.float8 not in (None, "none"):
+        float8 = float8.replace(recipe_name=request.float8, emulate=True)
+    filters: dict[str, Any] = {}
+    if request.float8_filter:
+        filters["filter_fqns"] = request.float8_filter
+    if request.float8_filter_unaligned:
+        filters["filter_unaligned"] = True
+    if filters and float8.recipe_name is None:
+        raise VerifyError(
+            "--float8-filter: nothing is float8; add --float8 tensorwise, for one, or leave it out"
+        )
     try:
-        return replace(subject, lora=replace(subject.lora, **request.lora))
+        lora = lora.replace(**request.lora)
     except OptionError as error:
         raise VerifyError(
             f"--lora {error.option.removeprefix('lora.')}={show(error.value)}: {error.why}"
         ) from error
-
-
-def _with_float8(subject: Subject, request: Namespace) -> Subject:
-    """Put the command line's float8 options in place of the job's."""
-    float8 = subject.float8
-    if request.float8 == "none":
-        float8 = Float8()
-    elif request.float8 is not None:
-        float8 = replace(float8, recipe_name=request.float8, emulate=True)
-    if request.float8_filter:
-        _check_float8(float8, f"--float8-filter {','.join(request.float8_filter)}")
-        float8 = replace(float8, filter_fqns=request.float8_filter)
-    if request.float8_filter_unaligned:
-        _check_float8(float8, "--float8-filter-unaligned")
-        float8 = replace(float8, filter_unaligned=True)
-    return replace(subject, float8=float8)
-
-
-def _check_float8(float8: Float8, option: str) -> None:
-    if float8.recipe_name is None:
-        raise VerifyError(f"{option}: nothing is float8; add --float8 tensorwise, for one, or leave it out")
+    return replace(subject, **chosen, float8=float8.replace(**filters), lora=lora)
 
 
 def _model(words: str, flavor: str | None, option: str) -> Subject:
     """A model by a name, by the path of a config.json, or as "module:callable"."""
-    if words in modeling.available():
-        flavor = flavor or "debug"
-        return Subject(f"{words}, flavor {flavor}", modeling.load_config(words, flavor))
-    if flavor is not None:
+    named = words in modeling.available()
+    is_path = not named and (words.endswith(".json") or "/" in words or os.path.isdir(words))
+    if flavor is not None and (is_path or ":" in words):
         raise VerifyError(
             f"--flavor {flavor}: goes with a named model ({', '.join(modeling.available())}), not with {words}"
         )
     if ":" in words:
         return Subject(words, make=load_attribute(words, option))
-    if words.endswith(".json") or os.path.isdir(words) or "/" in words:
+    if is_path:
         return Subject(words, modeling.load_config_file(words))
-    raise unknown_model(words, option)
+    flavor = flavor or "debug"
+    return Subject(f"{words}, flavor {flavor}", modeling.load_config(words, flavor))
 
 
 def _job(path: str, request: Namespace) -> Subject:
@@ -152,6 +138,7 @@ def _job(path: str, request: Namespace) -> Subject:
             f"{path}: tensor_parallel_degree = 1 splits nothing, so there is nothing to prove; give --tp 2, for one"
         )
     name, flavor = model_name(job)
+    float8 = strategy_of(job).float8
     model = name if flavor == "config" else f"{name}, flavor {flavor}"
     return Subject(
         f"{path}: {model}",
@@ -163,20 +150,13 @@ def _job(path: str, request: Namespace) -> Subject:
         loss_parallel=not job.parallelism.disable_loss_parallel,
         sequence_parallel=job.parallelism.enable_sequence_parallel,
         seq_len=job.training.seq_len,
-        float8=_float8(job),
+        float8=float8.replace(  # emulated, and without FSDP's options, which split no product
+            emulate=float8.recipe_name is not None,
+            enable_fsdp_float8_all_gather=False,
+            precompute_float8_dynamic_scale_for_fsdp=False,
+        ),
         lora=strategy_of(job).lora,
         freeze=job.training.freeze,
-    )
-
-
-def _float8(job: JobConfig) -> Float8:
-    """Return the job's options, emulated, without FSDP's, which split no product."""
-    options = strategy_of(job).float8
-    return replace(
-        options,
-        emulate=options.recipe_name is not None,
-        enable_fsdp_float8_all_gather=False,
-        precompute_float8_dynamic_scale_for_fsdp=False,
     )
 
 

@@ -1,9 +1,8 @@
 """What every refusal is written with: the options of a group, their defaults, and the rule of an option without effect."""
 
-from operator import attrgetter
 from typing import Any
 
-from titanplans.config.options import Refusals, options_of
+from titanplans.config.options import Refusals, get, options_of
 from titanplans.errors import either
 from titanplans.text import show
 
@@ -17,11 +16,6 @@ def needs(options: Any, switch: str, values: tuple[Any, ...], *names: str) -> Re
             key = type(options).full_name(switch)
             remedy = "enable it" if values == (True,) else f"it is {now}: change it"
             yield name, f"has no effect unless {key} = {choices}; {remedy} or remove this key"
-
-
-def get(options: Any, name: str) -> Any:
-    """Return the value of an option, "compile.mode" for one of a nested group."""
-    return attrgetter(name)(options)
 
 
 def default(options: Any, name: str) -> Any:

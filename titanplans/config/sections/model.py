@@ -1,6 +1,9 @@
 """The model, and how it is trained and validated: [model], [training], [validation]."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from titanplans.config.compatibility import groups
 from titanplans.config.options import Options
@@ -9,21 +12,34 @@ from titanplans.config.sections.data import Chat, Corpus, DataLoader
 from titanplans.config.sections.lora import Freezing
 from titanplans.config.sections.parallelism import Autocast, MixedPrecision, Offload
 from titanplans.config.values import (
+    Constraint,
     Name,
     PositiveFloat,
     PositiveInt,
     PositiveOrAuto,
-    PythonObject,
 )
+
+
+def _is_plan(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(style, str) or _is_object(style) for style in value.values())
+    return bool(value.strip()) if isinstance(value, str) else _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, bool | int | float | str | tuple | Mapping)
 
 
 class PlanOption(Options):
     """Which tensor-parallel plan splits the model."""
 
     plan: (
-        dict[str, str | Annotated[Any, PythonObject("a ParallelStyle")]]
-        | Name
-        | Annotated[Any, PythonObject("a TPPlan class")]
+        Annotated[
+            Any,
+            Constraint(
+                'a name, "module:Class", a TPPlan class, or a table of module names and styles', _is_plan
+            ),
+        ]
         | None
     ) = None
     """Its tensor-parallel plan: a registered name, "module:Class", or a table of module names and styles; unset: its own."""
@@ -44,7 +60,7 @@ class Model(PlanOption, section="model", refuses=groups.model):
     config_overrides: dict[str, Any] | None = None
     """Fields of its config with other values: lengths, rope and dropout. A table keeps the keys that it does not name."""
 
-    class_: Name | None = None
+    class_: Name | None = Field(None, alias="class")
     """A model of your own, "module:Class", an nn.Module that transformers need not know; instead of name and flavor."""
 
     arguments: dict[str, bool | int | float | str] | None = None

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PretrainedConfig, PreTrainedModel
 
 from titanplans.adapters.low_rank import adapted
 from titanplans.config import ConfigError, JobConfig
-from titanplans.config.options import plain, without_none
 from titanplans.config.schema import keys
 from titanplans.config.translate import flatten
 from titanplans.parallel.optimizers.build import ParameterGroup
@@ -105,7 +105,7 @@ def finished(job: JobConfig, *, restarted: bool = False) -> Path | None:
 
 def job_values(job: JobConfig) -> dict[str, Any]:
     """Return the job's values by dotted key: `Card.job`."""
-    return dict(flatten(without_none(job.to_dict())))
+    return dict(flatten(job.to_dict(exclude_none=True)))
 
 
 def check_finished(last: Path, job: JobConfig) -> None:
@@ -115,7 +115,9 @@ def check_finished(last: Path, job: JobConfig) -> None:
         ConfigError: with the keys that differ.
     """
     card = read_card(last).job if (last / CARD).is_file() else {}
-    decide = {name: plain(key.default) for name, key in keys().items() if _RESULT.fullmatch(name)}
+    decide = {
+        name: to_jsonable_python(key.default) for name, key in keys().items() if _RESULT.fullmatch(name)
+    }
     theirs, ours = (
         {key: values.get(key, decide[key]) for key in decide} for values in (card, job_values(job))
     )

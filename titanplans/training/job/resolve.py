@@ -6,12 +6,12 @@
 import math
 from typing import NamedTuple
 
+from pydantic_core import to_jsonable_python
 from transformers import PretrainedConfig
 
 from titanplans import modeling
 from titanplans.config import ConfigError, JobConfig
 from titanplans.config.families import DEFAULT_FLAVOR, DEFAULT_NAME
-from titanplans.config.options import plain
 from titanplans.config.sections.data import Chat, DataSource, SourceChat
 from titanplans.errors import ModelError, either, near_multiples
 from titanplans.parallel.mesh.process_group import default_device_type
@@ -46,7 +46,7 @@ def hf_config(job: JobConfig) -> PretrainedConfig:
     name, flavor = model_name(job)
     config = modeling.load_config_file(name) if flavor == "config" else modeling.load_config(name, flavor)
     if job.model.config_overrides:
-        config = modeling.adjusted(config, plain(job.model.config_overrides))
+        config = modeling.adjusted(config, to_jsonable_python(job.model.config_overrides))
     if getattr(config, "use_l2warp", False):
         raise ModelError(
             f"use_l2warp = True ({name} {flavor}) is a penalty in flash-linear-attention's own loss, and a job's loss is "

@@ -111,7 +111,7 @@ def _dataloader(
     job: JobConfig, data: resolve.DataSettings, workers: DataLoader, *, apart: bool, infinite: bool
 ) -> TextDataLoader.Config:
     return TextDataLoader.Config(
-        data=replace(job.data, sources=data.sources, documents="apart" if apart else "joined"),
+        data=job.data.replace(sources=data.sources, documents="apart" if apart else "joined"),
         infinite=infinite,
         # The order of the documents must not be drawn anew when a job resumes.
         seed=job.debug.seed or 0,

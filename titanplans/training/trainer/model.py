@@ -7,7 +7,7 @@ state dicts and parallelisms are the wrapped model's. Models are built in `titan
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class LanguageModel(BaseModel):
             if self.lora.rank is not None or self.freeze:
                 lm = copy.deepcopy(lm)  # on meta
             with rename_option_errors():
-                prepare(lm, lora=replace(self.lora, quantize_base=None), freezes=self.freeze)
+                prepare(lm, lora=self.lora.replace(quantize_base=None), freezes=self.freeze)
             return modeling.count_flops(lm, seq_len)
 
     lm: PreTrainedModel

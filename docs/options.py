@@ -1,0 +1,62 @@
+"""docs/generated/options.md: every key of a job, and what becomes of other projects' names.
+
+python docs/generate.py options.md
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
+from titanplans.config.schema import Key, keys
+from titanplans.config.usage import keys_of_tables
+from titanplans.text import show
+
+HEAD = """# Options
+
+`titanplans train --help` prints these from `titanplans/config/sections/`; `--help SECTION` one section. How a job is
+written: [config.md](../config.md).
+
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = ["## Every key"]
+    for section, group in groupby(keys().values(), key=lambda key: key.section):
+        found = list(group)
+        cells = [(f"`{key.name}`", _default(key), key.doc) for key in found]
+        parts.append(f"### [{section}]\n\n" + _table(("key", "default", ""), cells))
+        for key in found:
+            if own := [(f"`{field.name}`", field.doc) for field in keys_of_tables(key)]:
+                parts.append(f"#### [[{section}.{key.name}]]\n\n" + _table(("key", ""), own))
+    renamed = [(f"`{old}`", new.of, f"`{new.to}`") for old, new in RENAMED.items()]
+    switches = [
+        (", ".join(f"`{key}`" for key, _ in group), f"`{switch}`")
+        for switch, group in groupby(REQUIRES_SWITCH.items(), key=lambda item: item[1])
+    ]
+    refused = [
+        (", ".join(f"`{key}`" + _off(row.off) for key, row in group), reason)
+        for reason, group in groupby(REFUSED.items(), key=lambda item: item[1].reason)
+    ]
+    parts += ["## Other names", _table(("key", "known from", "read as"), renamed)]
+    parts += [
+        "## Keys that do nothing without another",
+        _table(("key", "accepted, with a note, without"), switches),
+    ]
+    parts += ["## Refused keys", _table(("key (accepted as)", "why, and what instead"), refused)]
+    return HEAD + "\n\n".join(parts) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in [head, *cells]]
+    return "\n".join([lines[0].replace("|  |", "| |"), "|" + "---|" * len(head), *lines[1:]])
+
+
+def _default(key: Key) -> str:
+    return "unset" if key.default is None else f"`{show(key.default)}`"
+
+
+def _off(values: tuple[Any, ...]) -> str:
+    return f" ({' or '.join(f'`{show(value)}`' for value in values)})" if values else ""
