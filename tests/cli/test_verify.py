@@ -100,7 +100,7 @@ def test_a_process_group_proves_its_degree_and_json_is_all_of_stdout(tmp_path):
     found = json.loads((tmp_path / "stdout.0").read_text())
     assert (found["verdict"], found["ranks"]) == ("proved", "2 processes over gloo, cpu")
     cases = found["report"]["cases"]
-    assert {(c["degree"], c["loss_parallel"], c["sequence_parallel"]) for c in cases} == {
+    assert {(c["tp"], c["loss_parallel"], c["sequence_parallel"]) for c in cases} == {
         (2, True, True),
         (2, False, True),
     }

@@ -195,7 +195,7 @@ def test_json_is_one_object(command):
     assert case["scenario"]["steps"][0][0] == dataclasses.asdict(MicroBatch())
     assert {"loss", "torchtitan loss"} < {check["what"] for check in case["checks"]}
     (counted,) = found["communication"]
-    assert (counted["degree"], counted["sequence_parallel"], counted["minimal"]) == (2, True, True)
+    assert (counted["tp"], counted["sequence_parallel"], counted["minimal"]) == (2, True, True)
 
 
 def test_a_job_is_proved_as_it_is_split(command, folder):
@@ -208,14 +208,14 @@ def test_a_job_is_proved_as_it_is_split(command, folder):
     found = json.loads(out)
     case, _ = found["report"]["cases"]
     assert status == 0
-    assert (case["degree"], case["loss_parallel"], case["sequence_parallel"]) == (4, False, True)
+    assert (case["tp"], case["loss_parallel"], case["sequence_parallel"]) == (4, False, True)
     assert found["report"]["subject"] == "Qwen3ForCausalLM, Unregistered"
     # Flags come before the job.
     _, out, _ = command(
         "verify", "job.toml", "--json", "--layers", "1", "--tp", "2", "--no-sequence-parallel", "--quick"
     )
     case, _ = json.loads(out)["report"]["cases"]
-    assert (case["degree"], case["loss_parallel"], case["sequence_parallel"]) == (2, False, False)
+    assert (case["tp"], case["loss_parallel"], case["sequence_parallel"]) == (2, False, False)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from titanplans.apply.apply import cut_of, split
 from titanplans.apply.check import Checked, check
 from titanplans.apply.prepare import prepare
 from titanplans.config import ActivationCheckpoint, Compile, DDPConfig, FSDP2Config
-from titanplans.config.compatibility.placement import Placement, check_placement
+from titanplans.config.compatibility.on_mesh import StrategyOnMesh, check_on_mesh
 from titanplans.config.options import Options, options_of
 from titanplans.errors import ParallelError
 from titanplans.parallel.activation_checkpoint import (
@@ -244,8 +244,8 @@ def check_compatible(model: nn.Module, mesh: Any, config: Config) -> None:
     refuse_degrees(mesh, ddp=isinstance(config, DDPConfig))
     if isinstance(config, DDPConfig) and not on_meta(model):
         refuse_model(model, _ddp_mesh(mesh))
-    check_placement(
-        Placement(
+    check_on_mesh(
+        StrategyOnMesh(
             config=config,
             tp=mesh.tp,
             cp=mesh.cp,

@@ -7,7 +7,7 @@ import torch
 from tiny import Tiny
 from torch._dynamo.utils import counters
 
-from titanplans.config.compatibility.placement import Placement, check_placement
+from titanplans.config.compatibility.on_mesh import StrategyOnMesh, check_on_mesh
 from titanplans.parallel import Compile, Degrees, FSDP2Config, Mesh, ParallelError, parallelize
 from titanplans.parallel.compile import apply_compile, compile_loss, compile_options, components
 from titanplans.parallel.compile.fla_graphs import end_graphs_at_kernels
@@ -70,14 +70,14 @@ NOT_FOR = {
 def test_no_use_on_this_device(words):
     options, device = NOT_FOR[words]
     with pytest.raises(ParallelError, match=words):
-        check_placement(placement(options, device))
+        check_on_mesh(on_mesh(options, device))
     if 'cudagraphs"' not in words or device == "cuda":
-        check_placement(placement(options, {"cpu": "cuda", "cuda": "cpu"}[device]))
+        check_on_mesh(on_mesh(options, {"cpu": "cuda", "cuda": "cpu"}[device]))
 
 
-def placement(options, device):
+def on_mesh(options, device):
     config = FSDP2Config(compile=options)
-    return Placement(
+    return StrategyOnMesh(
         config, tp=1, cp=1, ep=1, dp_replicate=1, dp_shard=1, device_type=device, nccl=False, one_graph=True
     )
 

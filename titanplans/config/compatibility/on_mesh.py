@@ -10,7 +10,7 @@ from titanplans.config.options import Refusals
 
 
 @dataclass(frozen=True)
-class Placement:
+class StrategyOnMesh:
     """A strategy with the facts of its mesh, device and model. Not a group of options."""
 
     config: Any
@@ -27,26 +27,26 @@ class Placement:
     """Whether each block of the model can become one graph."""
 
 
-def check_placement(placement: Placement) -> None:
+def check_on_mesh(strategy: StrategyOnMesh) -> None:
     """Refuse a strategy that can't be honoured on its mesh, on its device or for its model.
 
     Raises:
         OptionError: the first option that is refused.
     """
     refusals = [_plan, _float8, _compile]
-    if placement.config.title == "fsdp2":
+    if strategy.config.title == "fsdp2":
         refusals.insert(1, _fsdp2)
     for refuse in refusals:
-        for option, why in refuse(placement):
-            raise placement.config.error(option, why)
+        for option, why in refuse(strategy):
+            raise strategy.config.error(option, why)
 
 
-def _plan(p: Placement) -> Refusals:
+def _plan(p: StrategyOnMesh) -> Refusals:
     if p.config.plan is not None and p.tp == p.cp == p.ep == 1:
         yield "plan", NOTHING_IS_SPLIT
 
 
-def _fsdp2(p: Placement) -> Refusals:
+def _fsdp2(p: StrategyOnMesh) -> Refusals:
     c = p.config
     if c.fsdp_defer_grad_sync == "replicas" and p.dp_replicate == 1:
         yield (
@@ -61,7 +61,7 @@ def _fsdp2(p: Placement) -> Refusals:
         yield "enable_async_tensor_parallel", f"it needs {missing}; add that or remove this key"
 
 
-def _float8(p: Placement) -> Refusals:
+def _float8(p: StrategyOnMesh) -> Refusals:
     gather = "float8.enable_fsdp_float8_all_gather"
     if p.cp > 1 and p.config.float8.recipe_name is not None:
         yield "float8.recipe_name", no_float8(p.cp)
@@ -84,7 +84,7 @@ def _float8(p: Placement) -> Refusals:
         yield ("autocast_dtype", "on a CPU torch.autocast supports only bfloat16; remove this key")
 
 
-def _compile(p: Placement) -> Refusals:
+def _compile(p: StrategyOnMesh) -> Refusals:
     compiled, ac = p.config.compile, p.config.activation_checkpoint
     on_cpu = p.device_type == "cpu"
     if compiled.enable and on_cpu and compiled.mode not in (None, "default"):
