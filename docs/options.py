@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
+from titanplans.config.options import Field
 from titanplans.config.other_names import REFUSED, RENAMED, REQUIRES_SWITCH
-from titanplans.config.schema import Key, keys
+from titanplans.config.schema import keys
 from titanplans.config.usage import keys_of_tables
 from titanplans.text import show
 
@@ -54,7 +55,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([lines[0].replace("|  |", "| |"), "|" + "---|" * len(head), *lines[1:]])
 
 
-def _default(key: Key) -> str:
+def _default(key: Field) -> str:
     return "unset" if key.default is None else f"`{show(key.default)}`"
 
 

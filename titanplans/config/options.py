@@ -36,6 +36,8 @@ class Field(NamedTuple):
     hint: Any
     default: Any
     doc: str
+    section: str = ""
+    """Of a job's key."""
 
 
 class Options(BaseModel):

@@ -3,10 +3,10 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from titanplans.config.compatibility import job
-from titanplans.config.options import Options, get, options_of
+from titanplans.config.options import Field, Options, get, options_of
 from titanplans.config.sections.checkpoint import Checkpoint
 from titanplans.config.sections.data import Data
 from titanplans.config.sections.lora import LoRA
@@ -52,23 +52,13 @@ class JobConfig(Options, refuses=job.refusals):
     """Not a section: what rank 0 says when the job starts, its description and which keys were read under another name."""
 
 
-class Key(NamedTuple):
-    """A key of the job: "training.seq_len" without its section is its name."""
-
-    section: str
-    name: str
-    hint: Any
-    default: Any
-    doc: str
-
-
 @functools.cache
-def keys() -> dict[str, Key]:
+def keys() -> dict[str, Field]:
     """Return every key by its dotted name, in the order of the sections."""
     return {f"{key.section}.{key.name}": key for key in _keys(JobConfig(), "")}
 
 
-def _keys(options: Options, section: str) -> list[Key]:
+def _keys(options: Options, section: str) -> list[Field]:
     found, nested = [], []
     for field in options_of(type(options)):
         value = get(options, field.name)
@@ -77,7 +67,7 @@ def _keys(options: Options, section: str) -> list[Key]:
         else:
             # None has no word in TOML, so it is only ever a default.
             hint = field.hint if value is None else without_none_type(field.hint)
-            found.append(Key(section, field.name, hint, value, field.doc))
+            found.append(field._replace(section=section, hint=hint, default=value))
     return found + nested
 
 

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import get_args
 
 from titanplans.config.options import Field, options_of
-from titanplans.config.schema import Key, keys
+from titanplans.config.schema import keys
 from titanplans.config.translate import unknown, unknown_section
 from titanplans.config.values import describe, is_options
 from titanplans.errors import ConfigError
@@ -56,7 +56,7 @@ def _entry(key: str, doc: str, indent: int) -> list[str]:
     return [" " * indent + key, textwrap.indent(textwrap.fill(doc, 96 - indent), " " * (indent + 4))]
 
 
-def keys_of_tables(key: Key) -> tuple[Field, ...]:
+def keys_of_tables(key: Field) -> tuple[Field, ...]:
     """Return the keys of each table of a key that is a list of tables; none for another."""
     of, *_ = (*get_args(key.hint), None)
     return options_of(of) if is_options(of) else ()

@@ -79,7 +79,7 @@ def read_figures(folder: Path, skip_steps: int) -> Figures:
         return found | dict.fromkeys(
             (figure.name for figure in FIGURES[1:6]), f"the run wrote no {FILE_NAME}"
         )
-    rows = read_rows(next((file for file in files if file.parent.name == "rank_0"), files[0]))
+    rows = read_rows(files[0])
     steps = [row for row in rows if LOSS in row]
     validations = [row for row in rows if VALIDATION_LOSS in row]
     begins = [0, *(row["step"] for row in steps)]

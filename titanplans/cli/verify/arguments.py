@@ -178,20 +178,12 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )
     words = "real: Triton's kernels, interpreted on a CPU, in float32, which takes minutes; default: stand-ins on a CPU"
     add("--kernels", choices=("stand-ins", "real"), default="stand-ins", help=words)
-    add(
-        "--output",
-        metavar="FILE",
-        help="a file for the table so far, after each case, and in the end for the printed result",
-    )
+    words = "a file for the table so far, after each case, and in the end for the printed result"
+    add("--output", metavar="FILE", help=words)
     add("--quick", action="store_true", help="each condition once at the smallest degree, and no collectives")
-    add(
-        "--process-group",
-        dest="ranks",
-        action="store_const",
-        const="process_group",
-        default="threads",
-        help="one rank in each process that torchrun started; default: threads of this process",
-    )
+    words = "one rank in each process that torchrun started; default: threads of this process"
+    grouped: Any = {"action": "store_const", "const": "process_group", "default": "threads"}
+    add("--process-group", dest="ranks", help=words, **grouped)
 
 
 def _add_subject(
@@ -212,30 +204,18 @@ def _add_subject(
         add("--cp", dest="contexts", type=_degrees, metavar="2,4", help=words)
         words = "degrees of expert parallelism, each with each --tp and --cp, or alone: as many ranks of each; default: 1"
         add("--ep", dest="experts", type=_degrees, metavar="2,4", help=words)
-    add(
-        "--float8",
-        choices=recipes,
-        metavar="RECIPE",
-        help=f"Linear modules in float8, whole and split: {', '.join(recipes[1:])}; default: none, or the job's",
+    words = (
+        f"Linear modules in float8, whole and split: {', '.join(recipes[1:])}; default: none, or the job's"
     )
-    add(
-        "--float8-filter",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="A,B",
-        help="parts of names of Linear modules that are not float8",
+    add("--float8", choices=recipes, metavar="RECIPE", help=words)
+    listed: Any = {"type": lambda text: tuple(text.split(",")), "default": (), "metavar": "A,B"}
+    add("--float8-filter", **listed, help="parts of names of Linear modules that are not float8")
+    words = "leave modules whose sizes are not multiples of 16 out of float8"
+    add("--float8-filter-unaligned", action="store_true", help=words)
+    words = (
+        "LoRA adapters, whole and split: a key of [lora] and its value, as rank=8; as often as there are keys"
     )
-    add(
-        "--float8-filter-unaligned",
-        action="store_true",
-        help="leave modules whose sizes are not multiples of 16 out of float8",
-    )
-    add(
-        "--lora",
-        action="append",
-        metavar="KEY=VALUE",
-        help="LoRA adapters, whole and split: a key of [lora] and its value, rank=8 for one; as often as there are keys",
-    )
+    add("--lora", action="append", metavar="KEY=VALUE", help=words)
     add("--layers", **size, help="the first N blocks; default: as few as hold every kind of block")
     add("--vocab-size", **size, help="a vocabulary of N; default: the model's")
     add("--seq-len", **size, help=f"tokens in a sequence; default {tokens}")

@@ -17,7 +17,7 @@ from titanplans.apply.prepare import Preparation
 from titanplans.apply.prepare import prepare as prepare_modules
 from titanplans.cli.verify.cut import cut
 from titanplans.cli.verify.subject import Subject
-from titanplans.errors import OptionError, VerifyError
+from titanplans.errors import VerifyError
 from titanplans.parallel.memory import memory
 from titanplans.plan.decoder import find_decoder
 from titanplans.proof.batches.conditions import MicroBatch
@@ -99,22 +99,9 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, s
 
 def _changed(model: nn.Module, subject: Subject, device: torch.device) -> Preparation:
     """Give `model` the float8 modules, the adapters and the frozen parameters of `subject`."""
-    try:
-        return prepare_modules(
-            model,
-            float8=subject.float8,
-            lora=subject.lora,
-            freezes=subject.freeze,
-            device_type=device.type,
-        )
-    except OptionError as error:
-        group, _, name = error.option.rpartition(".")
-        value = error.value if isinstance(error.value, str) else ",".join(error.value)
-        if group == "lora":
-            option = f"--lora {name}={value}"
-        else:
-            option = f"{'--float8' if name == 'recipe_name' else '--float8-filter'} {value}".strip()
-        raise VerifyError(f"{option}: {error.why}") from error
+    return prepare_modules(
+        model, float8=subject.float8, lora=subject.lora, freezes=subject.freeze, device_type=device.type
+    )
 
 
 def _words(done: Preparation, subject: Subject) -> Iterator[str]:

@@ -10,13 +10,12 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from titanplans import modeling
-from titanplans.config import LoRA, OptionError, strategy_of
+from titanplans.config import LoRA, strategy_of
 from titanplans.errors import VerifyError
 from titanplans.parallel import Float8
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
-from titanplans.text import show
 from titanplans.user_code import import_module, meant_in
 
 
@@ -80,7 +79,7 @@ def find_subject(words: str, request: Namespace) -> Subject:
         for key in ("degrees", "contexts", "experts", "loss_parallel", "sequence_parallel")
         if (value := getattr(request, key)) is not None
     }
-    float8, lora = Float8() if request.float8 == "none" else subject.float8, subject.lora
+    float8 = Float8() if request.float8 == "none" else subject.float8
     if request.float8 not in (None, "none"):
         float8 = float8.replace(recipe_name=request.float8, emulate=True)
     filters: dict[str, Any] = {}
@@ -92,13 +91,9 @@ def find_subject(words: str, request: Namespace) -> Subject:
         raise VerifyError(
             "--float8-filter: nothing is float8; add --float8 tensorwise, for one, or leave it out"
         )
-    try:
-        lora = lora.replace(**request.lora)
-    except OptionError as error:
-        raise VerifyError(
-            f"--lora {error.option.removeprefix('lora.')}={show(error.value)}: {error.why}"
-        ) from error
-    return replace(subject, **chosen, float8=float8.replace(**filters), lora=lora)
+    return replace(
+        subject, **chosen, float8=float8.replace(**filters), lora=subject.lora.replace(**request.lora)
+    )
 
 
 def _model(words: str, flavor: str | None, option: str) -> Subject:
