@@ -106,8 +106,8 @@ def test_it_trains_on_two_ranks(installed):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("my_models.model", "write module:Class"),
-        ("my_models.model:Mixin", r"has no nn.Module of this name; did you mean Mixer\? \(.*model.py\)"),
+        ("my_models.model", "write module:attribute"),
+        ("my_models.model:Mixin", r"has no Mixin; did you mean Mixer\? \(.*model.py\)"),
         ("no_models.model:MyModel", "no module named 'no_models'"),
     ],
 )

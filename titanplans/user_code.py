@@ -74,19 +74,35 @@ def _no_module(what: str, name: str | None) -> str:
     return f"{what}: no module named '{name}'; run in its folder, install its package, or set PYTHONPATH"
 
 
-def meant_in(module: ModuleType, name: str, fits: Callable[[Any], bool] = lambda value: True) -> str:
-    """Return the end of an error about a name that a module of the user's lacks: its file, and the names there.
+def load_attribute(
+    name: str,
+    what: str,
+    error: type[UserError] = PlanError,
+    fits: Callable[[Any], bool] = lambda value: True,
+) -> Any:
+    """Return the attribute of a module of the user's that `name` gives as "module:attribute".
 
     Args:
-        module: imported.
-        name: as it was written.
-        fits: which of its values would do.
+        name: the module as Python imports it, also from the current directory, and the attribute.
+        what: the beginning of the message: who gave the name, and where.
+        error: the class to raise.
+        fits: which of the module's values would do; the nearest is named.
+
+    Raises:
+        UserError: as `import_module`, or there is no such attribute.
     """
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise error(f"{what}: write module:attribute, such as my_package.plans:MyPlan")
+    module = import_module(module_name, what, error)
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
     public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     there = [key for key, value in public.items() if not isinstance(value, ModuleType) and fits(value)]
-    meant = nearest(name, there)
+    meant = nearest(attribute, there)
     remedy = f"did you mean {meant}?" if meant else f"it has {', '.join(there) or 'nothing'}"
-    return f"; {remedy} ({getattr(module, '__file__', None) or 'built in'})"
+    place = getattr(module, "__file__", None) or "built in"
+    raise error(f"{what}: module {module_name} has no {attribute}; {remedy} ({place})")
 
 
 def check_keywords(cls: type, arguments: Mapping[str, Any], what: str, error: type[UserError]) -> None:

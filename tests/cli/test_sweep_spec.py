@@ -176,12 +176,9 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
     ("text", "message"),
     [
         ("", "no cell: give [grid] or [[axis]]"),
-        ("[grid]\ntraining.steps = []", "[grid] training.steps = []: expected a list"),
         ("[grid]\ntraining.steps = 3", "[grid] training.steps = 3: expected a list"),
         ("[grid]\ntraining.stepz = [3]", "[grid] training.stepz: no such key; did you mean training.steps?"),
         ("[grid]\ntrainig.steps = [3]", "[grid]: no section [trainig]; did you mean [training]?"),
-        ("[grid]\nsteps = [3]", "[grid] steps: no such key; did you mean training.steps?"),
-        ('[grid]\ntraining.steps = [3, "x"]', "[grid] training.steps x: expected"),
         ("[grid]\ntraining.steps = [3, 0]", "[grid] training.steps 0: expected"),
         ("[grid]\ntraining.steps = [3, 3]", 'two cells are named "training.steps=3"'),
         (
@@ -215,7 +212,6 @@ ONE = "[grid]\ntraining.steps = [1, 2]\n"
         ),
         ("[[axis]]\nnames = ['a']\ntraining.steps = [1, 2]", "names has 1, training.steps has 2"),
         ("[[axis]]\nnames = ['a']", "no cell: give [grid]"),
-        ('[[axis]]\nnames = ["a/b"]\ntraining.steps = [1]', 'cell "a/b": a name is its folder\'s'),
     ],
 )
 def test_what_is_wrong_with_a_sweep_file(write, text, message):
@@ -227,7 +223,6 @@ def test_what_is_wrong_with_a_sweep_file(write, text, message):
     [
         ("", "sweep.base is missing"),
         ('[sweep]\nbas = "base.toml"\n', 'sweep.bas = "base.toml": no such option; did you mean base?'),
-        ('[sweep]\nbase = "base.toml"\ntime_limit_seconds = 0\n', "expected a number, above 0"),
         ('[sweep]\nbase = "base.toml"\ntiming_skip_steps = -1\n', "expected an integer, at least 0"),
         ("sweep = 3\n", "sweep = 3: expected a table"),
     ],

@@ -42,6 +42,8 @@ def test_an_error_has_the_option_as_a_field():
         FSDP2Config(compile={"enable": 3})
     assert (caught.value.option, caught.value.value) == ("compile.enable", 3)
     assert "section.name = 3: " in str(caught.value.renamed("section.name"))
+    with pytest.raises(OptionError, match=r"^enable_sequence_parallel = 3: expected true or false$"):
+        FSDP2Config(enable_sequence_parallel=3, plan="\0")
 
 
 @pytest.mark.parametrize("plan", [TinyPlan, {"embed": torch.distributed.tensor.parallel.ColwiseParallel()}])

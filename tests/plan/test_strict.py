@@ -382,8 +382,8 @@ def test_unregistered_architecture():
     [
         ("nope", "not registered"),
         ("no_such_module:Plan", "no module named 'no_such_module'"),
-        ("titanplans:Nope", "has no attribute 'Nope'"),
-        ("titanplans.plans.hf.llama:LamaPlan", "no attribute 'LamaPlan'; did you mean LlamaPlan? ("),
+        ("titanplans:Nope", "has no Nope"),
+        ("titanplans.plans.hf.llama:LamaPlan", "has no LamaPlan; did you mean LlamaPlan? ("),
         ("titanplans:apply_plan", "neither a TPPlan class nor a dict"),
     ],
 )

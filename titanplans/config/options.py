@@ -130,7 +130,7 @@ class Options(BaseModel):
             instead = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
             reason = refused.reason if refused else instead
             return OptionError(cls.full_name(name), values[name], f"no such option; {reason}")
-        why = mismatch(faults, known[name].hint)
+        why = mismatch([one for one in faults if one["loc"][:1] == fault["loc"][:1]], known[name].hint)
         value = values[name] if name in values else known[name].default
         return why if isinstance(why, OptionError) else OptionError(cls.full_name(name), value, str(why))
 

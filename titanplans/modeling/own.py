@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from titanplans.errors import ModelError
 from titanplans.plan.decoder import find_decoder
 from titanplans.plan.registry import model_type_of
-from titanplans.user_code import as_user_error, check_keywords, import_module, meant_in
+from titanplans.user_code import as_user_error, check_keywords, load_attribute
 
 _CLASS, _ARGUMENTS = "own_class", "own_arguments"
 """Fields of the config that say how the model is made again."""
@@ -118,16 +118,10 @@ def construct_own(config: PretrainedConfig, device: torch.device, dtype: torch.d
 
 
 def _made(source: str, arguments: Mapping[str, Any], sizes: str | None = None) -> nn.Module:
-    module_name, colon, name = source.partition(":")
     what = f"model.class = {source!r}" if sizes is None else f"{sizes}: class = {source!r}"
-    if not (colon and name):
-        raise ModelError(f"{what}: write module:Class, such as my_package.model:MyModel")
-    module = import_module(module_name, what, ModelError)
-    cls: Any = getattr(module, name, None)
+    cls = load_attribute(source, what, ModelError, _is_module)
     if not _is_module(cls):
-        raise ModelError(
-            f"{what}: {module_name} has no nn.Module of this name{meant_in(module, name, _is_module)}"
-        )
+        raise ModelError(f"{what}: it is not a class of nn.Module; name one")
     given = f"{what}, {'model.arguments' if sizes is None else 'arguments'} = {dict(arguments)}"
     check_keywords(cls, arguments, given, ModelError)
     with as_user_error(given, ModelError):

@@ -21,7 +21,7 @@ from titanplans.plan.decoder import find_decoder, spelled_out
 from titanplans.plan.options import TPOptions
 from titanplans.plan.plan import Plan, TPPlan
 from titanplans.plan.registry import faulty_plans, plan_for_model, registered_plans
-from titanplans.user_code import as_user_error, import_module, meant_in
+from titanplans.user_code import as_user_error, load_attribute
 
 PlanSource = str | type[TPPlan] | Mapping[str, str | ParallelStyle] | None
 
@@ -109,18 +109,12 @@ def resolve_plan(source: PlanSource, model: nn.Module, options: TPOptions) -> TP
 
 
 def _load(name: str) -> type[TPPlan] | Mapping[str, str | ParallelStyle]:
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        registered = registered_plans()
-        if name not in registered:
-            raise unknown_plan(name, registered, faulty_plans())
-        return registered[name]
-    module = import_module(module_name, f"plan = '{name}'")
-    if not hasattr(module, attribute):
-        raise PlanError(
-            f"plan = '{name}': module '{module_name}' has no attribute '{attribute}'{meant_in(module, attribute, _is_plan)}"
-        )
-    return getattr(module, attribute)
+    if ":" in name:
+        return load_attribute(name, f"plan = '{name}'", fits=_is_plan)
+    registered = registered_plans()
+    if name not in registered:
+        raise unknown_plan(name, registered, faulty_plans())
+    return registered[name]
 
 
 def _is_plan(value: object) -> bool:

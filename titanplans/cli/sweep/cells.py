@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +25,37 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{,199}")  # file systems take 2
 _RESULT = {"state": "running", "exit_status": None, "line": None, "seconds": None, "figures": {}}
 
 
-@dataclass(kw_only=True)
 class Cell:
-    """One job of a sweep."""
+    """One job of a sweep, whose settings may contradict each other.
 
-    name: str
-    """Also the name of its folder."""
+    Attributes:
+        name: also that of its folder, the job's dump_folder.
+        settings: what differs from the base job.
+        arguments: what `titanplans train` is given.
+        job: the whole job; None where there is none, and `refusal` says why.
+        identity: what decides the results, as JSON has it: every key of the job, and the content of its model's file.
+        record: what cell.json holds: `cell`, `command`, `settings`, `job` (the identity), `state`, `exit_status`, `line`
+            (why it did not finish), `seconds`, and `figures` if it finished.
+    """
 
-    folder: Path
-    """Its dump_folder."""
-
-    settings: Settings
-    """What differs from the base job."""
-
-    arguments: list[str]
-    """What `titanplans train` is given."""
-
-    job: JobConfig | None
-    """The whole job, or None where its settings contradict each other."""
-
-    refusal: str | None
-    """Why there is no job."""
-
-    identity: dict[str, Any]
-    """What decides the results, as JSON has it: every key of the job, and the content of its model's file."""
-
-    record: dict[str, Any] | None = None
-    """What cell.json holds: `cell`, `command`, `settings`, `job` (the identity), `state`, `exit_status`, `line` (why it did
-    not finish), `seconds`, and `figures` if it finished."""
+    def __init__(self, spec: Spec, name: str, settings: Settings) -> None:
+        self.name, self.settings, self.folder = name, settings, spec.folder / name
+        self.arguments = [spec.header.base, f"--job.dump_folder={self.folder}", "--metrics.enable_jsonl=true"]
+        self.arguments += [f"--{key}={word}" for key, word in settings.items()]
+        self.job: JobConfig | None = None
+        self.refusal: str | None = None
+        self.record: dict[str, Any] | None = None
+        # The base job has been read, so what is refused now are the settings.
+        try:
+            self.job = load_job(self.arguments)
+            self.identity: dict[str, Any] = dict(flatten(self.job.to_dict()))
+        except ConfigError as error:
+            self.refusal = str(error)
+            self.identity = {"refusal": self.refusal, **settings}
+        config = self.identity.get("model.config")
+        if config is not None and Path(config).is_file():
+            content = hashlib.sha256(Path(config).read_bytes()).hexdigest()
+            self.identity["SHA-256 of model.config"] = content
 
     @property
     def command(self) -> str:
@@ -141,7 +143,7 @@ def make_cells(spec: Spec) -> list[Cell]:
                 f'{spec.path}: cell "{name}": a name is its folder\'s, so it is up to 200 letters, digits and ._=,+-, the '
                 "first a letter or digit; give it a name: [[axis]] names, or [[cells]] name"
             )
-        cell = _cell(spec, name, settings)
+        cell = Cell(spec, name, settings)
         for other in cells:
             if cell.identity | {"job.dump_folder": ""} == other.identity | {"job.dump_folder": ""}:
                 raise ConfigError(
@@ -155,31 +157,6 @@ def make_cells(spec: Spec) -> list[Cell]:
             )
         cells.append(cell)
     return cells
-
-
-def _cell(spec: Spec, name: str, settings: Settings) -> Cell:
-    folder, job, refusal = spec.folder / name, None, None
-    arguments = [spec.header.base, f"--job.dump_folder={folder}", "--metrics.enable_jsonl=true"]
-    arguments += [f"--{key}={word}" for key, word in settings.items()]
-    # The base job has been read, so what is refused now are the settings.
-    try:
-        job = load_job(arguments)
-        identity = dict(flatten(job.to_dict()))
-        if job.model.config is not None and Path(job.model.config).is_file():
-            content = hashlib.sha256(Path(job.model.config).read_bytes()).hexdigest()
-            identity["SHA-256 of model.config"] = content
-    except ConfigError as error:
-        refusal = str(error)
-        identity = {"refusal": refusal, **settings}
-    return Cell(
-        name=name,
-        folder=folder,
-        settings=settings,
-        arguments=arguments,
-        job=job,
-        refusal=refusal,
-        identity=identity,
-    )
 
 
 def refusal(cell: Cell) -> str | None:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from titanplans.errors import VerifyError
-from titanplans.parallel.mesh.process_group import default_device_type
+from titanplans.parallel.mesh.process_group import process_group
 
 # Ranks of a wrong plan may wait for each other: they fail after this time instead of torch's half hour.
 _PATIENCE = timedelta(minutes=5)
@@ -52,28 +51,14 @@ def started_ranks(request: Namespace) -> Iterator[torch.device]:
     """Give the device of this process's ranks; set up the process group if one was asked for, and take it down.
 
     Raises:
-        VerifyError: fewer GPUs than processes.
+        ParallelError: fewer GPUs than processes.
     """
     if request.ranks != "process_group":
         yield torch.device("cpu")
         return
-    kind = default_device_type()
-    device = torch.device(kind)
-    if kind != "cpu":
-        processes, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-        if processes > found:
-            raise VerifyError(
-                f"torchrun started {processes} processes on a machine with {found} GPUs: one process a GPU, or "
-                "CUDA_VISIBLE_DEVICES= to prove over gloo on its CPU"
-            )
-        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device.index)
-        # Matrix products in full float32: TF32 keeps 10 bits of 23. titanplans/cli/main.py sets Triton's.
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False
-    backend = dist.get_default_backend_for_device(kind)
-    dist.init_process_group(backend, device_id=device if kind != "cpu" else None, timeout=_PATIENCE)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    with process_group(timeout=_PATIENCE) as process:
+        if process.device.type != "cpu":
+            # Matrix products in full float32: TF32 keeps 10 bits of 23. titanplans/cli/main.py sets Triton's.
+            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cudnn.allow_tf32 = False
+        yield process.device

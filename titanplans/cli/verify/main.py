@@ -105,6 +105,7 @@ def _verify(request: Namespace, rank: int, alone: bool) -> int:
             so_far = SoFar(request, names, rank, show)
             # One model's cases are proved side by side, or else several models.
             try:
+                so_far.write()
                 parts = side_by_side(proved, len(names), processes, so_far.heard)
             except Stopped:
                 so_far.end(stopped=True)

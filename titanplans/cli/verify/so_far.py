@@ -38,66 +38,59 @@ class SoFar:
         names: of the subjects.
         rank: of this process; 0 writes and prints.
         show: shows a few words (`titanplans.cli.verify.screen.progress`).
-
-    Raises:
-        VerifyError: the file can't be written.
     """
 
     def __init__(self, request: Namespace, names: list[str], rank: int, show: Callable[..., None]):
         self.request, self.names, self.rank, self.show = request, names, rank, show
         self.newest: dict[int, News] = {}
         self._start = time.perf_counter()
-        self.write("")
 
     def heard(self, one: News) -> None:
         """Take the news, and print a finished subject."""
         self.newest[one.at] = one
         if one.finished:
-            self._print(one.text, end="\n\n" if self.request.all else "\n")
+            self._print(one.text + "\n" * self.request.all)
         elif not self.request.all:
             self.show(one.row, above=True)
         if self.request.all:
             done = sum(each.finished for each in self.newest.values())
             self.show(f"{done} of {len(self.names)} models; {self.names[one.at]}: {one.row}")
-        self.write(self._written())
+        self.write()
 
     def end(self, *, stopped: bool = False) -> None:
         """Print the end; of a stopped command the unfinished subjects, too."""
-        unfinished = [one for one in self.newest.values() if not one.finished]
         if self.rank != 0:
             return
         if self.request.json:
-            print(self._written(), end="")
-            return
-        if stopped and not self.request.all:
-            self._print("\n".join(one.text for one in unfinished) or "stopped before the first case")
-        if self.request.all:
-            self._print(self._summary())
-            self.write(f"{self._written()}{self._summary()}\n")
+            print(self._so_far(), end="")
+        elif self.request.all:
+            finished = [one.found for _, one in sorted(self.newest.items()) if one.finished]
+            missing = len(self.names) - len(finished)
+            words = summary(finished, time.perf_counter() - self._start, missing)
+            self._print(words)
+            self.write(f"{words}\n")
+        elif stopped:
+            unfinished = [one.text for one in self.newest.values() if not one.finished]
+            self._print("\n".join(unfinished) or "stopped before the first case")
 
-    def write(self, words: str) -> None:
-        """Replace the content of the file, if one was asked for."""
+    def write(self, last: str = "") -> None:
+        """Replace the content of the file, if one was asked for; a VerifyError if it can't be written."""
         if self.request.output is not None and self.rank == 0:
             try:
-                Path(self.request.output).write_text(words)
+                Path(self.request.output).write_text(self._so_far() + last)
             except OSError as error:
                 raise VerifyError(
                     f"--output {self.request.output}: {error.strerror}: name a file in a folder that is there"
                 ) from error
 
-    def _print(self, words: str, end: str = "\n") -> None:
+    def _print(self, words: str) -> None:
         if not self.request.json:
             self.show("")
-            print(words, end=end, flush=True)
+            print(words, flush=True)
 
-    def _written(self) -> str:
+    def _so_far(self) -> str:
         every = [one for _, one in sorted(self.newest.items())]
-        if self.request.json:
-            found = [one.found for one in every]
-            return (json.dumps({"subjects": found} if self.request.all else found[0]) + "\n") if found else ""
-        return "".join(one.text + ("\n\n" if self.request.all else "\n") for one in every)
-
-    def _summary(self) -> str:
-        found = [one.found for _, one in sorted(self.newest.items()) if one.finished]
-        missing = len(self.names) - len(found)
-        return summary(found, time.perf_counter() - self._start, missing)
+        if not self.request.json:
+            return "".join(f"{one.text}\n" + "\n" * self.request.all for one in every)
+        found = [one.found for one in every]
+        return json.dumps({"subjects": found} if self.request.all else found[0]) + "\n" if found else ""

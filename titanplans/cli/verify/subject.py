@@ -16,7 +16,7 @@ from titanplans.parallel import Float8
 from titanplans.plan.custom import PlanSource
 from titanplans.plan.plan import TPPlan
 from titanplans.plan.registry import registered_plans
-from titanplans.user_code import import_module, meant_in
+from titanplans.user_code import import_module, load_attribute
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _model(words: str, flavor: str | None, option: str) -> Subject:
             f"--flavor {flavor}: goes with a named model ({', '.join(modeling.available())}), not with {words}"
         )
     if ":" in words:
-        return Subject(words, make=load_attribute(words, option))
+        return Subject(words, make=load_attribute(words, f"{option} {words}", VerifyError))
     if is_path:
         return Subject(words, modeling.load_config_file(words))
     flavor = flavor or "debug"
@@ -156,7 +156,7 @@ def _job(path: str, request: Namespace) -> Subject:
 
 
 def _own_plan(words: str, request: Namespace) -> Subject:
-    plan = load_attribute(words, request.command)
+    plan = load_attribute(words, f"{request.command} {words}", VerifyError)
     if not (isinstance(plan, dict) or (isinstance(plan, type) and issubclass(plan, TPPlan))):
         raise VerifyError(
             f"{request.command} {words}: neither a TPPlan class nor a dict of module names and styles; a model goes to "
@@ -174,25 +174,3 @@ def _own_plan(words: str, request: Namespace) -> Subject:
         f"{request.command} {words}: {why}; say which model it splits by --model: "
         f"{', '.join(named or modeling.available())}, path/to/config.json, or module:callable that returns an nn.Module"
     )
-
-
-def load_attribute(name: str, option: str) -> Any:
-    """Return the attribute called `name`, "module:attribute".
-
-    Args:
-        name: the module as Python imports it, also from the current directory.
-        option: where the name was given, for the message.
-
-    Raises:
-        VerifyError: there is no such module or attribute, or the module fails.
-        UserError: of the module itself, such as a plan registered twice.
-    """
-    module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise VerifyError(f"{option} {name}: write module:attribute, such as my_package.plans:MyPlan")
-    module = import_module(module_name, f"{option} {name}", VerifyError)
-    if not hasattr(module, attribute):
-        raise VerifyError(
-            f"{option} {name}: module {module_name} has no {attribute}{meant_in(module, attribute)}"
-        )
-    return getattr(module, attribute)

@@ -1,1 +1,1 @@
-"""The sections of a job, one dataclass each; each field carries its documentation as the string under it."""
+"""The sections of a job, one model each; each field carries its documentation as the string under it."""
